@@ -24,14 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from kept import kept
 from points import Point, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.kernels.attention_time import attention_knobs
+from rooftrace.costmodels.kernels.attention_libraries import attention_knobs
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, predict, step_case
 from rooftrace.measured.fit.fitting import FEW
 
@@ -89,25 +88,24 @@ def read(path: Path) -> list[Row]:
 
 def traced(row: Row, cache: Path) -> rt.OpGraph:
     """The graph of a microbatch: forward, loss and backward."""
-    path = cache / f"{row.trace}.json.gz"
-    if path.exists():
-        return rt.load(path)
-    import torch
-    from mpt import Mpt, microbatch
 
-    with torch.device("meta"):
-        model = Mpt(row.model, row.seq, row.checkpoint).train().bfloat16()
-    ids = torch.zeros(row.batch, row.seq, dtype=torch.long, device="meta")
-    graph = rt.trace(microbatch, model, ids)
-    rt.save(graph, path)
-    return graph
+    def make() -> rt.OpGraph:
+        import torch
+        from mpt import Mpt, microbatch
+
+        with torch.device("meta"):
+            model = Mpt(row.model, row.seq, row.checkpoint).train().bfloat16()
+        ids = torch.zeros(row.batch, row.seq, dtype=torch.long, device="meta")
+        return rt.trace(microbatch, model, ids)
+
+    return kept(cache / f"{row.trace}.json.gz", make)
 
 
 def start_on(chip: str) -> Knobs:
     """Typical shares, with attention at the pace of Triton."""
     on = rt.load_chip(chip)
-    usual = usual_start(on, execution_model("eager"))
-    attention = attention_knobs(usual.attention, on)
+    usual = Knobs.typical(on, compiled=False)
+    attention = attention_knobs(usual.attention, on, "flash2")
     slow = replace(attention, products=attention.products / SLOWER["forward"])
     share = usual.share("attention").compute / SLOWER["backward"]
     return replace(usual.with_shares(compute={"attention": share}), attention=slow)
@@ -194,7 +192,6 @@ def main() -> None:
     path = given.folder / "llm" / "llm_foundry_a100.csv"
     if not path.exists():
         raise SystemExit(f"{path}: there is no such file")
-    given.cache.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore")
     import mpt  # noqa: F401  (its ops have rules)
 

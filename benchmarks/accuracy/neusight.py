@@ -1,6 +1,6 @@
 """Steps of language models on two A100 that NeuSight's authors measured, predicted.
 
-    python benchmarks/accuracy/neusight.py FOLDER [--points FILE.csv]
+    python benchmarks/accuracy/neusight.py FOLDER [--cache DIR] [--points FILE.csv]
 
 FOLDER/llm has neusight_a100.csv and configs/ (NeuSight's labels, MIT).  They ran transformers
 4.38.1 and torch 2.1 with attention written out, in fp32 without TF32: inference without gradients,
@@ -26,19 +26,19 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kept import kept
 from points import Point, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, predict
 from rooftrace.measured.fit.fitting import FEW
 from rooftrace.tracer.graph import OpGraph
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def trace(self) -> str:
-        return f"{self.model}-{self.phase}-{self.batch}x{self.seq}"
+        return f"neusight-{self.model}-{self.phase}-{self.batch}x{self.seq}"
 
 
 def read(path: Path) -> list[Row]:
@@ -249,15 +249,15 @@ class Measured:
     cases: tuple[Case, ...]
 
 
-def measured(rows: Sequence[Row], folder: Path, tell: Callable[[str], None]) -> list[Measured]:
-    """Each row, traced; equal ones once."""
-    graphs: dict[str, OpGraph] = {}
+def measured(
+    rows: Sequence[Row], folder: Path, cache: Path, tell: Callable[[str], None]
+) -> list[Measured]:
+    """Each row, traced."""
     found = []
     for row in rows:
-        if row.trace not in graphs:
-            tell(row.trace)
-            graphs[row.trace] = traced(row, folder)
-        planned = plan(graphs[row.trace], "compiled" if row.compiled else "eager")
+        tell(row.name)
+        graph = kept(cache / f"{row.trace}.json.gz", partial(traced, row, folder))
+        planned = plan(graph, "compiled" if row.compiled else "eager")
         parts = [("forward", row.forward)]
         if row.phase == "training":
             parts.append(("backward", row.backward))
@@ -312,7 +312,7 @@ def fitted_to(found: Sequence[Measured]) -> Fitted:
 
 
 def _start(chip: str, compiled: bool) -> Knobs:
-    return usual_start(rt.load_chip(chip), execution_model("compiled" if compiled else "eager"))
+    return Knobs.typical(rt.load_chip(chip), compiled)
 
 
 def predicted(found: Sequence[Measured], numbers: Fitted) -> list[Predicted]:
@@ -363,6 +363,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--cache", type=Path, default=Path("out/accuracy"), help="where traces are kept"
+    )
     parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     given = parser.parse_args()
     folder = given.folder / "llm"
@@ -371,7 +374,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     _written_out()
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    found = measured(read(folder / "neusight_a100.csv"), folder, tell)
+    found = measured(read(folder / "neusight_a100.csv"), folder, given.cache, tell)
     numbers = fitted_to(found)
     made = predicted(found, numbers)
     print(f"{table(made)}\n\n{numbers.told()}")
