@@ -156,17 +156,14 @@ def main() -> None:
         print(line(one.name, "nothing", before[one.name]))
         sums.setdefault("nothing", []).append(before[one.name].error)
         points += before[one.name].each
-    for kind, free in (("two numbers", FEW), ("as many as it supports", None)):
-        for seen in found:
-            print(f"{kind} from {seen.name}", file=sys.stderr)
-            knobs = rt.calibrate(
-                seen.path, CHIP, "eager", seen.graph, free=free, factors=False
-            ).knobs
-            for one in found:
-                if one is not seen:
-                    after = kernels(one, rt.execution_model("eager", knobs=knobs))
-                    print(line(one.name, f"{kind}, {seen.name.partition(',')[0]}", after))
-                    sums.setdefault(kind, []).append(after.error)
+    for seen in found:
+        print(f"two numbers from {seen.name}", file=sys.stderr)
+        fitted = rt.calibrate(seen.path, CHIP, "eager", seen.graph, free=FEW, factors=False)
+        for one in found:
+            if one is not seen:
+                after = kernels(one, rt.execution_model("eager", knobs=fitted.knobs))
+                print(line(one.name, f"two numbers, {seen.name.partition(',')[0]}", after))
+                sums.setdefault("two numbers", []).append(after.error)
     for seen in found:
         for one in found:
             if one is not seen:
