@@ -630,6 +630,9 @@ def test_a_session_without_a_timed_step_prints() -> None:
         ("NVIDIA H200", 140.4, "h200-sxm"),
         ("NVIDIA L4", 22.5, "l4"),
         ("NVIDIA A100-SXM4-80GB", 79.3, "a100-sxm-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-sxm-40"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "a100-pcie-80"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-pcie-40"),
     ],
 )
 def test_a_gpu_is_told_by_its_name_and_its_memory(device: str, gib: float, chip: str) -> None:
@@ -640,7 +643,7 @@ def test_a_gpu_is_told_by_its_name_and_its_memory(device: str, gib: float, chip:
     ("device", "gib"),
     [
         ("NVIDIA H100 PCIe", 79.2),  # other rates under nearly the same name
-        ("NVIDIA A100-SXM4-40GB", 39.4),  # half the memory, and a slower one
+        ("NVIDIA A100-SXM-64GB", 63.4),  # another memory, and a slower one
         ("Tesla T4", 14.6),
     ],
 )

@@ -156,7 +156,8 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def chips_called(device: str) -> tuple[str, ...]:
     """The names of the chips that a device may be, by the name that it gives itself.
 
-    Of "NVIDIA H100 80GB HBM3" they are those of the model H100 with most words in common.
+    Of "NVIDIA A100-SXM4-80GB" they are those of the model A100 with most words of it: "sxm" and
+    "80" are the beginnings of two.
     """
     words = set(re.findall(r"[a-z0-9]+", device.lower()))
     scores: dict[str, int] = {}
@@ -164,7 +165,7 @@ def chips_called(device: str) -> tuple[str, ...]:
         parts = re.findall(r"[a-z0-9]+", name)
         model = next((word for word in parts if re.search(r"\d", word)), "")
         if model and model in words:
-            scores[name] = len(words & set(parts))
+            scores[name] = sum(any(word.startswith(part) for word in words) for part in parts)
     best = max(scores.values(), default=0)
     return tuple(name for name, score in scores.items() if score == best)
 

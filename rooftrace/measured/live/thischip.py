@@ -21,7 +21,7 @@ _SECONDS = 8.0
 _NEAR = 0.1
 """The relative difference between two capacities that still are of one chip."""
 _FORMS = ("pcie", "nvl")
-"""Words of a device's name that tell it from its relatives with other rates."""
+"""Words of a device's name, and of its chip's, that tell it from relatives with other rates."""
 
 
 def chip_at_hand(device: torch.device) -> Chip:
@@ -50,7 +50,7 @@ def name_of(device: str, capacity: int) -> str:
     names = [
         name
         for name in devices.chips_called(device)
-        if all(form in name for form in _FORMS if form in words)
+        if all((form in name) == (form in words) for form in _FORMS)
         and abs(load_chip(name).memory_capacity.value / capacity - 1) < _NEAR
     ]
     if len(names) == 1:
