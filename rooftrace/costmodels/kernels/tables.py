@@ -253,12 +253,8 @@ def _shared_seconds(
     aside = np.array([s.engine == "vector" for s in shares])[table.kind]
     bandwidth = chip.memory_bandwidth.value
 
-    touched = d["bytes"] + layout * d["moved"]
-    t_memory = touched / (bandwidth * memory)
-    if knobs.cache != 1:
-        # The memory's rate and the kernel's rate: the slower of the two holds.
-        sent = touched - d["warm"] * (1 - 1 / knobs.cache)
-        t_memory = np.maximum(sent / (bandwidth * knobs.memory), t_memory)
+    sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
+    t_memory = sent / (bandwidth * memory)
     rest = (d["vector"] + d["matrix"]) / compute
     product = d["flop"] / (d["rate"] * compute)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0

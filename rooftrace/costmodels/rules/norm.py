@@ -91,7 +91,8 @@ def group_norm(op: OpView) -> Cost:
     x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
-    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + op.streamed()
+    flop = standardise_flop(rows, n) + _affine(op) * x.elements
+    return vector(op, flop) + op.streamed() + _again(op, rows, x)
 
 
 @builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
@@ -101,7 +102,7 @@ def group_norm_backward(op: OpView) -> Cost:
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
     flop = _backward_flop(op, x, rows, n, int(op.attribute("C")))
-    return vector(op, flop) + op.streamed()
+    return vector(op, flop) + op.streamed() + _again(op, rows, x, op.tensor("grad_out"))
 
 
 @builtin("aten.instance_norm", fusion="reduction", kind="batch norm")

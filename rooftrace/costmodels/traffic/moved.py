@@ -351,7 +351,8 @@ class _Floor:
 
     def _each(self, op: Op, storage: int, size: int) -> int:
         copies = self.listed.get(op.id)
-        return size // copies.get(storage, 1) if copies else size
+        size = size // copies.get(storage, 1) if copies else size
+        return min(size, self.sizes[storage])  # a kernel may pass over it more than once
 
     def total(self) -> int:
         """All reads and writes, of all copies."""
