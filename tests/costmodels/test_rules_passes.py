@@ -9,6 +9,7 @@ from torch import nn
 
 import rooftrace.tracer.whole.entries  # noqa: F401  defines torch.ops.rooftrace
 from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.planning import plan
 from rooftrace.tracer import trace
 from tests.costmodels.rules_support import cost, meta
@@ -108,3 +109,26 @@ def test_what_is_read_twice_is_compulsory_once():
     once = 4 * x.numel() * 2
     assert 0 <= planned.bytes.total - twice < 100  # and its statistics
     assert planned.compulsory == once
+
+
+def test_a_thread_for_each_position_goes_through_all_images_and_channels():
+    """Four times the channels take four times as long in eager mode; four times the positions do
+    not, as they are other threads.  A compiled kernel moves its bytes, whatever they are of."""
+    seconds = {}
+    for mode in ("eager", "compiled"):
+        for channels, side in ((256, 7), (1024, 7), (256, 14)):
+            x = meta(64, channels, side, side)
+            step = estimate(trace(_Doubled(), x), chip="rtx-3090", execution=mode)
+            seconds[mode, channels, side] = step.t_est
+    eager = seconds["eager", 256, 7]
+    assert 3.9 < seconds["eager", 1024, 7] / eager < 4.1
+    assert 0.99 < seconds["eager", 256, 14] / eager < 1.1
+    assert eager > 10 * seconds["compiled", 1024, 7]
+    images = meta(64, 256, 7, 7).to(memory_format=torch.channels_last)
+    last = estimate(trace(_Doubled(), images), chip="rtx-3090", execution="eager")
+    assert eager > 10 * last.t_est
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, scale_factor=2, mode="bilinear")

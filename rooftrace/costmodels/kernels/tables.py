@@ -18,7 +18,12 @@ from rooftrace.costmodels.kernels.attention_rows import (
     column_data,
 )
 from rooftrace.costmodels.kernels.attention_time import attention_engine
-from rooftrace.costmodels.kernels.engines import compute_seconds, product_engine, stored_widths
+from rooftrace.costmodels.kernels.engines import (
+    compute_seconds,
+    product_engine,
+    reached,
+    stored_widths,
+)
 from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.reuse import warm_bytes
 from rooftrace.costmodels.kernels.utilization import (
@@ -203,11 +208,11 @@ def kernel_row(
     for work, flop in cost.work.items():
         if work.count not in COMPUTED or (work.operation in MATRIX and _has_shape(work)):
             continue
-        seconds = flop / chip.peak(*product_engine(work, chip, execution))
+        rate = chip.peak(*product_engine(work, chip, execution))
         if work.operation in MATRIX:
-            matrix += seconds
+            matrix += flop / rate
         else:
-            vector += seconds
+            vector += flop / min(rate, reached(work.rows, work.inner, chip))
     products = plain_products(cost, chip, execution)
     if not products:
         return (cost.bytes(), warm, moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0, 0, 0)
