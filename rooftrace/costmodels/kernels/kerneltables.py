@@ -123,8 +123,8 @@ def _shared_seconds(
     odd = np.where(d["odd"] > 0, np.array([s.odd for s in shares])[table.kind], 1.0)
     bandwidth = chip.memory_bandwidth.value
 
-    touched = d["bytes"] + layout * d["moved"]
-    t_memory = touched / (bandwidth * memory)
+    sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
+    t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["whole"] > 0, odd, 1.0)  # of products: those of the matrix engine
     if knobs.cache != 1:

@@ -3,10 +3,7 @@
 A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-           or, where that is longer, the time of the memory without that share, in which bytes that
-           the last cache still holds (see `reuse`) count 1 / cache each.
-So a cache makes no kernel faster than the rate at which its own code asks for bytes, which is the
-memory's unless its share is above 1.
+           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
 compute and memory are what a chip sustains; the shares differ little between chips of a kind.
 Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
 known; its shares are for the rest.
