@@ -60,6 +60,12 @@ class KernelSeconds:
     choice: np.ndarray[Any, np.dtype[np.int64]] | None = None
     untiled: Array | None = None
 
+    def at_pace(self, pace: float) -> KernelSeconds:
+        """The seconds of kernels that are all so many times as fast."""
+        compute, memory, device = (each / pace for each in (self.compute, self.memory, self.device))
+        untiled = None if self.untiled is None else self.untiled / pace
+        return KernelSeconds(compute, memory, device, self.choice, untiled)
+
 
 @dataclass(frozen=True)
 class KernelTable:
@@ -122,7 +128,7 @@ class KernelTable:
             result.device[rows] = by_blocks.device
             if result.choice is not None and result.untiled is not None:
                 result.choice[rows], result.untiled[rows] = -1, by_blocks.device
-        return result
+        return result if knobs.pace == 1 else result.at_pace(knobs.pace)
 
 
 def kernel_table(

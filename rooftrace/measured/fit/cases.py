@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.costmodels.timing.queue import host_seconds
+from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.factors import SHORTEST
@@ -85,7 +85,7 @@ def step_case(
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
     model = planned.execution
-    each, dispatches, beside = host_seconds(model, chip), 0, 0.0
+    each, dispatches, beside = _host(model, chip), 0, 0.0
     for launch in planned.launches:
         times = math.prod(planned.graph.repeats[r].count for r in launch.repeats)
         dispatches += times * launch.dispatches
@@ -100,6 +100,14 @@ def step_case(
         dispatch=None if model.dispatch == "eager" else each.dispatch,
         host=beside,
     )
+
+
+def _host(model: ExecutionModel, chip: Chip) -> HostSeconds:
+    """What the host takes at a pace of 1: predictions have a pace of their own."""
+    knobs = model.knobs_on(chip)
+    if knobs is not None and knobs.pace != 1:
+        model = replace(model, knobs=replace(knobs, pace=1.0))
+    return host_seconds(model, chip)
 
 
 def alone_case(
@@ -121,7 +129,7 @@ def alone_case(
         seconds=seconds,
         dispatches=count,
         group=group,
-        dispatch=host_seconds(planned.execution, chip).dispatch,
+        dispatch=_host(planned.execution, chip).dispatch,
     )
 
 
@@ -197,7 +205,7 @@ class _Cases:
                 dispatches=count if waits else 0,
                 layouts=self.layouts,
                 group=self.group,
-                dispatch=host_seconds(self.planned.execution, self.chip).dispatch,
+                dispatch=_host(self.planned.execution, self.chip).dispatch,
             )
         )
 
@@ -264,7 +272,7 @@ class Stack:
         if dispatch is None and self.parts:
             dispatch = self.parts[0][1].chip.dispatch_eager.value
         each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
-        host = self.dispatches * each + self.host
+        host = (self.dispatches * each + self.host) / knobs.pace
         # A CPU runs an op when it is called; a GPU while the host goes on.
         seconds: Array = np.where(self.serial, total + host, np.maximum(total, host))
         return seconds
