@@ -27,7 +27,8 @@ from rooftrace.measured.fit.cases import (
     profiled_cases,
     step_case,
 )
-from rooftrace.measured.fit.fitting import choose, fit
+from rooftrace.measured.fit.choosing import choose
+from rooftrace.measured.fit.fitting import fit
 from rooftrace.measured.runs.runfile import OpTime
 
 CHIP = load_chip("rtx-4090")
@@ -233,7 +234,7 @@ def test_errors_on_paper() -> None:
     ("change", "words"),
     [
         (lambda found: (found[:1], {}), "1 measurements for 2 knobs"),
-        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of compute"),
+        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of pace"),
         (lambda found: (found, {"free": ["mm.speed", "memory"]}), "free knob 'mm.speed'"),
     ],
 )
@@ -284,7 +285,8 @@ def test_kernels_tell_the_shares_of_their_classes() -> None:
 def test_more_is_fitted_only_where_it_helps_on_what_was_left_out() -> None:
     start = replace(START, shares={})
     plain, tried = choose(cases(TRUTH), replace(start, shares=START.shares))
-    assert list(tried) == ["compute, memory", "compute, memory, launch, dispatch"]
+    both = "compute, memory"
+    assert list(tried) == ["nothing", "pace", both, "compute, memory, launch, dispatch"]
     assert tried["compute, memory"] == plain.left_out
     assert [p.name for p in plain.parameters] == ["compute", "memory"]
     slow = replace(TRUTH, shares={"layer norm": Share(memory=0.1)})

@@ -1,0 +1,74 @@
+"""Which numbers a fit frees: as many as lower the error on what was left out by more than chance."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.measured.fit.cases import Case, Errors
+from rooftrace.measured.fit.fitting import FEW, Fit, Shares, check_one_chip, fitted
+from rooftrace.measured.fit.leftout import FEWEST_GROUPS, group_of
+
+ONE = ("pace",)
+"""One factor on the whole step."""
+NOTHING = "nothing"
+"""How the start itself is named among what was tried."""
+
+
+def choose(
+    cases: Sequence[Case], start: Knobs, kernels: Sequence[Case] = (), title: str = ""
+) -> tuple[Fit, dict[str, Errors]]:
+    """The fit with as many free numbers as the measurements support, and the errors of all tries.
+
+    Tried are, in this order: the start as it is, one factor on all of it, compute and memory, the
+    overheads beside these; then both again after the shares of classes were fitted to single
+    kernels.  A later one is kept if its mean error on left-out groups is lower than that of the one
+    kept so far by more than the standard error of the difference, taken over groups.  The errors
+    are by the names of the free numbers.
+
+    With too few groups to leave some out, one factor is fitted, and the errors are empty; the
+    measurements move it as far as they can tell.  Raises CalibrationError for several chips.
+    """
+    check_one_chip((*cases, *kernels))
+    plain = Shares((), start)
+    best, tried = fitted(cases, plain, (), title), {}
+    if best.left_out is None:
+        return fitted(cases, plain, ONE, title), {}
+    tried[NOTHING] = best.left_out
+    # Where the host waits, a launch is a part of the call.
+    overheads = ("dispatch",) if cases[0].table.chip.host_waits else ("launch", "dispatch")
+    many = (*FEW, *overheads)
+    sets = [(ONE, plain), (FEW, plain), (many, plain)]
+    if kernels:
+        shares = Shares(kernels, start)
+        sets += [(FEW, shares), (many, shares)]
+    for free, shares in sets:
+        if len(cases) < len(free) + FEWEST_GROUPS:
+            continue
+        attempt = fitted(cases, shares, free, title)
+        if attempt.left_out is None:
+            continue
+        label, alone = ", ".join(free), len(shares.kernels)
+        tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
+        if is_better(cases, attempt.outside, best.outside):
+            best = attempt
+    return best, tried
+
+
+def is_better(cases: Sequence[Case], one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether predictions are nearer to the measurements than others by more than chance.
+
+    The gain is the mean over groups of how much smaller their mean error is; it has to be above its
+    own standard error.
+    """
+    gains: dict[str, list[float]] = defaultdict(list)
+    for case, near, far in zip(cases, one, other, strict=True):
+        gain = abs(far / case.seconds - 1) - abs(near / case.seconds - 1)
+        gains[group_of(case)].append(gain)
+    means = [statistics.fmean(of_group) for of_group in gains.values()]
+    if len(means) < 2:
+        return False
+    return statistics.fmean(means) > statistics.stdev(means) / math.sqrt(len(means))
