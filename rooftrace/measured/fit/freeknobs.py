@@ -52,6 +52,7 @@ _NOISE_CASES = 2.0
 UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
 _START = {"launch": 3e-6, "dispatch": 8e-6, "cache": 3.0}
+_CLOSE = 1e-4  # of its own size, a step of the solver is the last
 _MOST_OVERLAP = 20.0
 
 
@@ -148,7 +149,9 @@ class Space:
 
         vector, noise = np.zeros(len(self.names)), _NOISE
         for _ in range(3):  # how far off cases are is known better each time
-            solution = least_squares(residuals, vector, method="lm", args=(noise,))
+            solution = least_squares(
+                residuals, vector, method="lm", args=(noise,), xtol=_CLOSE, ftol=_CLOSE
+            )
             vector = solution.x
             off = np.log(stack.predict(self.knobs(vector)) / stack.measured)
             noise = _noise(off, len(self.names))
