@@ -7,7 +7,7 @@ FOLDER has files of timm (see timm_steps.py); our own runs stand in measurements
   no fit       ends of intervals come from the data sets of other GPUs: none of this GPU is seen
   one factor   families of models are dealt into two halves; knobs and ends come from one half, the
                other is counted, both ways
-  fitted       the same with as many numbers as `rooftrace calibrate` chooses
+  fitted       the same with two numbers, compute and memory
 --other NAME=FILE.csv: predictions without a fit that another script wrote by --points (the steps of
 language models): a data set of its own, for the use without a fit.  --cases FILE keeps the traced
 and priced steps from one run to the next.  --write prints, in place of the tables, the tables
@@ -37,8 +37,8 @@ from rooftrace.costmodels.knobs.knobs import Knobs, dump_knobs
 from rooftrace.costmodels.knobs.residuals import LEVEL, USES, Residuals
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, predict
-from rooftrace.measured.fit.choosing import ONE, choose
-from rooftrace.measured.fit.fitting import Shares, fitted
+from rooftrace.measured.fit.choosing import ONE
+from rooftrace.measured.fit.fitting import FEW, Shares, fitted
 from rooftrace.measured.fit.leftout import deviations_of, group_of
 
 CHIP_WIDTH, CHIP_WEIGHT = 0.2, 4.0
@@ -165,10 +165,7 @@ def after_fits(sets: Sequence[DataSet], use: str) -> Residuals | None:
 
 def fit_of(cases: Sequence[Case], start: Knobs, use: str) -> tuple[Knobs, tuple[float, ...]]:
     """Knobs by a fit of this use, and what it predicts of the cases that it had not seen."""
-    if use == ONE_FACTOR:
-        found = fitted(cases, Shares((), start), ONE, "")
-    else:
-        found, _ = choose(cases, start)
+    found = fitted(cases, Shares((), start), ONE if use == ONE_FACTOR else FEW, "")
     return found.knobs, found.outside
 
 

@@ -50,16 +50,22 @@ class Residuals:
     def __post_init__(self) -> None:
         sizes = {len(self.levels), len(self.low), len(self.high)}
         if sizes != {len(self.levels)} or not self.levels:
-            raise ResidualsError("levels, low and high: expected as many ends as levels, and one level")
+            raise ResidualsError(
+                "levels, low and high: expected as many ends as levels, and one level"
+            )
         for name, values, least, most in (
             ("levels", self.levels, 0.0, 1.0),
             ("low", self.low, -_FARTHEST, 0.0),
             ("high", self.high, 0.0, _FARTHEST),
         ):
             if not all(least <= value <= most for value in values):
-                raise ResidualsError(f"{name}={values!r:.60}: expected numbers of {least:g} to {most:g}")
+                raise ResidualsError(
+                    f"{name}={values!r:.60}: expected numbers of {least:g} to {most:g}"
+                )
             if list(values) != sorted(values, reverse=name == "low"):
-                raise ResidualsError(f"{name}={values!r:.60}: expected wider ends for higher levels")
+                raise ResidualsError(
+                    f"{name}={values!r:.60}: expected wider ends for higher levels"
+                )
         if not 0 <= self.spread <= _FARTHEST or self.count < 0 or self.groups < 0:
             raise ResidualsError(
                 f"spread={self.spread!r}, count={self.count!r}, groups={self.groups!r}: "
@@ -190,4 +196,6 @@ def _rounded(value: float) -> float:
         return 0.0
     digits = 3 - math.floor(math.log10(abs(value)))
     step = 10.0**-digits
-    return math.copysign(min(_FARTHEST, round(math.ceil(abs(value) / step - 1e-9) * step, digits)), value)
+    return math.copysign(
+        min(_FARTHEST, round(math.ceil(abs(value) / step - 1e-9) * step, digits)), value
+    )

@@ -410,7 +410,7 @@ def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Kn
 
 
 def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
-    """The knobs that are typical of the chip and the execution: those of estimates without a fit."""
+    """The knobs that estimates without a fit take: typical of the chip and the execution."""
     usual = replace(model, knobs=TYPICAL, utilization=Utilization()).knobs_on(chip)
     assert usual is not None  # as nothing else was asked for
     return usual

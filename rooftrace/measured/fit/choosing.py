@@ -1,4 +1,4 @@
-"""Which numbers a fit frees: as many as lower the error on what was left out by more than chance."""
+"""Which numbers a fit frees: those that lower the error on what was left out beyond chance."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs import FITTED, Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
-from rooftrace.costmodels.knobs import FITTED
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors
 from rooftrace.measured.fit.freeknobs import ATTENTION, TILING, UNKNOWN, Space
 from rooftrace.measured.fit.leftout import (

@@ -122,9 +122,7 @@ def deviations_of(cases: Sequence[Case], knobs: Knobs) -> list[float]:
 # -- by class of kernels ---------------------------------------------------------------------------
 
 
-def by_class(
-    cases: Sequence[Case], knobs: Knobs, predicted: Sequence[float]
-) -> dict[str, Errors]:
+def by_class(cases: Sequence[Case], knobs: Knobs, predicted: Sequence[float]) -> dict[str, Errors]:
     """Errors of the cases in which one class of kernels takes most of the time."""
     return {
         kind: errors(
@@ -136,9 +134,7 @@ def by_class(
     }
 
 
-def _spreads(
-    cases: Sequence[Case], knobs: Knobs, predicted: Sequence[float]
-) -> dict[str, float]:
+def _spreads(cases: Sequence[Case], knobs: Knobs, predicted: Sequence[float]) -> dict[str, float]:
     """The spread of classes that take most of the time of enough cases."""
     return {
         kind: max(
