@@ -180,7 +180,7 @@ def test_an_interval_is_the_estimate_times_its_ends(graph) -> None:
     narrow, wide = one.within(0.5), one.within(0.95)
     assert wide[0] < low < narrow[0] < one.t_est < narrow[1] < high < wide[1]
     for level in (0.4, 0.99, 0, 1, -1, 90, float("nan"), True):
-        with pytest.raises(ResidualsError, match="expected a share of steps from 0.5 to 0.95"):
+        with pytest.raises(ResidualsError, match=r"expected a share of steps from 0\.5 to 0\.95"):
             one.within(level)
 
 

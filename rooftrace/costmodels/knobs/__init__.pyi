@@ -16,4 +16,5 @@ from rooftrace.costmodels.knobs.residuals import (
     USES as USES,
     Residuals as Residuals,
     ResidualsError as ResidualsError,
+    student as student,
 )

@@ -176,10 +176,10 @@ def _wide(
     freedom = _PRIOR_WEIGHT + groups
     scale = math.sqrt((_PRIOR_WEIGHT * usual**2 + groups * squares) / freedom)
     # A predicted value is off by its own deviation, and by that of the mean of those known.
-    return _student(side, freedom) * scale * math.sqrt(1 + 1 / freedom)
+    return student(side, freedom) * scale * math.sqrt(1 + 1 / freedom)
 
 
-def _student(share: float, freedom: float) -> float:
+def student(share: float, freedom: float) -> float:
     """The quantile of Student's t by Hill's expansion (Communications of the ACM 13, 1970)."""
     z = NormalDist().inv_cdf(share)
     return z * (

@@ -7,13 +7,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs import Knobs, student
 from rooftrace.measured.fit.cases import Case, Errors
 from rooftrace.measured.fit.fitting import FEW, Fit, Shares, check_one_chip, fitted
 from rooftrace.measured.fit.leftout import FEWEST_GROUPS, group_of
 
 ONE = ("pace",)
 """One factor on the whole step."""
+_GAIN = 0.05
+"""The least gain that counts, as a share of the error."""
 NOTHING = "nothing"
 """How the start itself is named among what was tried."""
 
@@ -25,9 +27,8 @@ def choose(
 
     Tried are, in this order: the start as it is, one factor on all of it, compute and memory, the
     overheads beside these; then both again after the shares of classes were fitted to single
-    kernels.  A later one is kept if its mean error on left-out groups is lower than that of the one
-    kept so far by more than the standard error of the difference, taken over groups.  The errors
-    are by the names of the free numbers.
+    kernels.  A later one is kept if it `is_better` on left-out groups than the one kept before.  The
+    errors are by the names of the free numbers.
 
     With too few groups to leave some out, one factor is fitted, and the errors are empty; the
     measurements move it as far as they can tell.  Raises CalibrationError for several chips.
@@ -61,8 +62,8 @@ def choose(
 def is_better(cases: Sequence[Case], one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether predictions are nearer to the measurements than others by more than chance.
 
-    The gain is the mean over groups of how much smaller their mean error is; it has to be above its
-    own standard error.
+    The gain is the mean over groups of how much smaller their mean error is.  It has to be larger
+    against its standard error than one gain in ten by chance, and than a share `_GAIN` of the error.
     """
     gains: dict[str, list[float]] = defaultdict(list)
     for case, near, far in zip(cases, one, other, strict=True):
@@ -71,4 +72,6 @@ def is_better(cases: Sequence[Case], one: Sequence[float], other: Sequence[float
     means = [statistics.fmean(of_group) for of_group in gains.values()]
     if len(means) < 2:
         return False
-    return statistics.fmean(means) > statistics.stdev(means) / math.sqrt(len(means))
+    gain, error = statistics.fmean(means), statistics.stdev(means) / math.sqrt(len(means))
+    before = statistics.fmean(abs(far / c.seconds - 1) for c, far in zip(cases, other, strict=True))
+    return gain > max(student(0.9, len(means) - 1) * error, _GAIN * before)

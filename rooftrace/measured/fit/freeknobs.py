@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 STEP = ("pace", "compute", "memory", "cache", "overlap", "launch", "dispatch", "layout")
-"""Knobs of a whole chip that a fit can free (pace is one factor on all of them); beside them "tiling.prologue" and its like,
-"attention.start" and its like, and "mm.compute", "layer norm.memory" ...: the shares of a class."""
+"""Knobs of a whole chip that a fit can free (pace is one factor on all of them); beside them
+"tiling.prologue" and its like, "attention.start" and its like, and "mm.compute", "layer
+norm.memory" ...: the shares of a class."""
 TILING = ("prologue", "split", "feed", "busy")
 ATTENTION = {
     "products": 1.0, "convert": 0.5, "stream": 1.0,
@@ -143,8 +144,8 @@ class Space:
 
         def residuals(vector: Array, noise: float) -> Array:
             off = np.log(stack.predict(self.knobs(vector)) / stack.measured) / noise
-            # Cases count by a robust loss, priors in full.
-            robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
+            # Cases count by a robust loss, priors in full; of two none can be told to be far off.
+            robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) if len(off) > 2 else off
             return np.concatenate([robust, vector / priors])
 
         vector, noise = np.zeros(len(self.names)), _NOISE
