@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import own
 import timm_steps
@@ -77,7 +78,7 @@ class DataSet:
 
 
 def timm_sets(
-    folder: Path, cache: Path, every: int, kept: dict[tuple[str, str], Case], tell: Callable
+    folder: Path, cache: Path, every: int, kept: dict[tuple[str, str], Any], tell: Callable
 ) -> Iterator[DataSet]:
     for path in sorted(folder.glob("timm-*.csv")):
         how = timm_steps.setting(path)
@@ -98,11 +99,13 @@ def timm_sets(
             yield DataSet.of_cases(name, how.chip.name, how.execution, cases)
 
 
-def own_sets(tell: Callable) -> Iterator[DataSet]:
+def own_sets(kept: dict[tuple[str, str], Any], tell: Callable) -> Iterator[DataSet]:
     for name, run, chip in own.runs(own.MEASUREMENTS):
         for mode in own.MODES:
             tell(f"{name}: {mode}")
-            cases = own.cases_of(run, chip, mode)
+            if (name, mode) not in kept:
+                kept[name, mode] = own.cases_of(run, chip, mode)
+            cases = kept[name, mode]
             if len({case.group for case in cases}) >= 4:
                 yield DataSet.of_cases(f"{name} {mode}", chip.name, mode, cases)
 
@@ -126,7 +129,7 @@ def other_set(given: str) -> DataSet:
 def no_fit(sets: Sequence[DataSet]) -> Residuals:
     """Ends for a device that no set is of: residuals within sets, and how far sets are apart.
 
-    Each set counts the same.  Devices are too few for ends that are their own order statistics, so
+    Each family of each set counts the same.  Devices are too few for ends that are their own order statistics, so
     how far the next one is off is drawn from a normal distribution: the scatter of the sets that
     are here, and of what is known of others.
     """
@@ -142,7 +145,8 @@ def no_fit(sets: Sequence[DataSet]) -> Residuals:
             groups += [f"{one.name}: {group}"] * len(_GRID)
     spread = 1.4826 * statistics.median(map(abs, values))
     found = Residuals.of_steps([value / spread for value in values], groups)
-    return replace(found, spread=spread, count=len(values) // len(_GRID))
+    families = len({group for one in sets for group in one.groups})
+    return replace(found, spread=spread, count=len(values) // len(_GRID), groups=families)
 
 
 def after_fits(sets: Sequence[DataSet], use: str) -> Residuals | None:
@@ -160,7 +164,8 @@ def after_fits(sets: Sequence[DataSet], use: str) -> Residuals | None:
     if not values:
         return None
     spread = math.sqrt(statistics.fmean(each**2 for each in spreads))
-    return replace(Residuals.of_steps(values, groups), spread=spread)
+    families = len({group.partition(": ")[2] for group in groups})
+    return replace(Residuals.of_steps(values, groups), spread=spread, groups=families)
 
 
 def fit_of(cases: Sequence[Case], start: Knobs, use: str) -> tuple[Knobs, tuple[float, ...]]:
@@ -272,14 +277,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
     given.cache.mkdir(parents=True, exist_ok=True)
-    kept = {}
+    kept: dict[tuple[str, str], Any] = {}
     if given.cases and given.cases.exists():
         kept = pickle.loads(given.cases.read_bytes())
     sets = list(timm_sets(given.folder, given.cache, given.every, kept, tell))
+    sets += [other_set(text) for text in given.other]
+    sets += list(own_sets(kept, tell))
     if given.cases:
         given.cases.write_bytes(pickle.dumps(kept))
-    sets += [other_set(text) for text in given.other]
-    sets += list(own_sets(tell))
     if not sets:
         raise SystemExit(f"{given.folder}: no timm-*.csv in it, and no runs of our own")
     print(residuals_of(sets) if given.write else table(sets, tell))

@@ -77,6 +77,12 @@ class Residuals:
         """Whether they are too few for an interval that holds what it says."""
         return self.groups < FEW
 
+    @property
+    def told(self) -> str:
+        """How many steps they are of, and what that means for an interval."""
+        steps = f"{self.count:,} steps of {self.groups:,} families that no fit had seen"
+        return f"{steps}: so few that it is made wider" if self.few else steps
+
     def ends(self, level: float = LEVEL) -> tuple[float, float]:
         """Where an interval for this share of steps ends, in standard deviations.
 

@@ -27,8 +27,8 @@ def choose(
 
     Tried are, in this order: the start as it is, one factor on all of it, compute and memory, the
     overheads beside these; then both again after the shares of classes were fitted to single
-    kernels.  A later one is kept if it `is_better` on left-out groups than the one kept before.  The
-    errors are by the names of the free numbers.
+    kernels.  A later one is kept if it `is_better` on left-out groups than the one kept so far.
+    The errors are by the names of the free numbers.
 
     With too few groups to leave some out, one factor is fitted, and the errors are empty; the
     measurements move it as far as they can tell.  Raises CalibrationError for several chips.
