@@ -33,13 +33,19 @@ import timm_steps
 from points import read_points
 
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.knobs import FITTED, NO_FIT, ONE_FACTOR
+from rooftrace.costmodels.intervals.residuals import (
+    FITTED,
+    LEVEL,
+    NO_FIT,
+    ONE_FACTOR,
+    USES,
+    Residuals,
+)
 from rooftrace.costmodels.knobs.knobs import Knobs, dump_knobs
-from rooftrace.costmodels.knobs.residuals import LEVEL, USES, Residuals
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, predict
 from rooftrace.measured.fit.choosing import ONE
-from rooftrace.measured.fit.fitting import FEW, Shares, fitted
+from rooftrace.measured.fit.fitting import FEW, Starts, fitted
 from rooftrace.measured.fit.leftout import deviations_of, group_of
 
 CHIP_WIDTH, CHIP_WEIGHT = 0.2, 4.0
@@ -129,9 +135,9 @@ def other_set(given: str) -> DataSet:
 def no_fit(sets: Sequence[DataSet]) -> Residuals:
     """Ends for a device that no set is of: residuals within sets, and how far sets are apart.
 
-    Each family of each set counts the same.  Devices are too few for ends that are their own order statistics, so
-    how far the next one is off is drawn from a normal distribution: the scatter of the sets that
-    are here, and of what is known of others.
+    Each family of each set counts the same.  Devices are too few for ends that are their own order
+    statistics, so how far the next one is off is drawn from a normal distribution: the scatter of
+    the sets that are here, and of what is known of others.
     """
     centres = [statistics.median(one.off) for one in sets]
     width = math.sqrt(
@@ -170,7 +176,7 @@ def after_fits(sets: Sequence[DataSet], use: str) -> Residuals | None:
 
 def fit_of(cases: Sequence[Case], start: Knobs, use: str) -> tuple[Knobs, tuple[float, ...]]:
     """Knobs by a fit of this use, and what it predicts of the cases that it had not seen."""
-    found = fitted(cases, Shares((), start), ONE if use == ONE_FACTOR else FEW, "")
+    found = fitted(cases, Starts((), start), ONE if use == ONE_FACTOR else FEW, "")
     return found.knobs, found.outside
 
 
@@ -178,7 +184,7 @@ def fit_of(cases: Sequence[Case], start: Knobs, use: str) -> tuple[Knobs, tuple[
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Counted:
     """How many steps were inside of their interval, and its upper end over its lower one."""
 
     inside: int
@@ -190,18 +196,18 @@ class Coverage:
         return f"{self.inside / self.of:.0%} | {self.ratio:.2f}" if self.of else " | "
 
 
-def without_fit(one: DataSet, others: Sequence[DataSet]) -> Coverage:
+def without_fit(one: DataSet, others: Sequence[DataSet]) -> Counted:
     """Of a data set, by those of other devices of its kind."""
     apart = [o for o in others if o.device != one.device and o.kind == one.kind]
     if not apart:
-        return Coverage(0, 0, 1.0)
+        return Counted(0, 0, 1.0)
     ends = no_fit(apart)
     low, high = (end * ends.spread for end in ends.ends(LEVEL))
     inside = sum(low <= off <= high for off in one.off)
-    return Coverage(inside, len(one.off), math.exp(high - low))
+    return Counted(inside, len(one.off), math.exp(high - low))
 
 
-def with_fit(one: DataSet, use: str) -> Coverage:
+def with_fit(one: DataSet, use: str) -> Counted:
     """Of both halves of the families of a data set, each by a fit to the other."""
     families = sorted(set(one.groups))
     inside, ratios = 0, []
@@ -214,7 +220,7 @@ def with_fit(one: DataSet, use: str) -> Coverage:
         for case, seconds, deviation in rows:
             inside += low * deviation <= math.log(case.seconds / seconds) <= high * deviation
             ratios.append(math.exp((high - low) * deviation))
-    return Coverage(inside, len(one.cases), statistics.median(ratios))
+    return Counted(inside, len(one.cases), statistics.median(ratios))
 
 
 def table(sets: Sequence[DataSet], tell: Callable) -> str:
@@ -224,12 +230,12 @@ def table(sets: Sequence[DataSet], tell: Callable) -> str:
         "| high/low |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    found: dict[str, list[Coverage]] = {use: [] for use in USES}
+    found: dict[str, list[Counted]] = {use: [] for use in USES}
     for one in sets:
         tell(f"coverage: {one.name}")
         row = {NO_FIT: without_fit(one, sets)}
         for use in (ONE_FACTOR, FITTED):
-            row[use] = with_fit(one, use) if one.cases else Coverage(0, 0, 1.0)
+            row[use] = with_fit(one, use) if one.cases else Counted(0, 0, 1.0)
         for use, cover in row.items():
             found[use] += [cover] if cover.of else []
         cells = " | ".join(row[use].words for use in USES)

@@ -10,12 +10,12 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.intervals.residuals import Residuals
 from rooftrace.costmodels.kernels.opclass import group_class, op_class
 from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.kernels.utilization import p_norm
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
-from rooftrace.costmodels.knobs.residuals import Residuals
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import (

@@ -17,7 +17,8 @@ from rooftrace.costmodels.estimating.itemised import Itemised
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.knobs import LEVEL, Knobs
+from rooftrace.costmodels.intervals.residuals import LEVEL
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.timing import Communication, StepTimes, time_plan

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from rooftrace.costmodels.estimating.rows import Row
+from rooftrace.costmodels.intervals.residuals import LEVEL
 from rooftrace.costmodels.kernels import group_class
-from rooftrace.costmodels.knobs import LEVEL, Knobs
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing import StepTimes
 

@@ -3,7 +3,6 @@ from rooftrace.costmodels.execution.executions import (
     TYPICAL as TYPICAL,
     ExecutionError as ExecutionError,
     ExecutionModel as ExecutionModel,
-    Utilization as Utilization,
     execution_model as execution_model,
 )
 from rooftrace.costmodels.execution.rewritenames import REWRITES as REWRITES

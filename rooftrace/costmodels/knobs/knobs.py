@@ -27,14 +27,14 @@ from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
-from rooftrace.costmodels.knobs.classes import CLASSES, LAST
-from rooftrace.costmodels.knobs.residuals import (
+from rooftrace.costmodels.intervals.residuals import (
     LEVEL,
     NO_FIT,
     USES,
     Residuals,
     normal_ends,
 )
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, Utilization
+from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.errors import UnusedError
@@ -411,6 +411,6 @@ def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Kn
 
 def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
     """The knobs that estimates without a fit take: typical of the chip and the execution."""
-    usual = replace(model, knobs=TYPICAL, utilization=Utilization()).knobs_on(chip)
+    usual = replace(model, knobs=TYPICAL, utilization=ExecutionModel().utilization).knobs_on(chip)
     assert usual is not None  # as nothing else was asked for
     return usual

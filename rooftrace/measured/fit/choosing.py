@@ -7,9 +7,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.knobs import Knobs, student
+from rooftrace.costmodels.intervals.residuals import student
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.measured.fit.cases import Case, Errors
-from rooftrace.measured.fit.fitting import FEW, Fit, Shares, check_one_chip, fitted
+from rooftrace.measured.fit.fitting import FEW, Fit, Starts, check_one_chip, fitted
 from rooftrace.measured.fit.leftout import FEWEST_GROUPS, group_of
 
 ONE = ("pace",)
@@ -34,7 +35,7 @@ def choose(
     measurements move it as far as they can tell.  Raises CalibrationError for several chips.
     """
     check_one_chip((*cases, *kernels))
-    plain = Shares((), start)
+    plain = Starts((), start)
     best, tried = fitted(cases, plain, (), title), {}
     if best.left_out is None:
         return fitted(cases, plain, ONE, title), {}
@@ -44,7 +45,7 @@ def choose(
     many = (*FEW, *overheads)
     sets = [(ONE, plain), (FEW, plain), (many, plain)]
     if kernels:
-        shares = Shares(kernels, start)
+        shares = Starts(kernels, start)
         sets += [(FEW, shares), (many, shares)]
     for free, shares in sets:
         if len(cases) < len(free) + FEWEST_GROUPS:
@@ -59,19 +60,19 @@ def choose(
     return best, tried
 
 
-def is_better(cases: Sequence[Case], one: Sequence[float], other: Sequence[float]) -> bool:
+def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float]) -> bool:
     """Whether predictions are nearer to the measurements than others by more than chance.
 
     The gain is the mean over groups of how much smaller their mean error is.  It has to be larger
-    against its standard error than one gain in ten by chance, and than a share `_GAIN` of the error.
+    against its standard error than one gain in ten by chance, and than `_GAIN` of the error.
     """
     gains: dict[str, list[float]] = defaultdict(list)
-    for case, near, far in zip(cases, one, other, strict=True):
+    for case, near, far in zip(cases, new, old, strict=True):
         gain = abs(far / case.seconds - 1) - abs(near / case.seconds - 1)
         gains[group_of(case)].append(gain)
     means = [statistics.fmean(of_group) for of_group in gains.values()]
     if len(means) < 2:
         return False
     gain, error = statistics.fmean(means), statistics.stdev(means) / math.sqrt(len(means))
-    before = statistics.fmean(abs(far / c.seconds - 1) for c, far in zip(cases, other, strict=True))
+    before = statistics.fmean(abs(far / c.seconds - 1) for c, far in zip(cases, old, strict=True))
     return gain > max(student(0.9, len(means) - 1) * error, _GAIN * before)

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.knobs import FITTED, Knobs
+from rooftrace.costmodels.intervals.residuals import FITTED
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors
 from rooftrace.measured.fit.freeknobs import ATTENTION, TILING, UNKNOWN, Space
@@ -90,7 +91,7 @@ def fit(
             "least as many measurements as knobs; measure more, or free fewer"
         )
     check_one_chip((*cases, *kernels))
-    return fitted(cases, Shares(kernels, start), names, title, check)
+    return fitted(cases, Starts(kernels, start), names, title, check)
 
 
 def check_one_chip(cases: Sequence[Case]) -> None:
@@ -102,7 +103,7 @@ def check_one_chip(cases: Sequence[Case]) -> None:
 
 
 def fitted(
-    cases: Sequence[Case], shares: Shares, names: Sequence[str], title: str, check: bool = True
+    cases: Sequence[Case], shares: Starts, names: Sequence[str], title: str, check: bool = True
 ) -> Fit:
     """The fit of `cases`, begun at the shares that single kernels have; `names` may be none."""
     start, of_kernels = shares.without(())
@@ -128,7 +129,7 @@ def fitted(
     )
 
 
-class Shares:
+class Starts:
     """Starts fitted to single kernels: to all, or without some groups; each is fitted once."""
 
     def __init__(self, kernels: Sequence[Case], start: Knobs) -> None:
@@ -149,7 +150,7 @@ class Shares:
 
 
 def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[FittedNumber, ...]]:
-    """Shares of the classes of which enough single kernels were measured, and what tiles take."""
+    """Starts of the classes of which enough single kernels were measured, and what tiles take."""
     if not kernels:
         return start, ()
     counts = Counter(CLASSES[kind] for case in kernels for kind in set(case.table.kind.tolist()))

@@ -169,6 +169,6 @@ def _noise(off: Array, free: int) -> float:
     import numpy as np
 
     told = max(0, len(off) - free)
-    found = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
+    scatter = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
     weight = told / (_NOISE_CASES + told)
-    return math.exp(weight * math.log(found) + (1 - weight) * math.log(_NOISE))
+    return math.exp(weight * math.log(scatter) + (1 - weight) * math.log(_NOISE))

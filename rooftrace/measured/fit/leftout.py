@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.knobs import FITTED, NO_FIT, ONE_FACTOR, Knobs, Residuals
+from rooftrace.costmodels.intervals.residuals import FITTED, NO_FIT, ONE_FACTOR, Residuals
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.measured.fit.cases import Case, Errors, Stack, errors, predict
 from rooftrace.measured.fit.freeknobs import Space
