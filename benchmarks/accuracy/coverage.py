@@ -288,9 +288,10 @@ def main() -> None:
         kept = pickle.loads(given.cases.read_bytes())
     sets = list(timm_sets(given.folder, given.cache, given.every, kept, tell))
     sets += [other_set(text) for text in given.other]
-    sets += list(own_sets(kept, tell))
-    if given.cases:
-        given.cases.write_bytes(pickle.dumps(kept))
+    for one in own_sets(kept, tell):
+        sets.append(one)
+        if given.cases:
+            given.cases.write_bytes(pickle.dumps(kept))
     if not sets:
         raise SystemExit(f"{given.folder}: no timm-*.csv in it, and no runs of our own")
     print(residuals_of(sets) if given.write else table(sets, tell))
