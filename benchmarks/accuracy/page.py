@@ -194,6 +194,15 @@ ways: without a fit (the measured chip alone), with two numbers fitted (what it 
 arithmetic and of its bandwidth), and with as many as `rooftrace calibrate` chose."""
 
 
+COVERAGE = """\
+## Do intervals hold what they say?
+
+Nominal 90 % intervals, counted on steps that nothing about them was made from. *No fit*: their ends
+come from the data sets of other GPUs. *One factor* and *fitted* (compute and memory): families of
+models are dealt into two halves, knobs and ends come from one, the other is counted, both ways.
+high/low is the upper end over the lower one, the median of the steps."""
+
+
 def page(folder: Path | None, every: int, figures: Path, tell: Callable[[str], None]) -> str:
     """The text of docs/accuracy.md; figures go into their folder."""
     lines = [HEAD, ""]
@@ -201,6 +210,11 @@ def page(folder: Path | None, every: int, figures: Path, tell: Callable[[str], N
         tell(part.title)
         assert folder is not None
         lines += [f"## {part.title}", "", part.text, "", section(part, folder, every, figures), ""]
+    if folder and any(folder.glob("timm-*.csv")):
+        tell("coverage")
+        script = [sys.executable, str(HERE / "coverage.py"), str(folder), "--every", str(every)]
+        done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
+        lines += [COVERAGE, "", done.stdout.strip(), ""]
     tell("own runs")
     own = made("own.py", [str(MEASUREMENTS)], "Own runs", figures / "own.png")
     return "\n".join([*lines, OWN, "", own, ""])

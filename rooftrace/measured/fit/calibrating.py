@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.errors import UnusedError
@@ -24,7 +24,8 @@ from rooftrace.measured.fit.cases import (
     profiled_cases,
     step_case,
 )
-from rooftrace.measured.fit.fitting import FEW, Fit, choose, fit
+from rooftrace.measured.fit.choosing import choose
+from rooftrace.measured.fit.fitting import Fit, fit
 from rooftrace.measured.fit.traffic import (
     Counts,
     Ground,
@@ -123,8 +124,8 @@ def calibrated(
 
     measured: a file of any kind that `source_of` knows except counters, or its reader's result.
     graphs_of, template, trust_targets: as in `validated`.  start: where the fit begins (default:
-    the typical shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None
-    takes as many as a run supports, and compute and memory of a table.  Steps that do not trace are
+    the knobs that are typical of the chip and the execution).  free: knobs to fit; None takes as
+    many as the measurements support (see `choose`).  Steps that do not trace are
     left out and reported.  counters: a file of a hardware profiler, of one of the steps that were
     measured; a total is of `counted_steps` steps.  factors: whether to fit factors on bytes too;
     by_layer: and those of the weights of each layer.
@@ -158,8 +159,7 @@ def calibrated(
         return _of_run(measured, steps, wanted)
     made, failures = _graphs(steps, wanted)
     cases, _ = _cases(made, wanted, failures)
-    few = FEW if free is None else free
-    return _calibration(cases, [], replace(wanted, free=few), len(steps), failures)
+    return _calibration(cases, [], wanted, len(steps), failures)
 
 
 def _check_no_kernels(
@@ -384,7 +384,10 @@ def _calibration(
         **({"error_left_out": result.left_out.mean} if result.left_out else {}),
         "not_identified": list(result.unidentified),
     }
-    result = replace(result, knobs=replace(result.knobs, source=source))
+    knobs = replace(result.knobs, source=source)
+    if what == "kernels":  # how far steps are off as a whole, single kernels do not tell
+        knobs = replace(knobs, residuals={})
+    result = replace(result, knobs=knobs)
     plain = wanted.plain or cases
     before = errors(
         [case.name for case in plain],
@@ -413,11 +416,11 @@ def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Kn
 
 
 def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
-    """Typical shares of GPU kernels in this kind of execution; plain knobs for a CPU.
+    """The knobs that estimates without a fit take: typical of the chip and the execution.
 
     Measured steps hold what a GPU's last cache gives (see `CACHE`), so a fit takes it into account.
     """
-    if chip.kind != "gpu":
-        return Knobs("datasheet", overlap=3.0)
-    typical = Knobs.typical(chip, compiled=model.fusion != "none")
-    return replace(typical, cache=CACHE) if chip.l2_capacity is not None else typical
+    usual = replace(model, knobs=TYPICAL, utilization=ExecutionModel().utilization).knobs_on(chip)
+    assert usual is not None  # as nothing else was asked for
+    cached = chip.kind == "gpu" and chip.l2_capacity is not None and usual.cache == 1
+    return replace(usual, cache=CACHE) if cached else usual
