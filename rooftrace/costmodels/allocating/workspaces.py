@@ -9,6 +9,13 @@ autograd's own, so a training step has two.
 Attention: the backward of FlashAttention 2 sums the gradient of the queries in fp32, and keeps a
 number for each row (`mha_bwd`, flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`).
 
+Softmax: its backward multiplies gradient and output into a tensor first, which the backward of a
+log_softmax does not (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
+
+Norms: backward copies a gradient whose elements do not lie one after another, such as that of a
+sum (layer_norm_kernel.cu, `expect_contiguous`); that of a group norm keeps three numbers for each
+sample and channel and two for each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
+
 Convolutions: kernels for tensor cores want channels last.  Where channels come first, cuDNN copies
 what it reads and writes into its workspace (cuDNN developer guide, "Tensor Transformations").
 Which engine it takes is its own choice, so this is the most; it may be nothing.  Other algorithms
@@ -28,7 +35,7 @@ from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-Kind = Literal["BLAS", "attention", "convolutions"]
+Kind = Literal["BLAS", "attention", "softmax", "norms", "convolutions"]
 
 HALF = ("fp16", "bf16")
 _ROWS = 128
@@ -61,7 +68,30 @@ def scratch(op: Op, graph: OpGraph) -> Scratch | None:
         return _attention(query) if query is not None else None
     if rule.kind == "conv":
         return _convolution(op, graph)
-    return None
+    if op.name == "aten._softmax_backward_data":
+        gradient = _named(op, graph, "grad_output")
+        return Scratch("softmax", gradient.nbytes, sure=True) if gradient is not None else None
+    return _norm(op, graph) if op.name in NORMS_BACKWARD else None
+
+
+NORMS_BACKWARD = {
+    "aten.native_layer_norm_backward",
+    "aten._fused_rms_norm_backward",
+    "rooftrace.rms_norm_backward",
+    "aten.native_group_norm_backward",
+}
+
+
+def _norm(op: Op, graph: OpGraph) -> Scratch | None:
+    """A copy of a gradient that is not dense; sums by sample and channel of a group norm."""
+    gradient = _named(op, graph, "grad_out") or _named(op, graph, "grad_output")
+    size = 0
+    if gradient is not None and gradient.stride != Tensor.contiguous(gradient.shape):
+        size = storage_bytes(gradient.dtype, math.prod(gradient.shape))
+    samples, channels, groups = (op.arguments.get(name) for name in ("N", "C", "group"))
+    if samples and channels and groups:
+        size += 4 * samples * (3 * channels + 2 * groups)  # type: ignore[operator]
+    return Scratch("norms", size, sure=True) if size else None
 
 
 def _named(op: Op, graph: OpGraph, name: str) -> Tensor | None:

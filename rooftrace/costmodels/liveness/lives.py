@@ -244,7 +244,8 @@ def lifetimes(visits: Visits) -> Lives:
             born.setdefault(number, moment)
         for number in touched[moment]:
             last[number] = moment
-    caches, sums = _replaced_caches(graph), _sums_in_place(graph)
+    caches = _replaced_caches(graph)
+    in_place = _sums_in_place(graph) | _filled_in_place(graph)
     saved = _saved(visits, touched) - {number for number, moment in born.items() if moment < 0}
     resized = _resized(visits, touched)
     result = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
@@ -260,8 +261,8 @@ def lifetimes(visits: Visits) -> Lives:
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
             times = visits.times(number, storage, visits.order[end].at if end >= 0 else {})
-            summed = end >= 0 and visits.order[end].op.id in sums and touched[end][0] == number
-            (result.replaced if summed else result.deaths)[end].append((number, times))
+            taken = end >= 0 and visits.order[end].op.id in in_place and touched[end][0] == number
+            (result.replaced if taken else result.deaths)[end].append((number, times))
     return result
 
 
@@ -329,6 +330,31 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
     first = graph.values[place]
     dense = first.storage == place and first.then is None and 0 not in first.stride
     return dense and (first.shape, first.dtype) == (result.shape, result.dtype)
+
+
+_ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
+_FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add"}
+
+
+def _filled_in_place(graph: OpGraph) -> set[int]:
+    """Ops of autograd that fill zeros which the same node has just made, in their place.
+
+    So do gather, index, index_select, sort, topk and others (FunctionsManual.cpp).  A trace records
+    them in a new place, since autograd takes that form for subclasses of tensors, and while a mode
+    looks on (`areAnyTensorSubclassLike`).
+    """
+    makers = ((op, graph.producers.get(op.inputs[0])) for op in graph.ops if _fills(op))
+    return {
+        op.id
+        for op, maker in makers
+        if maker is not None
+        and graph.ops[maker].name in _ZEROS
+        and graph.ops[maker].function == op.function
+    }
+
+
+def _fills(op: Op) -> bool:
+    return op.name in _FILLED and op.part == "backward" and len(op.inputs) > 1
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:
