@@ -320,7 +320,11 @@ class ComplexRotary(nn.Module):
 
 
 def _rope(module: type[nn.Module], s: Sizes, heads_first: bool) -> Made:
-    """Gradients of queries and keys as results, not kept.  The angles are made by a product."""
+    """Gradients of queries and keys as results, not kept.
+
+    The transformers of the measurements made the angles by a product, which left a workspace of
+    BLAS; newer ones multiply.
+    """
     width, length = s.get("hidden_size") or s["H"], s.get("seq_len") or s["T"]
     size = width // s["num_q_heads"]
     kind = DTYPES[s["dtype"]]
@@ -342,7 +346,7 @@ def _rope(module: type[nn.Module], s: Sizes, heads_first: bool) -> Made:
         full()
         full()
 
-    return Made(step, (module(size, s), queries, keys, places))
+    return Made(step, (module(size, s), queries, keys, places), workspaces=1)
 
 
 class Neighbours(nn.Module):

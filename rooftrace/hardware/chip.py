@@ -195,12 +195,21 @@ class Chip(Shown):
         for name, fact in self.measured.items():
             yield f"measured {name}", fact
 
+    def room(self, kept_free: float = 0.0) -> float:
+        """Bytes of the memory that tensors and their allocator may have.
+
+        On a GPU the context of the process takes the rest.  kept_free: the share of the memory
+        that stays free; the context is part of it.
+        """
+        context = self.context.value if self.kind == "gpu" else 0.0
+        return self.memory_capacity.value - max(context, kept_free * self.memory_capacity.value)
+
     def count_holding(self, needed: float, kept_free: float = 0.0) -> int:
         """How many of these chips hold `needed` bytes if they could be split evenly.
 
-        kept_free: the share of each chip's memory that stays free.
+        kept_free: the share of each chip's memory that stays free, see `room`.
         """
-        return max(1, math.ceil(needed / (self.memory_capacity.value * (1 - kept_free))))
+        return max(1, math.ceil(needed / self.room(kept_free)))
 
     def facts_by_name(self) -> dict[str, Fact]:
         """The facts that times and sizes are computed from, by dotted names.

@@ -56,28 +56,31 @@ class Program:
     threads: int = 0  # pairs of thread and stream with products
     scratch: Counter[str] = field(default_factory=Counter)  # the most at once, by kind
 
-    def run(self, allocator: CachingAllocator, blas: int, unsure: bool = True) -> None:
+    def run(
+        self, allocator: CachingAllocator, blas: int, taken: Collection[str] = ("scratch", "unsure")
+    ) -> None:
         """Steps until no more is reserved.
 
-        blas: bytes of one workspace.  unsure: whether libraries take the most that they may.
+        blas: bytes of one workspace.  taken: whether ops take what they take for sure, and whether
+        they take the most that they may.
         """
         held: dict[int, list[Block]] = defaultdict(list)
         outside = {change.number for change in (*self.before, *self.states)}
         workspaces: set[int] = set()
-        _apply(self.before, allocator, held, workspaces, blas, unsure)
+        _apply(self.before, allocator, held, workspaces, blas, taken)
         for turn in range(STEPS):
             reserved = allocator.reserved
-            _apply(self.step[: self.updating], allocator, held, workspaces, blas, unsure)
+            _apply(self.step[: self.updating], allocator, held, workspaces, blas, taken)
             if not turn:
-                _apply(self.states, allocator, held, workspaces, blas, unsure)
-            _apply(self.step[self.updating :], allocator, held, workspaces, blas, unsure)
+                _apply(self.states, allocator, held, workspaces, blas, taken)
+            _apply(self.step[self.updating :], allocator, held, workspaces, blas, taken)
             if turn and allocator.reserved == reserved:
                 return
             for number in [number for number in held if number not in outside]:
                 for block in held.pop(number):
                     allocator.release(block)
             gone = [change for change in self.before if change.number not in held]
-            _apply(gone, allocator, held, workspaces, blas, unsure)
+            _apply(gone, allocator, held, workspaces, blas, taken)
 
 
 def _apply(
@@ -86,7 +89,7 @@ def _apply(
     held: dict[int, list[Block]],
     workspaces: set[int],
     blas: int,
-    unsure: bool,
+    taken: Collection[str],
 ) -> None:
     allocate, release = allocator.allocate, allocator.release
     for change in changes:
@@ -105,7 +108,7 @@ def _apply(
             if blas and change.number not in workspaces:
                 workspaces.add(change.number)
                 allocate(blas, change.stream)
-        elif unsure or what == "scratch":
+        elif what in taken:
             release(allocate(change.size, change.stream))
 
 
@@ -194,13 +197,22 @@ class _Written:
         self.program.step.append(change)
 
     def _left_out(self, times: int) -> None:
-        """What the iterations that were left out keep, and what they free."""
+        """What the iterations that were left out keep, and what they free.
+
+        An iteration may free what the one before it made, and leave as much to the one after it.
+        """
         changed = self.inside.pop()
+        grown: Counter[int] = Counter()
         for number, count in changed.items():
-            if count:
-                self._put(number, times * count)
-                for outer in self.inside:
-                    outer[number] += times * count
+            grown[self.visits.storage(number)] += count
+        for number, count in changed.items():
+            net = grown[self.visits.storage(number)]
+            if net * count <= 0:
+                continue  # nothing of this kind is left, or it is the other of two
+            grown[self.visits.storage(number)] = 0
+            self._put(number, times * net)
+            for outer in self.inside:
+                outer[number] += times * net
 
     def _library(self, op: Op) -> None:
         if is_product(op):

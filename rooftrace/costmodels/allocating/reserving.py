@@ -74,7 +74,7 @@ def reserve(graph: OpGraph, chip: Chip, tensors: int, unmade: Collection[int] = 
     least = native.most_allocated
     if written.scratch["convolutions"]:
         sure = CachingAllocator()
-        written.run(sure, blas, unsure=False)
+        written.run(sure, blas, taken=("scratch",))
         least = sure.most_allocated
     known = {"BLAS": blas * written.threads, **written.scratch}
     return Reserved(

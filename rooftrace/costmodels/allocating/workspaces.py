@@ -16,6 +16,9 @@ Norms: backward copies a gradient whose elements do not lie one after another, s
 sum (layer_norm_kernel.cu, `expect_contiguous`); that of a group norm keeps three numbers for each
 sample and channel and two for each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
 
+Sorting rows of more than 4,096: by segments, with indices made first and a second buffer for keys
+and indices; few rows are sorted as one, with pairs of row and place (SortStable.cu).
+
 Convolutions: kernels for tensor cores want channels last.  Where channels come first, cuDNN copies
 what it reads and writes into its workspace (cuDNN developer guide, "Tensor Transformations").
 Which engine it takes is its own choice, so this is the most; it may be nothing.  Other algorithms
@@ -35,7 +38,7 @@ from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-Kind = Literal["BLAS", "attention", "softmax", "norms", "convolutions"]
+Kind = Literal["BLAS", "attention", "softmax", "norms", "sorting", "convolutions"]
 
 HALF = ("fp16", "bf16")
 _ROWS = 128
@@ -71,7 +74,25 @@ def scratch(op: Op, graph: OpGraph) -> Scratch | None:
     if op.name == "aten._softmax_backward_data":
         gradient = _named(op, graph, "grad_output")
         return Scratch("softmax", gradient.nbytes, sure=True) if gradient is not None else None
+    if rule.kind == "sort":
+        return _sort(op, graph)
     return _norm(op, graph) if op.name in NORMS_BACKWARD else None
+
+
+_SMALL_SORT = 4096
+"""Rows of so many elements are sorted in place (Sort.cpp, `should_use_small_sort`)."""
+
+
+def _sort(op: Op, graph: OpGraph) -> Scratch | None:
+    """n rows of keys of e bytes: indices of 8 bytes, and a second buffer of e + 8."""
+    data = _named(op, graph, "self")
+    if data is None or not data.shape or op.name not in ("aten.sort", "aten.argsort"):
+        return None
+    dimension = op.arguments.get("dim", -1)
+    if data.shape[dimension] <= _SMALL_SORT:  # type: ignore[index]
+        return None
+    size = 16 * data.elements + storage_bytes(data.dtype, data.elements)
+    return Scratch("sorting", size, sure=True)
 
 
 NORMS_BACKWARD = {
