@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.allocating import CachingAllocator, program
-from rooftrace.costmodels.allocating import replaying
-from rooftrace.costmodels.allocating.caching import Block
+from rooftrace.costmodels.allocating import CachingAllocator, program, replaying
+from rooftrace.costmodels.allocating.caching import Piece
 from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.memory_models import built, loss_of
@@ -154,7 +155,7 @@ SIZES = st.one_of(
 def test_as_a_plain_allocator(expandable: bool, steps: list[int]):
     """After every request: the same bytes, blocks that do not overlap, no two free neighbours."""
     ours, plain = CachingAllocator(expandable), Plain(expandable)
-    alive: list[tuple[Block, list]] = []
+    alive: list[tuple[Piece, list]] = []
     peak = 0
     for step in steps:
         if step > 0:
@@ -166,7 +167,7 @@ def test_as_a_plain_allocator(expandable: bool, steps: list[int]):
         assert (ours.allocated, ours.reserved) == (plain.allocated, plain.reserved)
         peak = max(peak, ours.allocated)
         places = sorted((block.address, block.size) for block, _ in alive)
-        assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:], strict=False))
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
     assert ours.most_allocated == peak <= ours.reserved
     for block, cell in alive:
         ours.release(block)
@@ -225,12 +226,12 @@ def test_tensors_alone_give_the_peak(name: str):
 class Exact(CachingAllocator):
     """Counts what is asked for, in no blocks."""
 
-    def allocate(self, size: int, stream: str = "") -> Block:
+    def allocate(self, size: int, stream: str = "") -> Piece:
         self.allocated += size
         self.most_allocated = max(self.most_allocated, self.allocated)
-        return Block(None, 0, size)  # type: ignore[arg-type]
+        return Piece(None, 0, size)  # type: ignore[arg-type]
 
-    def release(self, block: Block) -> None:
+    def release(self, block: Piece) -> None:
         self.allocated -= block.size
 
 

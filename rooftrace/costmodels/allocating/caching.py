@@ -38,16 +38,16 @@ def segment_size(size: int) -> int:
     return -(-size // GRANULARITY) * GRANULARITY
 
 
-class Block:
+class Piece:
     """A piece of a segment: its bytes, where it lies, and the pieces beside it."""
 
-    __slots__ = ("address", "free", "following", "pool", "preceding", "size")
+    __slots__ = ("address", "following", "free", "pool", "preceding", "size")
 
     def __init__(self, pool: _Pool, address: int, size: int) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.free = False
-        self.preceding: Block | None = None
-        self.following: Block | None = None
+        self.preceding: Piece | None = None
+        self.following: Piece | None = None
 
 
 class _Pool:
@@ -61,15 +61,15 @@ class _Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.sizes: list[tuple[int, int]] = []  # (bytes, address)
-        self.at: dict[int, Block] = {}  # free blocks by address
-        self.last: Block | None = None
+        self.at: dict[int, Piece] = {}  # free blocks by address
+        self.last: Piece | None = None
 
-    def put(self, block: Block) -> None:
+    def put(self, block: Piece) -> None:
         block.free = True
         insort(self.sizes, (block.size, block.address))
         self.at[block.address] = block
 
-    def take(self, block: Block) -> None:
+    def take(self, block: Piece) -> None:
         block.free = False
         del self.sizes[bisect_left(self.sizes, (block.size, block.address))]
         del self.at[block.address]
@@ -88,7 +88,7 @@ class CachingAllocator:
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._end = 0  # addresses from here on were never given out
 
-    def allocate(self, size: int, stream: str = "") -> Block:
+    def allocate(self, size: int, stream: str = "") -> Piece:
         """A block for `size` > 0 bytes, which is used on `stream`."""
         wanted = rounded(size)
         small = wanted <= SMALL
@@ -106,7 +106,7 @@ class CachingAllocator:
             self.most_allocated = self.allocated
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: Piece) -> None:
         """Take a block back; it becomes one with free neighbours."""
         self.allocated -= block.size
         pool = block.pool
@@ -119,48 +119,30 @@ class CachingAllocator:
             block = self._joined(block, after)
         pool.put(block)
 
-    def segments_in_use(self) -> int:
-        """Bytes that stay reserved when the cache is emptied: segments that hold a used block.
-
-        With expandable segments, pages; here at least what is allocated.
-        """
-        if self.expandable:
-            return self.allocated
-        whole = sum(
-            block.size
-            for pool in self._pools.values()
-            for block in pool.at.values()
-            if block.preceding is None and block.following is None
-        )
-        return self.reserved - whole
-
     # -- blocks ------------------------------------------------------------------------------------
 
-    def _found(self, pool: _Pool, wanted: int) -> Block | None:
+    def _found(self, pool: _Pool, wanted: int) -> Piece | None:
         """The smallest free block with room; of equal ones the first by address."""
         place = bisect_left(pool.sizes, (wanted, -1))
         tail = pool.last if self.expandable else None
         while place < len(pool.sizes):
-            size, address = pool.sizes[place]
-            block = pool.at[address]
+            block = pool.at[pool.sizes[place][1]]
             if block is not tail or place + 1 == len(pool.sizes):
                 break
             place += 1  # the end of the segment counts as larger than any other block
         else:
             return None
-        del pool.sizes[place]
-        del pool.at[address]
-        block.free = False
+        pool.take(block)
         return block
 
-    def _segment(self, pool: _Pool, wanted: int) -> Block:
+    def _segment(self, pool: _Pool, wanted: int) -> Piece:
         size = segment_size(wanted)
-        block = Block(pool, self._end, size)
+        block = Piece(pool, self._end, size)
         self._end += size
         self.reserved += size
         return block
 
-    def _grown(self, pool: _Pool, wanted: int) -> Block:
+    def _grown(self, pool: _Pool, wanted: int) -> Piece:
         """The free end of the expandable segment, with as many pages more as it takes."""
         last = pool.last
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
@@ -169,19 +151,19 @@ class CachingAllocator:
         self.reserved += more
         if last is None:
             # Far from each other, so that each can grow: addresses of the pools never meet.
-            last = pool.last = Block(pool, len(self._pools) << 56, more)
+            last = pool.last = Piece(pool, len(self._pools) << 56, more)
         elif last.free:
             pool.take(last)
             last.size += more
         else:
-            block = Block(pool, last.address + last.size, more)
+            block = Piece(pool, last.address + last.size, more)
             block.preceding, last.following, pool.last = last, block, block
             last = block
         return last
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: Piece, size: int) -> None:
         """Cut a block down to `size`; the rest becomes a free block behind it."""
-        rest = Block(block.pool, block.address + size, block.size - size)
+        rest = Piece(block.pool, block.address + size, block.size - size)
         rest.preceding, rest.following = block, block.following
         if rest.following is not None:
             rest.following.preceding = rest
@@ -190,7 +172,7 @@ class CachingAllocator:
             block.pool.last = rest
         block.pool.put(rest)
 
-    def _joined(self, first: Block, second: Block) -> Block:
+    def _joined(self, first: Piece, second: Piece) -> Piece:
         """Two neighbours that are in no list as the first of them."""
         first.size += second.size
         first.following = second.following

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from rooftrace.costmodels.allocating.caching import Block, CachingAllocator
+from rooftrace.costmodels.allocating.caching import Piece, CachingAllocator
 from rooftrace.costmodels.allocating.workspaces import Scratch, is_product, scratch
 from rooftrace.costmodels.liveness import EDGE, Lives, Visits, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
@@ -31,7 +31,7 @@ _BACKWARD = ("backward", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Allocation:
     """One thing that happens: `times` blocks of a storage come or go, or a library takes bytes.
 
     what: "make", "drop", "scratch" (taken and given back at once), "unsure" (the same, and it may
@@ -49,9 +49,9 @@ class Change:
 class Program:
     """All changes of one step, and what is there around it."""
 
-    before: list[Change] = field(default_factory=list)  # what comes from outside
-    states: list[Change] = field(default_factory=list)  # made as an optimizer first runs
-    step: list[Change] = field(default_factory=list)
+    before: list[Allocation] = field(default_factory=list)  # what comes from outside
+    states: list[Allocation] = field(default_factory=list)  # made as an optimizer first runs
+    step: list[Allocation] = field(default_factory=list)
     updating: int = 0  # the place in `step` at which the optimizer begins; its end if there is none
     threads: int = 0  # pairs of thread and stream with products
     scratch: Counter[str] = field(default_factory=Counter)  # the most at once, by kind
@@ -64,7 +64,7 @@ class Program:
         blas: bytes of one workspace.  taken: whether ops take what they take for sure, and whether
         they take the most that they may.
         """
-        held: dict[int, list[Block]] = defaultdict(list)
+        held: dict[int, list[Piece]] = defaultdict(list)
         outside = {change.number for change in (*self.before, *self.states)}
         workspaces: set[int] = set()
         _apply(self.before, allocator, held, workspaces, blas, taken)
@@ -84,9 +84,9 @@ class Program:
 
 
 def _apply(
-    changes: Iterable[Change],
+    changes: Iterable[Allocation],
     allocator: CachingAllocator,
-    held: dict[int, list[Block]],
+    held: dict[int, list[Piece]],
     workspaces: set[int],
     blas: int,
     taken: Collection[str],
@@ -172,12 +172,12 @@ class _Written:
             size, role = self.sizes[storage], values[storage].role
             weights += times * size if role == "weights" else 0
             if size:
-                change = Change("make", number, size, "", times)
+                change = Allocation("make", number, size, "", times)
                 (program.states if role == "optimizer" else program.before).append(change)
         model = self.graph.model
         known = int(model.get("bytes_parameters", 0)) + int(model.get("bytes_buffers", 0))
         if known > weights:  # of weights that the step does not read no sizes are known
-            program.before.append(Change("make", -1, known - weights))
+            program.before.append(Allocation("make", -1, known - weights))
 
     def _change(self, lived: Iterable[tuple[int, int]], sign: int, stream: str = "") -> None:
         for number, times in lived:
@@ -193,7 +193,7 @@ class _Written:
     def _put(self, number: int, times: int) -> None:
         size = self.sizes[self.visits.storage(number)]
         what = "make" if times > 0 else "drop"
-        change = Change(what, number, size, self.streams.get(number, ""), abs(times))
+        change = Allocation(what, number, size, self.streams.get(number, ""), abs(times))
         self.program.step.append(change)
 
     def _left_out(self, times: int) -> None:
@@ -218,13 +218,13 @@ class _Written:
         if is_product(op):
             thread = (op.part in _BACKWARD, op.stream)
             number = self.threads.setdefault(thread, len(self.threads))
-            self.program.step.append(Change("BLAS", number, stream=op.stream))
+            self.program.step.append(Allocation("BLAS", number, stream=op.stream))
             return
         if op.id not in self.taken:
             self.taken[op.id] = scratch(op, self.graph)
         taken = self.taken[op.id]
         if taken is not None and taken.bytes:
             what = "scratch" if taken.sure else "unsure"
-            self.program.step.append(Change(what, -1, taken.bytes, op.stream))
+            self.program.step.append(Allocation(what, -1, taken.bytes, op.stream))
             most = self.program.scratch
             most[taken.kind] = max(most[taken.kind], taken.bytes)
