@@ -5,6 +5,9 @@
 published/liger.csv: the most that PyTorch had allocated in calls of single operators, from the
 benchmark data of Liger-Kernel (BSD-2, linkedin/Liger-Kernel, benchmark/data): its baselines of
 PyTorch and transformers.
+
+published/torchtune.csv: the most that was active in steps of torchtune's recipe for full
+fine-tuning on one device (BSD-3, README.md, "Optimization flags").
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import finetuning
 import operators
 from points import Point, write_points
 
@@ -77,6 +81,29 @@ def liger(every: int) -> Iterator[Peak]:
         )
 
 
+def torchtune() -> Iterator[Peak]:
+    """Steps of fine-tuning; of the compiled ones the whole step is taken as compiled."""
+    with (PUBLISHED / "torchtune.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    made: tuple[tuple[Any, ...], Any] | None = None
+    for row in rows:
+        flags = [bool(int(row[name])) for name in ("chunked", "checkpoint")]
+        key = (int(row["batch"]), int(row["seq"]), *flags)
+        if made is None or made[0] != key:
+            made = key, rt.trace(*finetuning.made(*key))
+        execution = "compiled" if int(row["compile"]) else "eager"
+        reserved = rt.estimate(made[1], chip=CHIPS[row["gpu"]], execution=execution).reserved
+        named = [name for name in ("chunked", "checkpoint") if int(row[name])]
+        yield Peak(
+            f"torchtune, {', '.join([execution, *named])}",
+            f"{row['model']} batch={row['batch']} seq={row['seq']} {row['gpu']}",
+            float(row["active_gib"]) * 2**30,
+            reserved.tensors,
+            reserved.allocated,
+            reserved.allocated_least,
+        )
+
+
 def table(peaks: Sequence[Peak]) -> str:
     """Errors by operator, and of all."""
     by_group: dict[str, list[Peak]] = defaultdict(list)
@@ -86,7 +113,7 @@ def table(peaks: Sequence[Peak]) -> str:
         "| | rows | mean | median | p90 | bias | tensors alone | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
-    groups = [*sorted(by_group.items()), ("all", list(peaks))]
+    groups = [*by_group.items(), *([("all", list(peaks))] if len(by_group) > 1 else [])]
     for name, found in groups:
         errors = [peak.allocated / peak.measured - 1 for peak in found]
         sizes = sorted(map(abs, errors))
@@ -111,8 +138,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)  # noqa: E731
     tell("operators")
-    peaks = list(liger(given.every))
+    peaks = sorted(liger(given.every), key=lambda peak: peak.group)
     print(table(peaks))
+    tell("fine-tuning")
+    steps = list(torchtune())
+    print("\n" + table(steps))
+    peaks += steps
     if given.points:
         write_points(
             given.points, (Point(p.label, p.allocated, p.measured, p.group) for p in peaks)
