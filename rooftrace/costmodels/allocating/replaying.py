@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from rooftrace.costmodels.allocating.caching import Piece, CachingAllocator
+from rooftrace.costmodels.allocating.caching import CachingAllocator, Piece
 from rooftrace.costmodels.allocating.workspaces import Scratch, is_product, scratch
 from rooftrace.costmodels.liveness import EDGE, Lives, Visits, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes

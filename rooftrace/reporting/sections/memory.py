@@ -73,12 +73,12 @@ ALLOCATED = (
 def _allocated(results: Results) -> list[view.Part]:
     """What PyTorch's allocator makes of each phase on the first chip; nothing of a CPU."""
     chip = results.chips[0]
-    found = {
+    handed_out = {
         phase: held
         for phase in results.memory
         if (held := results.reserved(phase, chip)) is not None
     }
-    if not found:
+    if not handed_out:
         return []
     rows = [
         {
@@ -90,15 +90,15 @@ def _allocated(results: Results) -> list[view.Part]:
             )
             or "none",
         }
-        for phase, held in found.items()
+        for phase, held in handed_out.items()
     ]
     sizes = (
         f"{phase} {format_capacity(held.allocated)} allocated, {format_capacity(held.reserved)} "
         "reserved"
-        for phase, held in found.items()
+        for phase, held in handed_out.items()
     )
-    context = format_capacity(next(iter(found.values())).context)
-    unsure = [phase for phase, held in found.items() if held.allocated_least < held.allocated]
+    context = format_capacity(next(iter(handed_out.values())).context)
+    unsure = [phase for phase, held in handed_out.items() if held.allocated_least < held.allocated]
     about = (
         f"On {chip.name}, by the rules of PyTorch's caching allocator, run over some steps: sizes "
         "in blocks, workspaces of libraries, segments that it keeps. Fragmentation is the share of "
