@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import Shown, short
+from rooftrace.costmodels.allocating import Reserved, reserve
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating.breakdowns import Breakdowns
 from rooftrace.costmodels.estimating.communication import Together
@@ -110,6 +111,13 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     def memory(self) -> Memory:
         """Bytes alive over the step as it is run: the peak, what it is made of, the timeline."""
         return self.plan.memory
+
+    @cached_property
+    def reserved(self) -> Reserved | None:
+        """What PyTorch's allocator and libraries make of that on the chip; None on a CPU."""
+        if self.chip.kind != "gpu":
+            return None
+        return reserve(self.plan.graph, self.chip, self.memory.peak, self.plan.unmade)
 
     # -- totals ---------------------------------------------------------------------------------
 
