@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 import warnings
 import zlib
@@ -96,22 +97,29 @@ def _split(model: str) -> str:
 @dataclass(frozen=True)
 class Setting:
     """How a file was measured.  amp: what autocast runs in, "" where it is off; dtype: of the model
-    and its input; layout: nchw or nhwc."""
+    and its input; layout: nchw or nhwc; torch: the release that ran, None before 2.0."""
 
     chip: Chip
     execution: str
     amp: str
     dtype: str
     layout: str
+    torch: str | None = None
 
     @property
     def name(self) -> str:
         """What sets its graphs apart from the usual ones."""
         usual = (self.amp, self.dtype, self.layout) == ("float16", "float32", "nchw")
-        return "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+        how = "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+        # From 2.1 to 2.4 the forms of these models' ops are the same.
+        if self.torch is None:
+            return f"{how}-torch1"
+        return f"{how}-torch{self.torch}" if int(self.torch.partition(".")[2]) > 4 else how
 
 
 _CHIPS = ("3090", "4090", "5090", "pro6000maxq", "pro6000")
+_TORCH = re.compile(r"pt2(\d+)0")
+"""In the name of a file: pt240 is torch 2.4.0, pt2100 is 2.10.0."""
 _PRECISIONS = {
     "amp": ("float16", "float32"),
     "amp_fp16": ("float16", "float32"),
@@ -137,7 +145,9 @@ def setting(path: Path) -> Setting | None:
     execution = "compiled" if "dynamo" in words else eager
     name = chip if chip.startswith("pro") else f"rtx-{chip}"
     layout = "nhwc" if "nhwc" in words else "nchw"
-    return Setting(rt.load_chip(name), execution, *precision, layout)
+    release = next((found[1] for word in words if (found := _TORCH.fullmatch(word))), None)
+    torch = None if release is None else f"2.{int(release)}"
+    return Setting(rt.load_chip(name), execution, *precision, layout, torch)
 
 
 def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
@@ -165,6 +175,7 @@ def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
             return timm.create_model(row.model)
 
     timm.layers.set_fast_norm(row.phase == "forward")
+    timm.layers.set_fused_attn(how.torch is not None)  # before torch 2 it was written out
     try:
         try:
             with torch.device("meta"):
@@ -176,7 +187,7 @@ def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
         model, x = (part.to(getattr(torch, how.dtype)) for part in (model, x))
         if how.layout == "nhwc":
             model, x = (part.to(memory_format=torch.channels_last) for part in (model, x))
-        step: dict[str, Any] = {"phase": row.phase}
+        step: dict[str, Any] = {"phase": row.phase, "torch": how.torch or "2.0"}
         if row.phase == "training":
             step |= {"loss": _cross_entropy, "optimizer": "sgd"}
         graph = rt.trace(Amp(model.eval()), x, **step)

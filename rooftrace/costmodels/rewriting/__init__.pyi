@@ -1,4 +1,7 @@
 from rooftrace.costmodels.rewriting.editing import (
+    EFFICIENT as EFFICIENT,
+    LIBRARY as LIBRARY,
+    UNFUSED as UNFUSED,
     WRITTEN_OUT as WRITTEN_OUT,
 )
 from rooftrace.costmodels.rewriting.rewrites import (

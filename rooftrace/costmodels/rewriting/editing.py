@@ -21,6 +21,13 @@ WRITTEN_OUT = "written_out"
 """Fact of an attention that calls no library's kernel, so that its tiles are not known."""
 
 
+UNFUSED = "unfused_attention"
+"""Fact of the softmax of an attention for which CUDA has no single kernel: why that is."""
+LIBRARY = "library"
+"""Fact of an attention that another kernel than flash attention runs: EFFICIENT."""
+EFFICIENT = "memory-efficient"
+
+
 class Editor:
     """A graph being rebuilt: new values at the end, ops in a new list, renumbered at the end."""
 

@@ -14,7 +14,10 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
+from rooftrace.costmodels.rewriting.attention_kernels import (
+    flash_from_products,
+    with_libraries,
+)
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.costmodels.rewriting.caches import append_in_place
 from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, with_form
@@ -72,6 +75,7 @@ def rewrite(
         "write",
         "the new rows only, into a cache that has room",
     )
+    graph, _ = with_libraries(graph)
     for form in EAGER_FORMS:
         eager = execution.fusion == "none"
         change(eager, partial(with_form, form), form.noun, form.verb, form.rest)

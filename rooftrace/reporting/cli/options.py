@@ -155,6 +155,12 @@ def workload_options(
             help="Trace equal layers once, and list them once.",
         ),
         click.option(
+            "--torch",
+            metavar="RELEASE",
+            help="The release of PyTorch that runs the step, for example 2.8: it decides which ops "
+            "are one kernel on CUDA.  Default: the installed one.",
+        ),
+        click.option(
             "--trust-remote-code",
             is_flag=True,
             help="Let a Hugging Face repository run its own code.",

@@ -5,6 +5,11 @@ from rooftrace.tracer.asking import (
 from rooftrace.tracer.asking.job import (
     Job as Job,
 )
+from rooftrace.tracer.asking.releases import (
+    Release as Release,
+    installed_release as installed_release,
+    read_release as read_release,
+)
 from rooftrace.tracer.asking.lengths import (
     RequestLengths as RequestLengths,
 )

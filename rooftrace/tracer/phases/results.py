@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rooftrace.tracer.asking import names
+from rooftrace.tracer.asking import installed_release, names
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
@@ -56,6 +56,7 @@ def graph_of(
         "item": inputs.item,
         "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
         "optimizer": optimizer,
+        **({"torch": str(recorder.release)} if recorder.release != installed_release() else {}),
     }
     outputs = [
         part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
