@@ -17,13 +17,10 @@ from msgspec.structs import replace
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    EFFICIENT,
-    LIBRARY,
-    UNFUSED,
-    WRITTEN_OUT,
     Editor,
     operand,
 )
+from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, UNFUSED, WRITTEN_OUT
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor

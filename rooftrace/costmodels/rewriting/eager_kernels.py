@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.marks import BESIDE
 from rooftrace.costmodels.traffic.layouts import has_channels_last
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
-
-BESIDE = "beside"
-"""Fact of a kernel that an op launches beside its own: the name of that op."""
 
 Form = Callable[[Editor, Op], bool]
 """Writes the kernels of an op into an Editor; False, with nothing written, where it is one."""
@@ -201,11 +199,12 @@ def _safe_softmax(edit: Editor, op: Op) -> bool:
     def made(shape: tuple[int, ...], dtype: str) -> int:
         return edit.value(shape, dtype, "temporary", op.repeats)
 
-    plain, hidden = made(out.shape, out.dtype), made(scores.shape, "bool")
+    hidden = made(scores.shape, "bool")
+    plain = edit.view(Ref(op.outputs[0]), out.shape, out.stride, op.repeats)
     empty, zero = made(rows, "bool"), made((), out.dtype)
     softmax = {"self": item, "dim": dim, "half_to_float": False}
     _beside(edit, op, "aten._softmax.default", softmax, plain)
-    _beside(edit, op, "aten.eq.Scalar", {"self": item, "other": float("-inf")}, hidden)
+    _beside(edit, op, "aten.isneginf.default", {"self": item}, hidden)
     reduced = {"self": Ref(hidden), "dim": dim, "keepdim": True}
     _beside(edit, op, "aten.all.dim", reduced, empty)
     _beside(edit, op, "aten.scalar_tensor.default", {"s": 0.0}, zero)
@@ -214,9 +213,7 @@ def _safe_softmax(edit: Editor, op: Op) -> bool:
     return True
 
 
-def _beside(
-    edit: Editor, op: Op, target: str, arguments: Mapping[str, Argument], out: int
-) -> None:
+def _beside(edit: Editor, op: Op, target: str, arguments: Mapping[str, Argument], out: int) -> None:
     edit.emit(op, target, arguments, (out,), facts={BESIDE: op.name})
 
 

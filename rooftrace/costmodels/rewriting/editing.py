@@ -17,15 +17,6 @@ ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
 LATENT_ATTENTION = "rooftrace.latent_attention.default"
 PACKED_ATTENTION = "rooftrace.packed_attention.default"
 PACKED_LATENT_ATTENTION = "rooftrace.packed_latent_attention.default"
-WRITTEN_OUT = "written_out"
-"""Fact of an attention that calls no library's kernel, so that its tiles are not known."""
-
-
-UNFUSED = "unfused_attention"
-"""Fact of the softmax of an attention for which CUDA has no single kernel: why that is."""
-LIBRARY = "library"
-"""Fact of an attention that another kernel than flash attention runs: EFFICIENT."""
-EFFICIENT = "memory-efficient"
 
 
 class Editor:

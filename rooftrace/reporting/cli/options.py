@@ -81,6 +81,14 @@ _MESH = (
 )
 
 
+_TORCH = click.option(
+    "--torch",
+    metavar="RELEASE",
+    help="The release of PyTorch that runs the step, for example 2.8: it decides which ops are one "
+    "kernel on CUDA.  Default: the installed one.",
+)
+
+
 class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """One size, or several between commas."""
 
@@ -154,12 +162,7 @@ def workload_options(
             show_default=True,
             help="Trace equal layers once, and list them once.",
         ),
-        click.option(
-            "--torch",
-            metavar="RELEASE",
-            help="The release of PyTorch that runs the step, for example 2.8: it decides which ops "
-            "are one kernel on CUDA.  Default: the installed one.",
-        ),
+        _TORCH,
         click.option(
             "--trust-remote-code",
             is_flag=True,

@@ -5,11 +5,6 @@ from rooftrace.tracer.asking import (
 from rooftrace.tracer.asking.job import (
     Job as Job,
 )
-from rooftrace.tracer.asking.releases import (
-    Release as Release,
-    installed_release as installed_release,
-    read_release as read_release,
-)
 from rooftrace.tracer.asking.lengths import (
     RequestLengths as RequestLengths,
 )

@@ -11,7 +11,7 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking.assumptions import check_assumption
 from rooftrace.tracer.asking.lengths import RequestLengths, read_lengths
 from rooftrace.tracer.asking.names import CHECKPOINTS
-from rooftrace.tracer.asking.releases import Release, installed_release, read_release
+from rooftrace.tracer.releases import Release, installed_release, read_release
 
 Loss = Callable[[Any], Any]
 """Maps a module's output to a scalar tensor."""

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from rooftrace.tracer.asking import installed_release, names
+from rooftrace.tracer.asking import names
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lower import lower, without_asides
 from rooftrace.tracer.recording import Recorder, look_for_gaps
+from rooftrace.tracer.releases import installed_release
 from rooftrace.tracer.tensors import subclasses, tensors_in
 
 
@@ -56,8 +57,10 @@ def graph_of(
         "item": inputs.item,
         "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
         "optimizer": optimizer,
-        **({"torch": str(recorder.release)} if recorder.release != installed_release() else {}),
     }
+    release = recorder.scope.release
+    if release != installed_release():
+        workload["torch"] = str(release)
     outputs = [
         part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
     ]

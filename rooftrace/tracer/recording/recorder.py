@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from rooftrace.tracer.asking import Release, installed_release
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite
@@ -40,13 +39,14 @@ from rooftrace.tracer.recording.standins import (
 from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.storages import Storages
 from rooftrace.tracer.recording.threads import Threads
+from rooftrace.tracer.releases import Release
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
 from rooftrace.tracer.sharded import ddp, fsdp, meshes
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
-from rooftrace.tracer.whole import RELEASE, kept_whole, shown
+from rooftrace.tracer.whole import kept_whole, shown
 
 
 class Recorder(TorchDispatchMode, Tape):
@@ -56,8 +56,8 @@ class Recorder(TorchDispatchMode, Tape):
     whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
     (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
     of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
-    first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run; None
-    for the one that is installed.  After use, `close` takes our tags off tensors that
+    first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run;
+    None for the one that is installed.  After use, `close` takes our tags off tensors that
     outlive the capture.
     """
 
@@ -95,9 +95,7 @@ class Recorder(TorchDispatchMode, Tape):
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
-        self.scope = Scope()
-        self.release = release or installed_release()
-        self.scope.kept[RELEASE] = self.release
+        self.scope = Scope(release)
         self.storages = Storages(self)
         self._followers = Threads(self, self.__torch_dispatch__, self.scope)
         self._exit = contextlib.ExitStack()

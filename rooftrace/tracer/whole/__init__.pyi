@@ -1,8 +1,4 @@
 from rooftrace.tracer.whole import shown as shown
-from rooftrace.tracer.whole.backends import (
-    RELEASE as RELEASE,
-)
-from rooftrace.tracer.whole.attention import APART as APART
 from rooftrace.tracer.whole.entries import (
     kept_whole as kept_whole,
     whole_entry as whole_entry,

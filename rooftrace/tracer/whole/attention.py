@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.patches import Scope, current_scope
 from rooftrace.tracer.whole import backends, shown
 from rooftrace.tracer.whole.library import OPS, define, differentiable
 
@@ -269,15 +269,10 @@ def scaled_dot_product_attention(
     return out
 
 
-APART = "attention apart"
-"""Under this name a recording keeps why the attention that runs is no single kernel."""
-
-
 def _taken_apart(why: str, *args: Any, scale: float | None, enable_gqa: bool) -> Tensor:
     """Attention as the products, copies and softmax that CUDA runs."""
-    scope = current_scope()
-    kept: dict[str, Any] = {} if scope is None else scope.kept
-    kept[APART] = why
+    scope = current_scope() or Scope()
+    scope.apart = why
     try:
         if not backends.release().math_in_fp32:
             return _in_own_precision(*args, scale=scale)
@@ -285,7 +280,7 @@ def _taken_apart(why: str, *args: Any, scale: float | None, enable_gqa: bool) ->
         out: Tensor = run(*args, None, scale=scale, enable_gqa=enable_gqa)[0]
         return out
     finally:
-        kept.pop(APART, None)
+        scope.apart = ""
 
 
 def _in_own_precision(

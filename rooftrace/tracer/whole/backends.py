@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.asking import Release, installed_release
 from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.releases import Release, installed_release
 
-RELEASE = "release"
-"""Under this name a recording keeps the release of PyTorch whose kernels run."""
 _HALVES = (torch.float16, torch.bfloat16)
 _FUSED = (*_HALVES, torch.float32)
 
@@ -24,8 +22,7 @@ _FUSED = (*_HALVES, torch.float32)
 def release() -> Release:
     """The release whose kernels run in the recording of this thread."""
     scope = current_scope()
-    found: Release | None = None if scope is None else scope.kept.get(RELEASE)
-    return found or installed_release()
+    return installed_release() if scope is None else scope.release
 
 
 def why_math(

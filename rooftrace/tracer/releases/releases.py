@@ -68,7 +68,7 @@ class Release:
 
     @property
     def unfolds_conv3d(self) -> bool:
-        """Whether convolutions of halves over volumes go without cuDNN, whose kernels were wrong."""
+        """Whether convolutions of halves over volumes go without cuDNN, since its were wrong."""
         return self.minor == 9
 
 
