@@ -1,4 +1,4 @@
-"""What one op of eager PyTorch launches on CUDA: bytes and kernels by hand, as ATen's sources say."""
+"""What one op of eager PyTorch launches on CUDA: bytes and kernels by hand, as in ATen."""
 
 from __future__ import annotations
 

@@ -591,6 +591,7 @@ CANNOT_CHANGE = {
         "--trust-remote-code": "this repository has no code of its own",
     },
     ("compare", "t.py:build"): {
+        "--torch": "the norm that it changes has no FLOPs that the peer counts",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("diff", "t.py:build"): {

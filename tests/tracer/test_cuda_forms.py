@@ -98,7 +98,13 @@ def test_the_width_is_innermost_in_memory_and_so_are_the_keys_of_a_mask() -> Non
     x, turned = operand(), operand(B, H, E, S).transpose(-1, -2)
     assert not is_one(turned, x, x)
     assert is_one(x, x, x, operand(B, 1, 1, S))
-    assert not is_one(x, x, x, operand(B, 1, 1, 1).expand(B, 1, 1, S))
+
+    class OfRows(nn.Module):
+        def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, rows.expand(B, 1, S, S))
+
+    graph = rt.trace(OfRows(), x, operand(B, 1, S, 1))
+    assert "rooftrace.attention" not in every(graph)
 
 
 def test_batches_and_heads_do_not_broadcast() -> None:
@@ -258,10 +264,13 @@ def test_a_release_is_read_and_ordered() -> None:
 
 @pytest.mark.parametrize("text", ["1.13", "2", "2.x", "2.8.0.1", "28", "", "2.100", "torch2.8"])
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match="expected a release of PyTorch 2, for example 2.8"):
+    with pytest.raises(RequestError, match=r"expected a release of PyTorch 2, for example 2\.8"):
         rt.trace(nn.Linear(4, 4), torch.empty(2, 4), torch=text)
-    with pytest.raises(RequestError):
-        rt.trace(nn.Linear(4, 4), torch.empty(2, 4), torch=2.8)
+
+
+def test_a_number_is_no_release() -> None:
+    with pytest.raises(RequestError, match=r"--torch 2\.8: expected a release"):
+        rt.trace(nn.Linear(4, 4), torch.empty(2, 4), torch=2.8)  # type: ignore[arg-type]
 
 
 def test_cudnn_comes_first_in_these_releases() -> None:
