@@ -164,9 +164,9 @@ def _biased(edit: Editor, op: Op) -> bool:
     out = op.outputs[0]
     value = edit.values[out]
     plain = edit.view(Ref(out), value.shape, value.stride, op.repeats)
-    given = {name: item for name, item in op.arguments.items() if name != "bias"}
+    rest = {name: item for name, item in op.arguments.items() if name != "bias"}
     edit.ops.append(
-        replace(op, arguments=given, inputs=tuple(refs(given)), outputs=(plain,), flops_torch=None)
+        replace(op, arguments=rest, inputs=tuple(refs(rest)), outputs=(plain,), flops_torch=None)
     )
     wide = (-1, *(1 for _ in value.shape[2:]))
     channels = edit.values[bias.id].elements

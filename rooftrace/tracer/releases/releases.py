@@ -24,7 +24,7 @@ class Release:
     patch: int = _LAST
 
     def __str__(self) -> str:
-        """As it is asked for: "2.8", "2.5.0"."""
+        """Text that reads as this release: "2.8", "2.5.0"."""
         return f"2.{self.minor}" if self.patch == _LAST else f"2.{self.minor}.{self.patch}"
 
     @property
@@ -74,12 +74,12 @@ class Release:
 
 def read_release(text: str) -> Release:
     """A release from its text.  Raises RequestError for any other text."""
-    found = _TEXT.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    match = _TEXT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         raise RequestError(
             f"--torch {text}: expected a release of PyTorch 2, for example 2.8 or 2.5.1"
         )
-    minor, patch = found.groups()
+    minor, patch = match.groups()
     return Release(int(minor)) if patch is None else Release(int(minor), int(patch))
 
 
@@ -88,8 +88,8 @@ def installed_release() -> Release:
     """The release that is installed; of PyTorch 3 and later, the last of 2 that is known here."""
     from importlib.metadata import version
 
-    found = re.match(_TEXT, version("torch"))
-    if found is None:
+    match = _TEXT.match(version("torch"))
+    if match is None:
         return Release(_LAST)
-    minor, patch = found.groups()
+    minor, patch = match.groups()
     return Release(int(minor), _LAST if patch is None else int(patch))
