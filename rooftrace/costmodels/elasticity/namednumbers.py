@@ -44,7 +44,7 @@ class NamedNumbers:
             execution = replace(execution, knobs=execution.knobs_on(chip))
         knobs = execution.knobs
         if isinstance(knobs, Knobs) and isinstance(knobs.attention, str):
-            own = attention_knobs(knobs.attention, chip)
+            own = attention_knobs(knobs.attention, chip, execution.attention_library)
             execution = replace(execution, knobs=replace(knobs, attention=own))
         return NamedNumbers(chip, execution)
 

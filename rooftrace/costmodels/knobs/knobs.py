@@ -26,7 +26,7 @@ from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
-from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST, UNITS
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
 
@@ -78,10 +78,11 @@ class Share:
     memory: float = 1.0
     engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
     layout: float = 0.0  # hidden copies into another layout, in multiples of activation bytes
+    odd: float = 1.0  # how often as long a kernel takes whose rows are not aligned to its loads
     spread: float = 0.0  # relative standard deviation of measured kernels around the prediction
 
     def __post_init__(self) -> None:
-        _check_numbers(self, above=("compute", "memory"))
+        _check_numbers(self, above=("compute", "memory", "odd"))
         if self.engine not in ("matrix", "vector"):
             raise KnobsError(f"engine={self.engine!r:.60}: expected matrix or vector")
 
@@ -97,9 +98,12 @@ class Tiling:
     split: float = 0.0  # seconds that a product takes on top where its K is split
     feed: float = 1.0  # share of the L2 bandwidth that tiles get
     busy: float = float("inf")  # share of HBM bandwidth that one block per SM reaches; may pass 1
+    pick: str = "best"  # the tile and split that suit each product; "rows": see `tile_terms`
 
     def __post_init__(self) -> None:
         _check_numbers(self, above=("feed", "busy"))
+        if self.pick not in ("best", "rows"):
+            raise KnobsError(f"pick={self.pick!r:.60}: expected best or rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,8 @@ class Knobs:
     # Free text by key (from, cases, date, error ...); shown, never computed with.
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
+    # Of engines where products do not reach the share of their class: "vector fp32" and its like.
+    engines: Mapping[str, float] = field(default_factory=dict, hash=False)
     view: float | None = None  # seconds of a view on the host, eager; None: the chip's
     call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
     # Factors on what rules count as bytes; None: bytes are as rules count them.
@@ -170,6 +176,13 @@ class Knobs:
             raise KnobsError(
                 f"attention={self.attention!r:.60}: expected a table of numbers, or {USUAL!r}"
             )
+        for name, share in self.engines.items():
+            if name not in UNITS:
+                raise KnobsError(f"engines {name!r:.60}: expected one of {'; '.join(UNITS)}")
+            if not _is_share(share):
+                raise KnobsError(
+                    f"engines.{name}={share!r:.60}: expected a share of its rate, 2 at most"
+                )
 
     def share(self, name: str) -> Share:
         """The share of a class of kernels; of the class without layout where it has none."""
@@ -185,11 +198,23 @@ class Knobs:
         return replace(self, shares=shares)
 
     @staticmethod
-    @functools.cache
-    def typical(kind: str, compiled: bool) -> Knobs:
-        """What kernels typically reach on a kind of chip ("gpu" or "cpu"), eager or compiled."""
-        how = "compiled" if compiled else "eager"
-        return load_knobs("typical-cpu" if kind == "cpu" else f"typical-{how}")
+    def typical(chip: Chip, compiled: bool, sustained: bool = True) -> Knobs:
+        """What kernels typically reach on a chip, eager or compiled, before anything is fitted.
+
+        The shares of its kind; on chips whose matrix engines are as wide as those of A100 or of
+        H100 the numbers that their kernels have instead; then what this chip is known to sustain
+        (`Chip.sustained_compute` and `sustained_memory`).  sustained: False: without the latter, as
+        a kernel alone runs.
+        """
+        knobs = _typical(chip.kind, compiled, (chip.kind == "gpu" and generation(chip)) or "")
+        if not sustained:
+            return knobs
+        compute, memory = chip.sustained_compute, chip.sustained_memory
+        if compute is not None:
+            knobs = replace(knobs, compute=knobs.compute * compute.value)
+        if memory is not None:
+            knobs = replace(knobs, memory=knobs.memory * memory.value)
+        return knobs
 
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
@@ -205,6 +230,8 @@ class Knobs:
         tiling = _changed(self.tiling, Tiling())
         if tiling:
             result["tiling"] = tiling
+        if self.engines:
+            result["engines"] = dict(self.engines)
         if isinstance(self.attention, str):
             result["attention"] = self.attention
         elif attention := _changed(self.attention, AttentionKnobs()):
@@ -237,10 +264,46 @@ class Knobs:
             raise KnobsError(f"{where}: {error}") from None
 
 
+def _is_share(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and _LEAST <= value <= 2
+
+
 def _changed(record: Any, default: Any) -> dict[str, Any]:
     """The fields of a record that differ from those of `default`."""
     names = [f.name for f in fields(record)]
     return {n: getattr(record, n) for n in names if getattr(record, n) != getattr(default, n)}
+
+
+# -- typical ones ----------------------------------------------------------------------------------
+
+GENERATIONS = (("hopper", 2200.0), ("ampere", 1500.0))
+"""Files of what differs from other GPUs, and the FLOP of bf16 per SM and clock from which each
+holds: A100 has 2,048, H100 3,786 at its highest clock, GeForce cards 512."""
+
+
+def generation(chip: Chip) -> str | None:
+    """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
+    if chip.vendor != "NVIDIA" or not chip.has_peak("matrix", "bf16"):
+        return None
+    if chip.sm_count is None or chip.clock is None:
+        return None
+    width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
+    return next((name for name, least in GENERATIONS if width >= least), None)
+
+
+@functools.cache
+def _typical(kind: str, compiled: bool, of: str) -> Knobs:
+    """Typical shares of a kind of chip, with the numbers of a generation in place of some."""
+    how = "compiled" if compiled else "eager"
+    name = "typical-cpu" if kind == "cpu" else f"typical-{how}"
+    if not of:
+        return load_knobs(name)
+    base, path = load_knobs(name).to_dict(), _SHIPPED / "generations" / f"{of}.toml"
+    own = toml_of(text_of(path, _KIND), str(path), _KIND)
+    for table in ("source", "share"):
+        own[table] = {**base[table], **own.get(table, {})}
+    return Knobs.from_dict({**base, **own, "title": f"{own['title']} ({how})"}, str(path))
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -273,7 +336,8 @@ def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
     data = knobs.to_dict()
     shares = data.pop("share")
-    names = [n for n in ("source", "tiling", "attention") if isinstance(data.get(n), Mapping)]
+    sections = ("source", "tiling", "attention", "engines")
+    names = [name for name in sections if isinstance(data.get(name), Mapping)]
     tables = {name: data.pop(name) for name in names}
     if "traffic" in data:
         tables["traffic"] = data.pop("traffic")
