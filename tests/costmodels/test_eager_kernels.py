@@ -175,6 +175,36 @@ def test_the_depthwise_kernel_of_channels_first_adds_its_bias_itself() -> None:
     assert "add_" in kernels(estimated(depthwise, other))
 
 
+@pytest.mark.parametrize("execution", ["eager", "compiled"])
+def test_the_gradients_of_a_convolution_are_a_kernel_each(execution: str) -> None:
+    weight, bias = (torch.ones(*shape, device="meta") for shape in ((C, C, 1, 1), (C,)))
+    graph = trained(lambda x: F.conv2d(x, weight, bias).exp().sum())
+    estimate = rt.estimate(graph, chip="l4", execution=execution)
+    backward = [row for row in estimate.rows if row.name == "aten.convolution_backward"]
+    gradient = IMAGE * FP32
+    assert [row.bytes for row in backward] == [gradient + C * C * FP32 + gradient]  # no weight's
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(C, C, 1), nn.Conv2d(C, C, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).exp().sum()
+
+    graph = rt.trace(Net().to("meta"), image(), phase="training", optimizer="none")
+    estimate = rt.estimate(graph, chip="l4", execution=execution)
+    backward = [row for row in estimate.rows if row.name == "aten.convolution_backward"]
+    # Of the last layer image and weight, of the first the weight; the image has no gradient.
+    reads = [gradient + C * C * FP32, 2 * gradient, 2 * gradient]
+    writes = [gradient, C * C * FP32, C * C * FP32]
+    assert [row.bytes for row in backward] == [a + b for a, b in zip(reads, writes, strict=True)]
+    product = 2 * N * S * S * C * C
+    assert [row.flops for row in backward] == [product] * 3
+    sums = [op for op in estimate.plan.graph.ops if op.name == "aten.sum" and "beside" in op.facts]
+    assert len(sums) == 2
+
+
 def test_the_gradient_of_softmax_makes_a_product_first() -> None:
     graph = trained(lambda x: torch.softmax(x, -1).exp().sum())
     rows = rt.estimate(graph, chip="l4", execution="eager").rows

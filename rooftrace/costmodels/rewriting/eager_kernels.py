@@ -34,6 +34,7 @@ class EagerForm:
     rest: str  # of the note: "12 inputs get copied in order first, ..."
     apply: Form
     names: frozenset[str]
+    compiled: bool = False  # whether a compiler calls the library's kernels, too
 
 
 def with_form(form: EagerForm, graph: OpGraph) -> tuple[OpGraph, int]:
@@ -175,6 +176,32 @@ def _biased(edit: Editor, op: Op) -> bool:
     return True
 
 
+def _gradients(edit: Editor, op: Op) -> bool:
+    """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
+
+    Each of the first two is a kernel of cuDNN's that reads the gradient of the result, and so does
+    the sum for the bias.
+    """
+    grad, mask = op.arguments.get("grad_output"), op.arguments.get("output_mask")
+    if not isinstance(grad, Ref) or not isinstance(mask, tuple) or sum(mask) < 2:
+        return False
+    places = [place for place, wanted in enumerate(mask) if wanted]
+    if len(places) != len(op.outputs):
+        return False
+    for place, out in zip(places, op.outputs, strict=True):
+        if place == _BIAS:
+            dims = tuple(d for d in range(len(edit.values[grad.id].shape)) if d != 1)
+            _beside(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, out)
+            continue
+        alone = tuple(other == place for other in range(len(mask)))
+        edit.emit(op, op.target, {**op.arguments, "output_mask": alone}, (out,), facts=op.facts)
+    return True
+
+
+_BIAS = 2
+"""The place of the bias among the gradients of a convolution."""
+
+
 def _softmax_gradient(edit: Editor, op: Op) -> bool:
     """cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output is a tensor of its own."""
     grad, output = op.arguments.get("grad_output"), op.arguments.get("output")
@@ -258,5 +285,14 @@ EAGER_FORMS = (
         apply=_copied_in_order,
         names=frozenset({*_ANY_ORDER, *_IMAGES}),
     ),
+    EagerForm(
+        noun="convolution",
+        verb="make",
+        rest="each gradient in a kernel of its own",
+        apply=_gradients,
+        names=frozenset({"aten.convolution_backward"}),
+        compiled=True,
+    ),
 )
-"""In the order in which they are applied: a kernel that is added may copy its input, too."""
+"""In the order in which they are applied: a kernel that is added may copy its input, and the
+gradients of a convolution share such a copy."""

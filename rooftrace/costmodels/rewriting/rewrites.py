@@ -77,8 +77,8 @@ def rewrite(
     )
     graph, _ = with_libraries(graph)
     for form in EAGER_FORMS:
-        eager = execution.fusion == "none"
-        change(eager, partial(with_form, form), form.noun, form.verb, form.rest)
+        wanted = execution.fusion == "none" or (form.compiled and detected)
+        change(wanted, partial(with_form, form), form.noun, form.verb, form.rest)
     change(
         detected,
         without_dead_ops,
