@@ -130,7 +130,11 @@ def fused(model: torch.nn.Module) -> torch.nn.Module:
 def graph_of(
     name: str, size: int, batch: int, form: str, phase: str, how: Mapping[str, str]
 ) -> rt.OpGraph:
-    """The graph of a step.  how: amp ("" where autocast is off), dtype and layout."""
+    """The graph of a step.
+
+    how: amp ("" where autocast is off), dtype, layout, and torch: the release that ran ("" before
+    2.0, when attention was written out).
+    """
     import timm.layers
     import torch
 
@@ -145,6 +149,7 @@ def graph_of(
                 return self.inner(x)
 
     timm.layers.set_fast_norm(phase == "forward")
+    timm.layers.set_fused_attn(bool(how["torch"]))
     model = built(name, size)
     channels = model.default_cfg["input_size"][0]
     if form == FUSED:
@@ -153,7 +158,7 @@ def graph_of(
     model, x = (part.to(getattr(torch, how["dtype"])) for part in (model, x))
     if how["layout"] == "nhwc":
         model, x = (part.to(memory_format=torch.channels_last) for part in (model, x))
-    step: dict[str, Any] = {"phase": phase}
+    step: dict[str, Any] = {"phase": phase, "torch": how["torch"] or "2.0"}
     if phase == "training":
         step |= {"loss": _cross_entropy, "optimizer": "sgd"}
     return rt.trace(Amp(model.eval()), x, **step)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 import warnings
 import zlib
@@ -103,22 +104,29 @@ def _split(model: str) -> str:
 @dataclass(frozen=True)
 class Setting:
     """How a file was measured.  amp: what autocast runs in, "" where it is off; dtype: of the model
-    and its input; layout: nchw or nhwc."""
+    and its input; layout: nchw or nhwc; torch: the release that ran, None before 2.0."""
 
     chip: Chip
     execution: str
     amp: str
     dtype: str
     layout: str
+    torch: str | None = None
 
     @property
     def name(self) -> str:
         """What sets its graphs apart from the usual ones."""
         usual = (self.amp, self.dtype, self.layout) == ("float16", "float32", "nchw")
-        return "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+        how = "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+        # From 2.1 to 2.4 the forms of these models' ops are the same.
+        if self.torch is None:
+            return f"{how}-torch1"
+        return f"{how}-torch{self.torch}" if int(self.torch.partition(".")[2]) > 4 else how
 
 
 _CHIPS = ("3090", "4090", "5090", "pro6000maxq", "pro6000")
+_TORCH = re.compile(r"pt2(\d+)0")
+"""In the name of a file: pt240 is torch 2.4.0, pt2100 is 2.10.0."""
 _PRECISIONS = {
     "amp": ("float16", "float32"),
     "amp_fp16": ("float16", "float32"),
@@ -144,7 +152,9 @@ def setting(path: Path) -> Setting | None:
     execution = "compiled" if "dynamo" in words else eager
     name = chip if chip.startswith("pro") else f"rtx-{chip}"
     layout = "nhwc" if "nhwc" in words else "nchw"
-    return Setting(rt.load_chip(name), execution, *precision, layout)
+    release = next((found[1] for word in words if (found := _TORCH.fullmatch(word))), None)
+    torch = None if release is None else f"2.{int(release)}"
+    return Setting(rt.load_chip(name), execution, *precision, layout, torch)
 
 
 def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.OpGraph | None:
@@ -153,7 +163,7 @@ def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.OpGraph
     path = cache / f"{row.name}{how.name}{told}.json.gz"
     if path.exists():
         return rt.load(path)
-    run = {"amp": how.amp, "dtype": how.dtype, "layout": how.layout}
+    run = {"amp": how.amp, "dtype": how.dtype, "layout": how.layout, "torch": how.torch or ""}
     try:
         graph = graph_of(row.model, row.size, row.batch, form, row.phase, run)
     except Exception as error:  # whatever a library's model may raise
