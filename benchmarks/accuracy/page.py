@@ -128,7 +128,7 @@ Throughput of MPT with 125 M to 70 B parameters and sequences of 512 to 65,536 i
 in sight, so the rows without a fit test less than the others do. Attention was a Triton kernel
 there; how much slower than FlashAttention 2 it is was taken from the paper of the latter. What GPUs
 exchange is taken to hide behind computing, and the optimizer is left out (below 1 %): steps over
-several nodes take longer than that, and so do rows that fill the memory (30 B and 13 B on 8 GPUs).""",
+several nodes take longer than that, and so do rows that fill the memory (30 B, 13 B on 8 GPUs).""",
     ),
     Part(
         "Kernels of other people's traces",
