@@ -18,6 +18,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import FusionGroup, fuse
 from rooftrace.costmodels.memory import Memory, memory
 from rooftrace.costmodels.planning.advice import (
+    attention_apart,
     cache_products,
     given_formulas,
     joined_by_users,
@@ -120,7 +121,12 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Bytes alive over the step as it is run: what stays inside of a kernel takes none."""
-        return memory(self.graph, _unmade(self))
+        return memory(self.graph, self.unmade)
+
+    @cached_property
+    def unmade(self) -> frozenset[int]:
+        """Storages that stay inside of the kernels that write them, and so never are in memory."""
+        return _unmade(self)
 
     @cached_property
     def channels_last(self) -> bool:
@@ -222,6 +228,7 @@ def _planned(
         compulsory=moved.compulsory_bytes(rewritten, op_costs),
         notes=(
             *notes,
+            *attention_apart(rewritten),
             *given_formulas(rewritten),
             *unknown_groups(rewritten, op_costs),
             *cache_products(rewritten, op_costs),
