@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace.costmodels.batchtiming.plancolumns import PlanColumns, at_points
-from rooftrace.costmodels.timing.queue import HostSeconds, Queue, Shift, host_seconds
+from rooftrace.costmodels.timing.queue import (
+    HostSeconds,
+    Queue,
+    Shift,
+    host_seconds,
+    leading_seconds,
+)
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ def queue_ends(step: PlanColumns, durations: Sequence[Array], t_serial: Array, c
     durations: seconds of one kernel of each of `step.kernels`, at its sizes.  t_serial: of all.
     """
     host = host_seconds(step.execution, chip)
-    before = _leading(step, host, chip)
+    before = leading_seconds(step.launches, host, chip.host_waits)
     if before is not None:
         return before + t_serial
     ends = [
@@ -32,19 +38,6 @@ def queue_ends(step: PlanColumns, durations: Sequence[Array], t_serial: Array, c
         for at in range(0, step.points, _POINTS)
     ]
     return np.concatenate(ends) if ends else np.zeros(0)
-
-
-def _leading(step: PlanColumns, host: HostSeconds, chip: Chip) -> float | None:
-    """Seconds of the host before the first kernel, if nothing keeps the device waiting later."""
-    if chip.host_waits or any(launch.sync for launch in step.launches):
-        return None
-    first = next((i for i, launch in enumerate(step.launches) if launch.on_device), None)
-    if first is None:
-        return None
-    leading, after = step.launches[: first + 1], step.launches[first + 1 :]
-    seconds = sum(host.of(launch) for launch in leading)
-    again = any(launch.repeats and host.of(launch) for launch in leading)
-    return None if again or any(host.of(launch) for launch in after) else seconds
 
 
 def _ends(

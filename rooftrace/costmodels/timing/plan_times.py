@@ -17,7 +17,7 @@ from rooftrace.costmodels.timing.disturbed import (
     with_busiest_experts,
 )
 from rooftrace.costmodels.timing.exchanges import Communication, exchanges_of, least_network
-from rooftrace.costmodels.timing.queue import host_seconds, schedule
+from rooftrace.costmodels.timing.queue import host_seconds, leading_seconds, schedule
 from rooftrace.costmodels.timing.streams import has_streams, walk
 from rooftrace.costmodels.timing.timings import (
     StepTimes,
@@ -58,14 +58,18 @@ def time_plan(planned: Plan, chip: Chip) -> PlanTimes:
     single = with_busiest_experts(planned, single, network)
     if has_streams(planned):
         return _on_streams(planned, chip, single, ceilings, network)
+    host = host_seconds(planned.execution, chip)
     starts, end = schedule(
         [timing.t_device for timing in single],
         planned.launches,
-        host_seconds(planned.execution, chip),
+        host,
         [repeat.count for repeat in planned.graph.repeats],
         chip.host_waits,
     )
     groups = _placed(planned, single, starts)
+    before = leading_seconds(planned.launches, host, chip.host_waits)
+    if before is not None:  # exact also where a kernel of a repeat stands for fewer iterations
+        end = before + sum(timing.t_device for timing in groups)
     step = step_times(groups, end, lower_bound(_pairs(planned, ceilings, single)))
     return PlanTimes(groups, knobs, step, peak, compute_family(precision))
 

@@ -32,6 +32,22 @@ def schedule(
     return queue.starts, max(ends)
 
 
+def leading_seconds(launches: Sequence[Launch], host: HostSeconds, waits: bool) -> float | None:
+    """Seconds of the host before the first kernel, if nothing keeps the device waiting later.
+
+    Then a step takes these and the seconds of its kernels.  None where that is not so.
+    """
+    if waits or any(launch.sync for launch in launches):
+        return None
+    first = next((i for i, launch in enumerate(launches) if launch.on_device), None)
+    if first is None:
+        return None
+    leading, after = launches[: first + 1], launches[first + 1 :]
+    seconds = sum(host.of(launch) for launch in leading)
+    again = any(launch.repeats and host.of(launch) for launch in leading)
+    return None if again or any(host.of(launch) for launch in after) else seconds
+
+
 @dataclass(frozen=True, slots=True)
 class HostSeconds:
     """Seconds of the host for one thing of each kind that it does."""
