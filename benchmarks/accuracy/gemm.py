@@ -30,7 +30,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.kernels.loads import unit_of
 from rooftrace.costmodels.kernels.tables import table
-from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling, generation
+from rooftrace.costmodels.knobs.knobs import Knobs, Tiling, generation
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict
 from rooftrace.measured.fit.fitting import fit
@@ -44,17 +44,13 @@ LAYERS = 6
 """Layers that are measured in turn."""
 BLOCK = 1e-6
 """Seconds of an SM for each row of activations that is scaled to fp8."""
-CACHED = Knobs(
-    "products", 0.95, 0.85, 4.0, 2.6e-6, cache=3.0, tiling=Tiling(250.0, 2e-6, 1.0, 1.3),
-    shares={"mm": Share(memory=3.0)},
-)  # fmt: skip
-"""Where fits of chips begin for which no numbers of products come along: kernels ask for bytes as
-fast as a cache has them."""
+CACHED = Knobs("products", 0.95, 0.85, 4.0, 2.6e-6, cache=3.0, tiling=Tiling(250.0, 2e-6, 1.0, 1.3))
+"""Where fits of chips begin for which no numbers of products come along."""
 FREE = (
     "compute", "memory", "launch",
     "tiling.prologue", "tiling.split", "tiling.feed", "tiling.busy",
 )  # fmt: skip
-OF_CACHE, OF_FP8 = ("cache", "mm.memory"), ("cast.compute", "cast.memory")
+OF_CACHE, OF_FP8 = ("cache",), ("cast.compute", "cast.memory")
 
 
 def cases(path: Path, chip: Chip) -> dict[str, list[Case]]:

@@ -94,6 +94,20 @@ GRAPH_ENTRY = Fact.of(
     "guess",
     "of a host, not of the chip: 26 us there for guards and wrappers, 66 us under gradients",
 )
+BLAS_WORKSPACE = Fact.of(
+    "8320 KiB",
+    "byte",
+    "PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp",
+    "derived",
+    "two of 4 MiB and eight of 16 KiB: NVIDIA's GPUs before Hopper",
+)
+CONTEXT = Fact.of(
+    "0.5 GiB",
+    "byte",
+    "nvidia-smi beside torch.cuda.memory_reserved after a first op, as users report it",
+    "guess",
+    "0.3 to 0.7 GiB with kernels loaded as they are needed (CUDA 11.7 on), up to 1.3 GiB before",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +128,8 @@ class Chip(Shown):
     dispatch_view: Fact = VIEW  # host seconds per view in eager PyTorch, which launches nothing
     module_call: Fact = MODULE_CALL  # host seconds of Python per call of a module, its ops aside
     graph_entry: Fact = GRAPH_ENTRY  # host seconds from one compiled graph into another: guards
+    blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
+    context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()
     l2_capacity: Fact | None = None  # byte
     links: tuple[Link, ...] = ()
@@ -183,12 +199,21 @@ class Chip(Shown):
         for name, fact in self.measured.items():
             yield f"measured {name}", fact
 
+    def room(self, kept_free: float = 0.0) -> float:
+        """Bytes of the memory that tensors and their allocator may have.
+
+        On a GPU the context of the process takes the rest.  kept_free: the share of the memory
+        that stays free; the context is part of it.
+        """
+        context = self.context.value if self.kind == "gpu" else 0.0
+        return self.memory_capacity.value - max(context, kept_free * self.memory_capacity.value)
+
     def count_holding(self, needed: float, kept_free: float = 0.0) -> int:
         """How many of these chips hold `needed` bytes if they could be split evenly.
 
-        kept_free: the share of each chip's memory that stays free.
+        kept_free: the share of each chip's memory that stays free, see `room`.
         """
-        return max(1, math.ceil(needed / (self.memory_capacity.value * (1 - kept_free))))
+        return max(1, math.ceil(needed / self.room(kept_free)))
 
     def facts_by_name(self) -> dict[str, Fact]:
         """The facts that times and sizes are computed from, by dotted names.
@@ -298,6 +323,8 @@ FACT_UNITS: Mapping[str, str] = {
     "dispatch_compiled": "second",
     "graph_launch": "second",
     "graph_entry": "second",
+    "blas_workspace": "byte",
+    "context": "byte",
 }
 
 

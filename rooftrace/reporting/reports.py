@@ -148,7 +148,7 @@ def _largest(
         return memory_at(phase, batch).peak
 
     def fit(phase: str, weights: int, chip: Chip) -> LargestBatch:
-        capacity = chip.memory_capacity.value
+        capacity = chip.room()
         batch, open_ended = largest(partial(peak_of, phase), capacity)
         return LargestBatch(batch, peak_of(phase, max(1, batch)), weights, capacity, open_ended)
 

@@ -58,7 +58,7 @@ class Line:
     @property
     def capacity(self) -> float:
         """Bytes that the chips may use."""
-        return float(self.chip.memory_capacity.value * self.chips * (1 - self.kept_free))
+        return float(self.chip.room(self.kept_free) * self.chips)
 
     def over(self, limits: Limits, steps: Array | None = None) -> dict[str, Array]:
         """What each candidate takes of each limit: at most 1 where it holds; memory too.

@@ -72,7 +72,7 @@ def needed_chips(
         Needed(
             chip=chip.name, labels=case.labels, chips=chip.count_holding(peak, kept_free),
             memory=peak, weights=numbers.weights, kv=numbers.kv,
-            capacity=chip.memory_capacity.value * (1 - kept_free),
+            capacity=chip.room(kept_free),
             price=None if chip.price is None else chip.price.value,
         )
         for chip in chips

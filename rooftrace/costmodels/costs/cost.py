@@ -55,9 +55,11 @@ class Work(Struct, frozen=True):
 
     operation: matmul, convolution (both can use the matrix engine) or vector.
     precision: what it computes in.
-    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for
-    vector.  columns, inner: its N and K; None where it is no plain product (attention).  Rows or
-    inner of products of different sizes are their mean, which may be no whole number.
+    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile.  columns,
+    inner: its N and K; None where it is no plain product (attention).  Rows or inner of products of
+    different sizes are their mean, which may be no whole number.  Vector work has rows and inner
+    where a kernel runs few threads, each in a loop: how many threads there are, and the FLOP of one
+    between two waits for memory.
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).

@@ -124,7 +124,7 @@ def _side(estimate: Estimate, steps: float, tokens: int) -> ServingSide:
     batch, replicas = int(estimate.graph.workload["batch"]), estimate.replicas or 1
     requests = batch * replicas / (estimate.t_est * steps * estimate.processes)
     per_chip = estimate.items_per_s_per_chip or 0.0
-    capacity = estimate.chip.memory_capacity.value
+    capacity = estimate.chip.room()
     return ServingSide(
         phase=estimate.phase,
         chips=estimate.processes,

@@ -193,8 +193,9 @@ def _peak_seconds(
         if work.count not in COMPUTED or not np.any(work.flop):
             continue
         rate: Amount
-        if work.operation == "vector" and use.eta_scalar is not None:
-            rate = use.eta_scalar * headline
+        if work.operation == "vector":
+            scalar = use.eta_scalar
+            rate = chip.peak("vector", work.precision) if scalar is None else scalar * headline
         elif use.tiles:
             rate, whole = _rates(work, chip, execution)
             rate = rate * _reached(execution, work)
@@ -301,12 +302,13 @@ def _work_columns(
         if work.count not in COMPUTED or not np.any(work.flop):
             continue
         rate, whole = _rates(work, chip, execution)
-        seconds = work.flop / rate
         if work.operation not in MATRIX:
-            vector = vector + seconds
+            limit = engines.reached(work.rows, work.inner, chip)
+            vector = vector + work.flop / np.minimum(rate, limit)
             if work.lined and work.columns is not None:
                 rows_odd = np.maximum(rows_odd, misaligned(work.key, {"N": work.columns}))
             continue
+        seconds = work.flop / rate
         if work.shape is None:
             matrix = matrix + seconds
             continue

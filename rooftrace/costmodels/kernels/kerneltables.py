@@ -41,6 +41,12 @@ class KernelSeconds:
     choice: np.ndarray[Any, np.dtype[np.int64]] | None = None
     untiled: Array | None = None
 
+    def at_pace(self, pace: float) -> KernelSeconds:
+        """The seconds of kernels that are all so many times as fast."""
+        compute, memory, device = (each / pace for each in (self.compute, self.memory, self.device))
+        untiled = None if self.untiled is None else self.untiled / pace
+        return KernelSeconds(compute, memory, device, self.choice, untiled)
+
 
 @dataclass(frozen=True)
 class KernelTable:
@@ -105,7 +111,7 @@ class KernelTable:
             result.device[rows] = by_blocks.device
             if result.choice is not None and result.untiled is not None:
                 result.choice[rows], result.untiled[rows] = -1, by_blocks.device
-        return result
+        return result if knobs.pace == 1 else result.at_pace(knobs.pace)
 
 
 def _shared_seconds(
@@ -123,14 +129,10 @@ def _shared_seconds(
     odd = np.where(d["odd"] > 0, np.array([s.odd for s in shares])[table.kind], 1.0)
     bandwidth = chip.memory_bandwidth.value
 
-    touched = d["bytes"] + layout * d["moved"]
-    t_memory = touched / (bandwidth * memory)
+    sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
+    t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["whole"] > 0, odd, 1.0)  # of products: those of the matrix engine
-    if knobs.cache != 1:
-        # The memory's rate and the kernel's rate: the slower of the two holds.
-        sent = touched - d["warm"] * (1 - 1 / knobs.cache)
-        t_memory = np.maximum(sent / (bandwidth * knobs.memory), t_memory)
     rest = (d["vector"] + d["matrix"]) / compute
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)

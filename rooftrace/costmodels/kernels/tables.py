@@ -13,7 +13,12 @@ from rooftrace.costmodels.kernels.attention_rows import (
     attention_row,
     column_data,
 )
-from rooftrace.costmodels.kernels.engines import compute_seconds, product_engine, stored_widths
+from rooftrace.costmodels.kernels.engines import (
+    compute_seconds,
+    product_engine,
+    reached,
+    stored_widths,
+)
 from rooftrace.costmodels.kernels.kerneltables import KernelTable
 from rooftrace.costmodels.kernels.loads import odd_rows, unit_of
 from rooftrace.costmodels.kernels.opclass import group_class
@@ -118,11 +123,11 @@ def kernel_row(
     for work, flop in cost.work.items():
         if work.count not in COMPUTED or (work.operation in MATRIX and _has_shape(work)):
             continue
-        seconds = flop / chip.peak(*product_engine(work, chip, execution))
+        rate = chip.peak(*product_engine(work, chip, execution))
         if work.operation in MATRIX:
-            matrix += seconds
+            matrix += flop / rate
         else:
-            vector += seconds
+            vector += flop / min(rate, reached(work.rows, work.inner, chip))
     products = plain_products(cost, chip, execution)
     if not products:
         odd = any(odd_rows(work) for work in cost.work if work.operation == "vector")

@@ -3,11 +3,9 @@
 A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-           or, where that is longer, the time of the memory without that share, in which bytes that
-           the last cache still holds (see `reuse`) count 1 / cache each.
-So a cache makes no kernel faster than the rate at which its own code asks for bytes, which is the
-memory's unless its share is above 1.
+           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
 compute and memory are what a chip sustains; the shares differ little between chips of a kind.
+Where pace is not 1, all of these times, and those of the host, are divided by it.
 Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
 known; its shares are for the rest.
 """
@@ -26,6 +24,13 @@ from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
+from rooftrace.costmodels.intervals.residuals import (
+    LEVEL,
+    NO_FIT,
+    USES,
+    Residuals,
+    normal_ends,
+)
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST, UNITS
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
@@ -127,8 +132,10 @@ class AttentionKnobs:
 
 
 _NUMBERS = (
-    "compute", "memory", "cache", "overlap", "launch", "dispatch", "view", "call", "spread"
+    "pace", "compute", "memory", "cache", "overlap", "launch", "dispatch", "view", "call", "spread"
 )  # fmt: skip
+_PLAIN_NUMBERS = (("cache", 1.0), ("pace", 1.0))
+"""Numbers that a file leaves out."""
 USUAL = "usual"
 """Stands for the numbers that are usual for the chip's generation."""
 
@@ -156,6 +163,10 @@ class Knobs:
     call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
     # Factors on what rules count as bytes; None: bytes are as rules count them.
     traffic: ByteFactors | None = None
+    pace: float = 1.0  # all kernels, launches and the host over what the other numbers say
+    use: str = NO_FIT  # what was fitted to the chip: one of `USES`
+    # Ends of intervals by what was fitted; hash and equality: they change no time.
+    residuals: Mapping[str, Residuals] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         return short(
@@ -165,7 +176,10 @@ class Knobs:
         )
 
     def __post_init__(self) -> None:
-        _check_numbers(self, above=("compute", "memory"))
+        _check_numbers(self, above=("compute", "memory", "pace"))
+        for name in (self.use, *self.residuals):
+            if name not in USES:
+                raise KnobsError(f"use {name!r:.60}: expected one of {', '.join(USES)}")
         for name in ("overlap", "cache"):
             if getattr(self, name) < 1:
                 raise KnobsError(f"{name}={getattr(self, name)!r}: expected a number of at least 1")
@@ -218,15 +232,25 @@ class Knobs:
 
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
-        return chip.kernel_gap.value if self.launch is None else self.launch
+        return (chip.kernel_gap.value if self.launch is None else self.launch) / self.pace
+
+    def ends(self, level: float = LEVEL) -> tuple[float, float]:
+        """Where an interval that holds this share of steps ends, in standard deviations of a step.
+
+        By the residuals of this use; without any, those of a normal distribution.
+        """
+        known = self.residuals.get(self.use)
+        return normal_ends(level) if known is None else known.ends(level)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict with the keys of a knob file."""
         result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is not None and value != math.inf and (name, value) != ("cache", 1.0):
+            if value is not None and value != math.inf and (name, value) not in _PLAIN_NUMBERS:
                 result[name] = value
+        if self.use != NO_FIT:
+            result["use"] = self.use
         tiling = _changed(self.tiling, Tiling())
         if tiling:
             result["tiling"] = tiling
@@ -245,6 +269,11 @@ class Knobs:
                     kind: _changed(factor, ByteFactor())
                     for kind, factor in self.traffic.factors.items()
                 },
+            }
+        if self.residuals:
+            result["residuals"] = {
+                name: {f.name: getattr(ends, f.name) for f in fields(ends)}
+                for name, ends in self.residuals.items()
             }
         result["share"] = {name: _changed(share, PLAIN) for name, share in self.shares.items()}
         return result
@@ -335,7 +364,7 @@ def shipped_knobs() -> tuple[str, ...]:
 def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
     data = knobs.to_dict()
-    shares = data.pop("share")
+    shares, residuals = data.pop("share"), data.pop("residuals", {})
     sections = ("source", "tiling", "attention", "engines")
     names = [name for name in sections if isinstance(data.get(name), Mapping)]
     tables = {name: data.pop(name) for name in names}
@@ -345,6 +374,8 @@ def dump_knobs(knobs: Knobs) -> str:
     lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]
+    for name, ends in residuals.items():
+        lines += ["", f"[residuals.{_key(name)}]", *(f"{k} = {_toml(v)}" for k, v in ends.items())]
     if shares:
         lines += ["", "[share]"]
         lines += [f"{_key(name)} = {_toml(share)}" for name, share in shares.items()]

@@ -48,9 +48,9 @@ class Visit:
     ends: tuple[int, ...] = ()  # for each such iteration ending here, how many are left out
 
 
-_EDGE = 3
-"""Iterations that are visited at either end of a repeat.  An iteration reads what its neighbour
-made, which may be a view of what the neighbour's neighbour made."""
+EDGE = 3
+"""Iterations that are visited at either end of a repeat, at least.  An iteration reads what its
+neighbour made, which may be a view of what the neighbour's neighbour made."""
 
 
 _VARIES = -1
@@ -59,12 +59,13 @@ _VARIES = -1
 class Visits:
     """The ops in order: of a repeat its first and last iterations, and one for all between.
 
-    Storages have a number for each of these iterations.
+    Storages have a number for each of these iterations.  edge: how many iterations are visited at
+    either end, at least `EDGE`.
     """
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.counts = [min(repeat.count, 2 * _EDGE + 1) for repeat in graph.repeats]
+    def __init__(self, graph: OpGraph, edge: int = EDGE) -> None:
+        self.graph, self.edge = graph, edge
+        self.counts = [min(repeat.count, 2 * edge + 1) for repeat in graph.repeats]
         self.left_out = [
             repeat.count - count for repeat, count in zip(graph.repeats, self.counts, strict=True)
         ]
@@ -100,7 +101,7 @@ class Visits:
             for iteration in reversed(order) if ops[inside.start].part in REVERSED else order:
                 first = len(self.order)
                 self._write(inside, depth + 1, {**at, repeat: iteration})
-                if iteration == _EDGE and self.left_out[repeat]:
+                if iteration == self.edge and self.left_out[repeat]:
                     self.order[first].begins += 1
                     self.order[-1].ends += (self.left_out[repeat],)
 
@@ -141,7 +142,7 @@ class Visits:
     def standing(self, at: _At) -> int:
         """How many iterations the iteration at `at` stands for."""
         return math.prod(
-            1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == _EDGE
+            1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == self.edge
         )
 
     def made(self, visit: Visit) -> list[int]:
@@ -208,8 +209,8 @@ class Visits:
         for repeat in reversed(repeats):
             offset, iteration = divmod(offset, self.counts[repeat])
             # Others go in their own iterations, unless it is far away that this one goes.
-            far = repeat not in at or abs(at[repeat] - _EDGE) == _EDGE
-            if iteration == _EDGE and far:
+            far = repeat not in at or abs(at[repeat] - self.edge) == self.edge
+            if iteration == self.edge and far:
                 times *= 1 + self.left_out[repeat]
         return times
 
@@ -243,7 +244,8 @@ def lifetimes(visits: Visits) -> Lives:
             born.setdefault(number, moment)
         for number in touched[moment]:
             last[number] = moment
-    caches, sums = _replaced_caches(graph), _sums_in_place(graph)
+    caches = _replaced_caches(graph)
+    in_place = _sums_in_place(graph) | _filled_in_place(graph)
     saved = _saved(visits, touched) - {number for number, moment in born.items() if moment < 0}
     resized = _resized(visits, touched)
     result = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
@@ -259,8 +261,8 @@ def lifetimes(visits: Visits) -> Lives:
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
             times = visits.times(number, storage, visits.order[end].at if end >= 0 else {})
-            summed = end >= 0 and visits.order[end].op.id in sums and touched[end][0] == number
-            (result.replaced if summed else result.deaths)[end].append((number, times))
+            taken = end >= 0 and visits.order[end].op.id in in_place and touched[end][0] == number
+            (result.replaced if taken else result.deaths)[end].append((number, times))
     return result
 
 
@@ -328,6 +330,31 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
     first = graph.values[place]
     dense = first.storage == place and first.then is None and 0 not in first.stride
     return dense and (first.shape, first.dtype) == (result.shape, result.dtype)
+
+
+_ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
+_FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add"}
+
+
+def _filled_in_place(graph: OpGraph) -> set[int]:
+    """Ops of autograd that fill zeros which the same node has just made, in their place.
+
+    So do gather, index, index_select, sort, topk and others (FunctionsManual.cpp).  A trace records
+    them in a new place, since autograd takes that form for subclasses of tensors, and while a mode
+    looks on (`areAnyTensorSubclassLike`).
+    """
+    makers = ((op, graph.producers.get(op.inputs[0])) for op in graph.ops if _fills(op))
+    return {
+        op.id
+        for op, maker in makers
+        if maker is not None
+        and graph.ops[maker].name in _ZEROS
+        and graph.ops[maker].function == op.function
+    }
+
+
+def _fills(op: Op) -> bool:
+    return op.name in _FILLED and op.part == "backward" and len(op.inputs) > 1
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:

@@ -1,7 +1,7 @@
 """How many bytes are alive over a step, what the peak consists of, and how it builds up.
 
-The peak is what the tensors of an eager run take (attention as one kernel).  What an allocator adds
-comes on top: fragmentation, workspaces inside of kernels, the framework's own context.
+The peak is what the tensors of an eager run take (attention as one kernel).  What libraries and an
+allocator add comes on top (`allocating`).
 
 Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so their
 maximum is at one end of these.
@@ -170,8 +170,8 @@ class Memory:
         return short(self, f"peak {format_capacity(self.peak)}: {some(roles, 8)}")
 
     def fits(self, chip: Chip) -> bool:
-        """Whether the peak is within the chip's memory."""
-        return self.peak <= chip.memory_capacity.value
+        """Whether the peak is within the chip's memory, less the context of a GPU's process."""
+        return self.peak <= chip.room()
 
     def chips_needed(self, chip: Chip) -> int:
         """How many of these chips hold all processes, if their peaks could be split evenly."""

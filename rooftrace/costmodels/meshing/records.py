@@ -94,7 +94,7 @@ def row_of(
     microbatches = pipe.made.microbatches if pipe else 1
     exposed = sum(e.times.t_exposed for e in estimates.values())
     seconds = sum(e.t_est for e in estimates.values())
-    capacity = first.chip.memory_capacity.value * (1 - free)
+    capacity = first.chip.room(free)
     longest = max(estimates.values(), key=lambda estimate: estimate.t_est)
     return MeshRow(
         mesh=dict(asked),

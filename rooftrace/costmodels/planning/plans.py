@@ -121,7 +121,12 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Bytes alive over the step as it is run: what stays inside of a kernel takes none."""
-        return memory(self.graph, _unmade(self))
+        return memory(self.graph, self.unmade)
+
+    @cached_property
+    def unmade(self) -> frozenset[int]:
+        """Storages that stay inside of the kernels that write them, and so never are in memory."""
+        return _unmade(self)
 
     @cached_property
     def channels_last(self) -> bool:

@@ -119,7 +119,7 @@ class Sweep(Shown):
     def derived(self) -> Columns:
         """Columns that follow from others: items_per_s, ai_hbm (FLOP/byte), mfu, t_launch, fits."""
         c = self.columns
-        capacity = np.array([chip.memory_capacity.value for chip in self.chips])
+        capacity = np.array([chip.room() for chip in self.chips])
         with np.errstate(divide="ignore", invalid="ignore"):
             return {
                 "items_per_s": c["items"] / c["t_est"],

@@ -34,12 +34,14 @@ def fit(results: Results) -> view.Section:
     parts: list[view.Part] = [
         _on_screen(results),
         *_of_stages(results),
+        *_allocated(results),
         *_on_page(results),
         view.Note(
             f"Alive at the peak of the step as {results.main} runs it. Saved: activations that "
             "forward makes and backward reads. Optimizer temporaries: what an optimizer makes and "
-            "drops within its step. Temporaries: all else, inputs included. The number of chips is "
-            "capacity alone: the peak over what one holds, without what parallelism adds.",
+            "drops within its step. Temporaries: all else, inputs included. A chip fits what its "
+            "memory holds beside the context of a GPU's process. The number of chips is capacity "
+            "alone: the peak over what one holds, without what parallelism adds.",
             on="page",
         ),
     ]
@@ -54,6 +56,65 @@ def fit(results: Results) -> view.Section:
         note = "Found by tracing: this batch fits, and one more does not."
         parts += [view.Table(columns=columns, rows=rows, on="page"), view.Note(note, on="page")]
     return view.Section(title="Does it fit", place=6, parts=[*parts, view.Image("memory.png")])
+
+
+ALLOCATED = (
+    view.Column("phase", units.TEXT, "Phase"),
+    view.Column("tensors", units.CAPACITY, "Tensors"),
+    view.Column("workspaces", units.TEXT, "Workspaces"),
+    view.Column("allocated", units.CAPACITY, "Allocated"),
+    view.Column("reserved", units.CAPACITY, "Reserved", mark="strong"),
+    view.Column("fragmentation", units.SHARE, "Fragmentation"),
+    view.Column("reserved_expandable", units.CAPACITY, "Reserved, expandable segments"),
+    view.Column("context", units.CAPACITY, "Context"),
+)
+
+
+def _allocated(results: Results) -> list[view.Part]:
+    """What PyTorch's allocator makes of each phase on the first chip; nothing of a CPU."""
+    chip = results.chips[0]
+    handed_out = {
+        phase: held
+        for phase in results.memory
+        if (held := results.reserved(phase, chip)) is not None
+    }
+    if not handed_out:
+        return []
+    rows = [
+        {
+            **held.to_dict(),
+            "phase": phase,
+            "fragmentation": held.fragmentation,
+            "workspaces": ", ".join(
+                f"{kind} {format_capacity(size)}" for kind, size in held.workspaces.items()
+            )
+            or "none",
+        }
+        for phase, held in handed_out.items()
+    ]
+    sizes = (
+        f"{phase} {format_capacity(held.allocated)} allocated, {format_capacity(held.reserved)} "
+        "reserved"
+        for phase, held in handed_out.items()
+    )
+    context = format_capacity(next(iter(handed_out.values())).context)
+    unsure = [phase for phase, held in handed_out.items() if held.allocated_least < held.allocated]
+    about = (
+        f"On {chip.name}, by the rules of PyTorch's caching allocator, run over some steps: sizes "
+        "in blocks, workspaces of libraries, segments that it keeps. Fragmentation is the share of "
+        "what is reserved that no tensor has at the fullest moment. The context is of a process "
+        "and outside of the allocator: a guess. Collective libraries take more, not counted."
+    )
+    if unsure:
+        about += (
+            f" Convolutions may take less than that workspace ({', '.join(unsure)}): which "
+            "algorithm runs is the library's choice."
+        )
+    return [
+        view.Note(f"allocator: {'; '.join(sizes)}; {context} of context beside", on="screen"),
+        view.Table(columns=ALLOCATED, rows=rows, on="page", leading=1),
+        view.Note(about, on="page"),
+    ]
 
 
 def _of_stages(results: Results) -> list[view.Part]:

@@ -62,7 +62,7 @@ def rows_of(results: Results) -> Iterator[dict[str, Any]]:
             "items_per_s_per_chip": pipe.items_per_s_per_chip,
             "mfu": pipe.mfu,
             "peak": max(made.peaks),
-            "fits": max(made.peaks) <= pipe.first.chip.memory_capacity.value,
+            "fits": max(made.peaks) <= pipe.first.chip.room(),
         }
 
 

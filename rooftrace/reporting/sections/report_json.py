@@ -71,6 +71,7 @@ def _memory(results: Results, phase: str) -> dict[str, Any]:
             "fits": need.fits(chip),
             "chips_needed": need.chips_needed(chip),
             "max_batch": batch.to_dict() if (batch := batches.get(chip.name)) else None,
+            "reserved": held.to_dict() if (held := results.reserved(phase, chip)) else None,
         }
         for chip in results.chips
     }

@@ -239,11 +239,23 @@ BATCH = Object(
         Key("open_ended", FLAG, "a larger one may fit"),
     ),
 )
+RESERVED = Object(
+    "",
+    (
+        Key("allocated", BYTE, "in blocks, with workspaces at their most"),
+        Key("allocated_least", BYTE, "without workspaces that a library may do without"),
+        Key("reserved", BYTE, "in segments of PyTorch's caching allocator"),
+        Key("reserved_expandable", BYTE, "the same with expandable_segments:True"),
+        Key("workspaces", Named(BYTE), "the most at once, by what takes them"),
+        *_keys(BYTE, "tensors", "context"),
+    ),
+)
 ON_A_CHIP = Object(
     "",
     (
-        *_keys(FLAG, "fits"),
+        Key("fits", FLAG, "the peak, and on a GPU the context of a process"),
         *_keys(COUNT, "chips_needed"),
+        Key("reserved", RESERVED, "on a GPU, as the main execution runs; null: no GPU", null=True),
         Key(
             "max_batch",
             BATCH,

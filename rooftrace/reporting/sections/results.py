@@ -17,6 +17,7 @@ from rooftrace.tracer.paths import pattern_of
 if TYPE_CHECKING:
     import pandas
 
+    from rooftrace.costmodels.allocating import Reserved
     from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.findings import Headroom
     from rooftrace.costmodels.guiding import Guidance
@@ -72,6 +73,10 @@ class Results(Shown):
         by_execution = next(iter(self.estimates.values()))
         by_chip = next(iter(by_execution.values()))
         return tuple(estimate.chip for estimate in by_chip.values())
+
+    def reserved(self, phase: str, chip: Chip) -> Reserved | None:
+        """What an allocator makes of a phase as the main execution runs it; None on a CPU."""
+        return self.estimates[phase][self.main][chip.name].reserved
 
     @property
     def model(self) -> Mapping[str, Any]:

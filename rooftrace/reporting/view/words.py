@@ -291,7 +291,8 @@ def guess_words(chip: Chip) -> str:
     names = [
         name
         for name, fact in chip.facts()
-        if fact.kind == "guess" and not name.startswith(("measured ", "link ", "graph_entry"))
+        if fact.kind == "guess"
+        and not name.startswith(("measured ", "link ", "graph_entry", "context"))
     ]
     host = [name for name in names if name in HOST_FACTS]
     if len(host) > 1:

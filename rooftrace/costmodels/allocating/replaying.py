@@ -1,0 +1,230 @@
+"""The allocations of some steps one after another, in program order, through an allocator.
+
+Weights, inputs and caches come first, then the steps.  As in a usual loop the states of an
+optimizer are made as it first runs, and gradients and results of a step are dropped before the
+next one.  So later steps find the segments of earlier ones, as they do in a real run.
+
+Many equal iterations are visited as in `liveness`: what the left-out ones keep is allocated as the
+visited one ends, and what they free is freed then; what they make and drop finds the same blocks
+again, and is not repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from rooftrace.costmodels.allocating.caching import CachingAllocator, Piece
+from rooftrace.costmodels.allocating.workspaces import Scratch, is_product, scratch
+from rooftrace.costmodels.liveness import EDGE, Lives, Visits, lifetimes
+from rooftrace.costmodels.traffic import storage_sizes
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.vocabulary import PARTS
+
+VISITED = 6000
+"""So many ops are visited at the most, beyond the least that a graph with repeats takes."""
+STEPS = 4
+"""Steps after which what is reserved is taken as it is."""
+_BACKWARD = ("backward", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One thing that happens: `times` blocks of a storage come or go, or a library takes bytes.
+
+    what: "make", "drop", "scratch" (taken and given back at once), "unsure" (the same, and it may
+    be less), "BLAS" (a workspace that stays; number: of its thread and stream).
+    """
+
+    what: str
+    number: int
+    size: int = 0
+    stream: str = ""
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Program:
+    """All changes of one step, and what is there around it."""
+
+    before: list[Allocation] = field(default_factory=list)  # what comes from outside
+    states: list[Allocation] = field(default_factory=list)  # made as an optimizer first runs
+    step: list[Allocation] = field(default_factory=list)
+    updating: int = 0  # the place in `step` at which the optimizer begins; its end if there is none
+    threads: int = 0  # pairs of thread and stream with products
+    scratch: Counter[str] = field(default_factory=Counter)  # the most at once, by kind
+
+    def run(
+        self, allocator: CachingAllocator, blas: int, taken: Collection[str] = ("scratch", "unsure")
+    ) -> None:
+        """Steps until no more is reserved.
+
+        blas: bytes of one workspace.  taken: whether ops take what they take for sure, and whether
+        they take the most that they may.
+        """
+        held: dict[int, list[Piece]] = defaultdict(list)
+        outside = {change.number for change in (*self.before, *self.states)}
+        workspaces: set[int] = set()
+        _apply(self.before, allocator, held, workspaces, blas, taken)
+        for turn in range(STEPS):
+            reserved = allocator.reserved
+            _apply(self.step[: self.updating], allocator, held, workspaces, blas, taken)
+            if not turn:
+                _apply(self.states, allocator, held, workspaces, blas, taken)
+            _apply(self.step[self.updating :], allocator, held, workspaces, blas, taken)
+            if turn and allocator.reserved == reserved:
+                return
+            for number in [number for number in held if number not in outside]:
+                for block in held.pop(number):
+                    allocator.release(block)
+            gone = [change for change in self.before if change.number not in held]
+            _apply(gone, allocator, held, workspaces, blas, taken)
+
+
+def _apply(
+    changes: Iterable[Allocation],
+    allocator: CachingAllocator,
+    held: dict[int, list[Piece]],
+    workspaces: set[int],
+    blas: int,
+    taken: Collection[str],
+) -> None:
+    allocate, release = allocator.allocate, allocator.release
+    for change in changes:
+        what = change.what
+        if what == "make":
+            blocks = held[change.number]
+            for _ in range(change.times):
+                blocks.append(allocate(change.size, change.stream))
+        elif what == "drop":
+            blocks = held.get(change.number, [])
+            for _ in range(min(change.times, len(blocks))):
+                release(blocks.pop())
+            if not blocks:
+                held.pop(change.number, None)
+        elif what == "BLAS":
+            if blas and change.number not in workspaces:
+                workspaces.add(change.number)
+                allocate(blas, change.stream)
+        elif what in taken:
+            release(allocate(change.size, change.stream))
+
+
+def program(graph: OpGraph, unmade: Collection[int] = ()) -> Program:
+    """The allocations of a step of `graph`; unmade: storages that never are in memory."""
+    visits = Visits(graph, _edge(graph))
+    lives = lifetimes(visits)
+    return _Written(graph, visits, lives, unmade).program
+
+
+def _edge(graph: OpGraph) -> int:
+    """How many iterations at either end of repeats may be visited, for `VISITED` in all."""
+    counts = [repeat.count for repeat in graph.repeats]
+    most = max(counts, default=0)
+
+    def visited(edge: int) -> int:
+        return sum(math.prod(min(counts[r], 2 * edge + 1) for r in op.repeats) for op in graph.ops)
+
+    edge = EDGE
+    while 2 * edge + 1 < most and visited(edge + 1) <= VISITED:
+        edge += 1
+    return edge
+
+
+class _Written:
+    """Writes the program of a graph, visit by visit."""
+
+    def __init__(
+        self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
+    ) -> None:
+        self.graph, self.visits = graph, visits
+        self.sizes = list(storage_sizes(graph))
+        for storage in unmade:
+            self.sizes[storage] = 0
+        self.program = Program()
+        self.streams: dict[int, str] = {}
+        self.threads: dict[tuple[bool, str], int] = {}
+        self.taken: dict[int, Scratch | None] = {}
+        self.inside: list[Counter[int]] = []  # changes of iterations that stand for others
+        self._outside(lives)
+        updating = None
+        for moment, visit in enumerate(visits.order):
+            steps = self.program.step
+            if updating is None and visit.op.part == PARTS[3]:
+                updating = len(steps)
+            self.inside += [Counter() for _ in range(visit.begins)]
+            self._change(lives.replaced.get(moment, ()), -1)
+            self._change(lives.births.get(moment, ()), 1, visit.op.stream)
+            self._library(visit.op)
+            self._change(lives.deaths.get(moment, ()), -1)
+            for left_out in visit.ends:
+                self._left_out(left_out)
+        self.program.updating = len(self.program.step) if updating is None else updating
+        self.program.threads = len(self.threads)
+
+    def _outside(self, lives: Lives) -> None:
+        values, program = self.graph.values, self.program
+        weights = 0
+        for number, times in lives.births.get(-1, ()):
+            storage = self.visits.storage(number)
+            size, role = self.sizes[storage], values[storage].role
+            weights += times * size if role == "weights" else 0
+            if size:
+                change = Allocation("make", number, size, "", times)
+                (program.states if role == "optimizer" else program.before).append(change)
+        model = self.graph.model
+        known = int(model.get("bytes_parameters", 0)) + int(model.get("bytes_buffers", 0))
+        if known > weights:  # of weights that the step does not read no sizes are known
+            program.before.append(Allocation("make", -1, known - weights))
+
+    def _change(self, lived: Iterable[tuple[int, int]], sign: int, stream: str = "") -> None:
+        for number, times in lived:
+            size = self.sizes[self.visits.storage(number)]
+            if not size:
+                continue
+            if sign > 0:
+                self.streams[number] = stream
+            self._put(number, sign * times)
+            for changed in self.inside:
+                changed[number] += sign * times
+
+    def _put(self, number: int, times: int) -> None:
+        size = self.sizes[self.visits.storage(number)]
+        what = "make" if times > 0 else "drop"
+        change = Allocation(what, number, size, self.streams.get(number, ""), abs(times))
+        self.program.step.append(change)
+
+    def _left_out(self, times: int) -> None:
+        """What the iterations that were left out keep, and what they free.
+
+        An iteration may free what the one before it made, and leave as much to the one after it.
+        """
+        changed = self.inside.pop()
+        grown: Counter[int] = Counter()
+        for number, count in changed.items():
+            grown[self.visits.storage(number)] += count
+        for number, count in changed.items():
+            net = grown[self.visits.storage(number)]
+            if net * count <= 0:
+                continue  # nothing of this kind is left, or it is the other of two
+            grown[self.visits.storage(number)] = 0
+            self._put(number, times * net)
+            for outer in self.inside:
+                outer[number] += times * net
+
+    def _library(self, op: Op) -> None:
+        if is_product(op):
+            thread = (op.part in _BACKWARD, op.stream)
+            number = self.threads.setdefault(thread, len(self.threads))
+            self.program.step.append(Allocation("BLAS", number, stream=op.stream))
+            return
+        if op.id not in self.taken:
+            self.taken[op.id] = scratch(op, self.graph)
+        taken = self.taken[op.id]
+        if taken is not None and taken.bytes:
+            what = "scratch" if taken.sure else "unsure"
+            self.program.step.append(Allocation(what, -1, taken.bytes, op.stream))
+            most = self.program.scratch
+            most[taken.kind] = max(most[taken.kind], taken.bytes)

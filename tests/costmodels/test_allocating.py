@@ -1,0 +1,301 @@
+"""The caching allocator beside a plain one, its documented sizes, and steps run through it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.costmodels.allocating import CachingAllocator, program, replaying
+from rooftrace.costmodels.allocating.caching import Piece
+from rooftrace.costmodels.memory.footprint import memory
+from rooftrace.hardware.chipfile import load_chip
+from tests.costmodels.memory_models import built, loss_of
+
+KIB, MIB = 2**10, 2**20
+
+
+# -- by the documentation --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),  # blocks are multiples of 512 bytes; small ones share 2 MiB
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),  # from there to 10 MiB they share 20 MiB
+        (10 * MIB, 10 * MIB, 10 * MIB),  # larger ones have a segment of their own
+        (11 * MIB + 1, 12 * MIB, 12 * MIB),  # whose rest of less than 1 MiB is not split off
+        (10 * MIB + 512 * KIB, 10 * MIB + 512 * KIB, 12 * MIB),
+    ],
+)
+def test_one_block(size: int, allocated: int, reserved: int):
+    allocator = CachingAllocator()
+    allocator.allocate(size)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_a_freed_block_is_given_out_again_and_nothing_is_given_back():
+    allocator = CachingAllocator()
+    first = allocator.allocate(64 * MIB)
+    address = first.address
+    allocator.release(first)
+    assert (allocator.allocated, allocator.reserved) == (0, 64 * MIB)
+    assert allocator.allocate(48 * MIB).address == address
+    assert allocator.allocate(16 * MIB).address == address + 48 * MIB  # the rest of it
+    assert allocator.reserved == 64 * MIB
+
+
+def test_streams_and_pools_do_not_share():
+    allocator = CachingAllocator()
+    allocator.release(allocator.allocate(64 * MIB))
+    allocator.allocate(64 * MIB, "all_gather")
+    assert allocator.reserved == 128 * MIB
+    allocator.allocate(512)  # a small one does not take from a large segment
+    assert allocator.reserved == 130 * MIB
+
+
+def test_sizes_that_grow_fragment_segments_and_not_one_that_expands():
+    """The case for expandable segments in PyTorch's notes: each request a little larger."""
+    reserved = {}
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable)
+        for size in range(20, 60, 2):
+            allocator.release(allocator.allocate(size * MIB))
+        reserved[expandable] = allocator.reserved
+    assert reserved[False] == sum(range(20, 60, 2)) * MIB  # no segment is large enough
+    assert reserved[True] == 60 * MIB  # pages of 20 MiB, for the largest of 58
+
+
+# -- an oracle -------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The same rules over lists that are searched from end to end: segments of [size, used]."""
+
+    def __init__(self, expandable: bool) -> None:
+        self.expandable = expandable
+        self.segments: dict[bool, list[list[list]]] = {True: [], False: []}
+
+    @property
+    def reserved(self) -> int:
+        return sum(c[0] for s in self.segments.values() for cells in s for c in cells)
+
+    @property
+    def allocated(self) -> int:
+        return sum(c[0] for s in self.segments.values() for cells in s for c in cells if c[1])
+
+    def allocate(self, size: int) -> list:
+        size = (size + 511) // 512 * 512
+        small = size <= MIB
+        segments = self.segments[small]
+        fitting = [
+            (cell[0], number, place)
+            for number, cells in enumerate(segments)
+            for place, cell in enumerate(cells)
+            if not cell[1] and cell[0] >= size
+        ]
+        if self.expandable and segments:  # the growing end is the last choice
+            end = (segments[0][-1][0], 0, len(segments[0]) - 1)
+            fitting = [f for f in fitting if f != end] or fitting
+        if fitting:
+            _, number, place = min(fitting)
+        elif self.expandable:
+            page = 2 * MIB if small else 20 * MIB
+            if not segments:
+                segments.append([])
+            cells = segments[0]
+            if not cells or cells[-1][1]:
+                cells.append([0, False])
+            while cells[-1][0] < size:
+                cells[-1][0] += page
+            number, place = 0, len(cells) - 1
+        else:
+            whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else 0
+            segments.append([[whole or (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB, False]])
+            number, place = len(segments) - 1, 0
+        cells = segments[number]
+        cell = cells[place]
+        rest = cell[0] - size
+        if (rest >= 512) if small or self.expandable else (rest > MIB):
+            cells.insert(place + 1, [rest, False])
+            cell[0] = size
+        cell[1] = True
+        return cell
+
+    def release(self, cell: list) -> None:
+        cell[1] = False
+        for segments in self.segments.values():
+            for cells in segments:
+                joined: list[list] = []
+                for each in cells:
+                    if joined and not joined[-1][1] and not each[1]:
+                        joined[-1] = [joined[-1][0] + each[0], False]
+                    else:
+                        joined.append(each)
+                cells[:] = joined
+
+
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB),
+    st.integers(1, 3 * MIB),
+    st.integers(8 * MIB, 12 * MIB),
+    st.integers(1, 80 * MIB),
+)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@given(steps=st.lists(st.one_of(SIZES, st.integers(-30, -1)), min_size=1, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_as_a_plain_allocator(expandable: bool, steps: list[int]):
+    """After every request: the same bytes, blocks that do not overlap, no two free neighbours."""
+    ours, plain = CachingAllocator(expandable), Plain(expandable)
+    alive: list[tuple[Piece, list]] = []
+    peak = 0
+    for step in steps:
+        if step > 0:
+            alive.append((ours.allocate(step), plain.allocate(step)))
+        elif alive:
+            block, cell = alive.pop(step % len(alive))
+            ours.release(block)
+            plain.release(cell)
+        assert (ours.allocated, ours.reserved) == (plain.allocated, plain.reserved)
+        peak = max(peak, ours.allocated)
+        places = sorted((block.address, block.size) for block, _ in alive)
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
+    assert ours.most_allocated == peak <= ours.reserved
+    for block, cell in alive:
+        ours.release(block)
+        plain.release(cell)
+    assert ours.allocated == 0 and ours.reserved == plain.reserved
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """Two products of sizes that are whole MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(1024, 4096, bias=False)
+        self.down = nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def estimate(model: nn.Module, *x: torch.Tensor, chip: str = "h100-sxm", **options: object):
+    return rt.estimate(rt.trace(model, *x, **options), chip=chip, execution="eager")
+
+
+def test_a_step_with_whole_mebibytes_takes_its_tensors_and_workspaces():
+    x = torch.zeros(2048, 1024)
+    for phase, threads in (("forward", 1), ("training", 2)):
+        found = estimate(Mlp(), x, phase=phase)
+        assert found.reserved.allocated - found.memory.peak == threads * 32 * MIB
+        older = estimate(Mlp(), x, phase=phase, chip="a100-sxm-80").reserved
+        assert older.allocated - found.memory.peak == threads * (2 * 4096 + 8 * 16) * KIB
+        assert found.reserved.workspaces == {"BLAS": threads * 32 * MIB}
+        assert found.reserved.allocated <= found.reserved.reserved
+
+
+def test_a_cpu_has_no_such_allocator():
+    chip = load_chip("h100-sxm")
+    found = estimate(Mlp(), torch.zeros(8, 1024))
+    assert found.reserved.context == chip.context.value
+    assert chip.room() == chip.memory_capacity.value - chip.context.value
+    assert chip.room(kept_free=0.1) == 0.9 * chip.memory_capacity.value  # the context is in it
+
+
+@pytest.mark.parametrize("name", ["llama checkpointed", "mixtral", "recurrent", "unet", "gated"])
+def test_tensors_alone_give_the_peak(name: str):
+    """Without workspaces and rounding the allocator's peak is that of the liveness."""
+    model, inputs = built(name, "training")
+    graph = rt.trace(model, **inputs, phase="training", loss=loss_of)
+    exact = Exact()
+    program(graph).run(exact, blas=0, taken=())
+    assert exact.most_allocated == memory(graph).peak
+
+
+class Exact(CachingAllocator):
+    """Counts what is asked for, in no blocks."""
+
+    def allocate(self, size: int, stream: str = "") -> Piece:
+        self.allocated += size
+        self.most_allocated = max(self.most_allocated, self.allocated)
+        return Piece(None, 0, size)  # type: ignore[arg-type]
+
+    def release(self, block: Piece) -> None:
+        self.allocated -= block.size
+
+
+def test_left_out_iterations_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch):
+    graph = rt.trace("gpt2", batch=2, seq=128, phase="training")
+    every = program(graph.expand())
+    monkeypatch.setattr(replaying, "VISITED", 0)
+    few = program(graph)
+    assert len(few.step) < len(every.step)
+    counted = []
+    for written in (every, few):
+        allocator = CachingAllocator()
+        written.run(allocator, blas=32 * MIB)
+        counted.append((allocator.most_allocated, allocator.reserved))
+    (allocated, reserved), (shorter, kept) = counted
+    assert shorter == pytest.approx(allocated, rel=0.002)
+    assert kept == pytest.approx(reserved, rel=0.03)
+
+
+def test_what_softmax_norms_and_sorting_take():
+    class Each(nn.Module):
+        def __init__(self, function) -> None:
+            super().__init__()
+            self.function, self.weight = function, nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function(x * self.weight)
+
+    x = torch.zeros(256, 8192)  # 8 MiB
+    softmax = estimate(Each(lambda x: x.softmax(-1)), x, phase="training").reserved
+    assert softmax.workspaces == {"softmax": 8 * MIB}  # gradient times output
+    norm = estimate(Each(lambda x: F.layer_norm(x, (8192,)).sum()), x, phase="training").reserved
+    assert norm.workspaces == {"norms": 8 * MIB}  # the gradient of a sum, written out
+    rows = estimate(Each(lambda x: x.sort(-1)[0]), x).reserved
+    assert rows.workspaces == {"sorting": (8 + 8 + 4) * 256 * 8192}  # indices, twice, and keys
+    short = estimate(Each(lambda x: x.view(512, 4096).sort(-1)[0]), x).reserved
+    assert short.workspaces == {}
+
+
+def test_convolutions_may_copy_their_layout():
+    net = nn.Conv2d(64, 64, 3, bias=False).half()
+    x = torch.zeros(8, 64, 128, 128, dtype=torch.half)
+    found = estimate(net, x).reserved
+    copies = 2 * 8 * 64 * (128**2 + 126**2) + 2 * 64 * 64 * 9
+    assert found.workspaces == {"convolutions": copies}
+    assert found.allocated_least < found.allocated <= found.allocated_least + copies + 2 * MIB
+    last = estimate(
+        net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    )
+    assert (
+        last.reserved.workspaces == {} and last.reserved.allocated == last.reserved.allocated_least
+    )
+
+
+def test_attention_sums_gradients_of_queries_in_fp32():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q * self.weight, q, q)
+
+    q = torch.zeros(2, 8, 1000, 64, dtype=torch.bfloat16)
+    found = estimate(Attention(), q, phase="training", optimizer="none")
+    rounded = 1024  # rows, to multiples of 128
+    assert found.reserved.workspaces == {"attention": 4 * 2 * 8 * rounded * (64 + 1)}
