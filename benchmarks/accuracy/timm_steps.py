@@ -141,7 +141,7 @@ def setting(path: Path) -> Setting | None:
     """What a file name tells: "...-infer-amp-nchw-pt240-cu124-rtx4090-dynamo.csv"; None where it
     names no chip, or no precision, that is known here.
 
-    Before torch 2 attention was written out: those files are "naive".
+    Before torch 2 attention was written out, as timm still has it: those files are "naive".
     """
     words = path.stem.split("-")
     chip = next((c for word in words for c in _CHIPS if word.removeprefix("rtx") == c), None)

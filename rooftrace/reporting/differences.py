@@ -53,10 +53,10 @@ def diff(
     they hold for the other side.
 
     before, after: options of one side by name: sizes, precisions, chip, execution, knobs, rewrites,
-    tf32, optimizer, assume, python (another interpreter), git (a revision).  With these, or with
-    git, one target is enough.  git: "main" compares that revision with the working tree, ("v1",
-    "v2") two revisions, True where HEAD left the default branch with the working tree.  bisect:
-    "time>5%" finds the first commit of that range at which it holds, and returns its diff.
+    tf32, optimizer, assume, torch, python (another interpreter), git (a revision).  With these, or
+    with git, one target is enough.  git: "main" compares that revision with the working tree,
+    ("v1", "v2") two revisions, True where HEAD left the default branch with the working tree.
+    bisect: "time>5%" finds the first commit of that range at which it holds, and returns its diff.
     names: what to call the two.
 
     Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to

@@ -51,9 +51,9 @@ def report(
 
     model: a module with its arguments, a graph, graphs by phase, a saved graph or a target.  batch,
     seq, kv and inputs: the sizes of a target, or of a Hugging Face model without arguments.  loss,
-    optimizer, branches, assume, repeats: as for `trace`.  phases: by default forward and training;
-    for a target those that fit it.  chip: one or several names, chips or TOML paths.  system: how
-    chips are joined, for a step of several processes; its chip then is `chip`.  dtype,
+    optimizer, branches, assume, repeats, torch: as for `trace`.  phases: by default forward and
+    training; for a target those that fit it.  chip: one or several names, chips or TOML paths.
+    system: how chips are joined, for a step of several processes; its chip then is `chip`.  dtype,
     weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.html,
     report.md, report.json, ops.csv and figures.  formats: which of html, md, json, csv, png (these
     by default) and trace.  max_batch: also look for the largest batch that fits each chip

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.execution.executions import ExecutionError
 from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, in_order
 from rooftrace.tracer.graph.records import Tensor as Value
 
@@ -175,11 +176,10 @@ def test_the_depthwise_kernel_of_channels_first_adds_its_bias_itself() -> None:
     assert "add_" in kernels(estimated(depthwise, other))
 
 
-@pytest.mark.parametrize("execution", ["eager", "compiled"])
-def test_the_gradients_of_a_convolution_are_a_kernel_each(execution: str) -> None:
+def test_the_gradients_of_a_convolution_are_a_kernel_each() -> None:
     weight, bias = (torch.ones(*shape, device="meta") for shape in ((C, C, 1, 1), (C,)))
     graph = trained(lambda x: F.conv2d(x, weight, bias).exp().sum())
-    estimate = rt.estimate(graph, chip="l4", execution=execution)
+    estimate = rt.estimate(graph, chip="l4", execution="eager")
     backward = [row for row in estimate.rows if row.name == "aten.convolution_backward"]
     gradient = IMAGE * FP32
     assert [row.bytes for row in backward] == [gradient + C * C * FP32 + gradient]  # no weight's
@@ -193,7 +193,7 @@ def test_the_gradients_of_a_convolution_are_a_kernel_each(execution: str) -> Non
             return self.layers(x).exp().sum()
 
     graph = rt.trace(Net().to("meta"), image(), phase="training", optimizer="none")
-    estimate = rt.estimate(graph, chip="l4", execution=execution)
+    estimate = rt.estimate(graph, chip="l4", execution="eager")
     backward = [row for row in estimate.rows if row.name == "aten.convolution_backward"]
     # Of the last layer image and weight, of the first the weight; the image has no gradient.
     reads = [gradient + C * C * FP32, 2 * gradient, 2 * gradient]
@@ -232,6 +232,15 @@ def test_a_safe_softmax_is_the_kernels_that_torch_runs() -> None:
             torch._C.DispatchKey.CompositeExplicitAutograd, x, -1
         )
     assert [row.name.removeprefix("aten.") for row in rows] == seen
+
+
+def test_what_was_measured_op_by_op_is_set_beside_the_ops_of_the_graph() -> None:
+    graph = rt.trace(Calls(lambda x: F.layer_norm(last(x), (C,))), image())
+    called = rt.execution_model("eager").as_called
+    ops = rt.estimate(graph, chip="l4", execution=called).plan.graph.ops
+    assert [op.target for op in ops] == [op.target for op in graph.ops]
+    with pytest.raises(ExecutionError, match="beside='no': expected true or false"):
+        rt.execution_model("eager", beside="no")
 
 
 def test_every_form_is_said_and_counted_in_one_sentence() -> None:

@@ -111,6 +111,7 @@ class ExecutionModel:
     utilization: Utilization = field(default_factory=Utilization)
     disturbances: Disturbances = field(default_factory=Disturbances)  # of steps of many processes
     tf32: bool = False  # whether fp32 matrix products run on the matrix engine
+    beside: bool = True  # whether ops launch what CUDA's library launches beside their own kernel
     # Constants of real kernels, in place of `utilization`.  "typical": those of the chip's kind,
     # unless `utilization` says something of its own.  None: the peaks of the datasheet.
     knobs: Knobs | str | None = TYPICAL
@@ -142,6 +143,8 @@ class ExecutionModel:
                     f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected "
                     "groups describe the same effect; use fusion='factor' or leave the factor at 1"
                 )
+        if not isinstance(self.beside, bool):
+            raise ExecutionError(f"beside={self.beside!r}: expected true or false")
         if not isinstance(self.utilization.tiles, bool):
             raise ExecutionError(
                 f"utilization.tiles={self.utilization.tiles!r}: expected true or false"
@@ -167,6 +170,12 @@ class ExecutionModel:
             return None
         holds = self.knobs.traffic.fusion == self.fusion and self.attention == "flash"
         return self.knobs.traffic if holds else None
+
+    @property
+    def as_called(self) -> ExecutionModel:
+        """This execution with what ops launch beside their own kernel left out, so that its ops are
+        those of the graph: for what was measured op by op."""
+        return replace(self, beside=False) if self.beside else self
 
     @property
     def by_rules(self) -> ExecutionModel:

@@ -34,7 +34,6 @@ class EagerForm:
     rest: str  # of the note: "12 inputs get copied in order first, ..."
     apply: Form
     names: frozenset[str]
-    compiled: bool = False  # whether a compiler calls the library's kernels, too
 
 
 def with_form(form: EagerForm, graph: OpGraph) -> tuple[OpGraph, int]:
@@ -291,7 +290,6 @@ EAGER_FORMS = (
         rest="each gradient in a kernel of its own",
         apply=_gradients,
         names=frozenset({"aten.convolution_backward"}),
-        compiled=True,
     ),
 )
 """In the order in which they are applied: a kernel that is added may copy its input, and the

@@ -77,7 +77,7 @@ def rewrite(
     )
     graph, _ = with_libraries(graph)
     for form in EAGER_FORMS:
-        wanted = execution.fusion == "none" or (form.compiled and detected)
+        wanted = execution.beside and execution.fusion == "none"
         change(wanted, partial(with_form, form), form.noun, form.verb, form.rest)
     change(
         detected,

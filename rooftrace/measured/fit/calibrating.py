@@ -227,7 +227,8 @@ def _graphs(
         wanted.tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
             graph = step.graph()
-            planned = plan(graph, wanted.model)
+            model = wanted.model if step.row is None else wanted.model.as_called
+            planned = plan(graph, model)
             made.append(_Made(step, planned, stepped(step, graph, planned)))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)

@@ -41,7 +41,7 @@ def best_match(
     errors: list[ProfileError] = []
     for phase, graph in graphs.items():
         tell(f"aligning with {phase}")
-        priced = estimate(graph, chip, model)
+        priced = estimate(graph, chip, model.as_called)
         try:
             alignment = align(trace, priced.graph)
         except ProfileError as error:

@@ -228,7 +228,8 @@ def _side(
     chip, reason = _chip(question, str(measured.device.get("name") or ""))
     if chip is None:
         return _Predicted(side=side_of_row(measured, row, label, graph), reason=reason)
-    priced = estimate(graph, chip, question.execution or execution_model(row.mode))
+    model = question.execution or execution_model(row.mode)
+    priced = estimate(graph, chip, model.as_called)
     side = side_of_row(measured, row, label, priced.graph)
     by_path = row.source == "replay" and not row.kernels
     return _Predicted(side=side, estimate=priced, by_path=by_path)

@@ -178,7 +178,7 @@ def _compared(
             if step.seconds <= 0:
                 raise MeasuredRequestError(f"{step.seconds!r} seconds: expected a time above 0")
             graph = step.graph()
-            priced = estimate(graph, chip, model)
+            priced = estimate(graph, chip, model if step.row is None else model.as_called)
             own = _kernels_of(step, graph, priced, model)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)

@@ -66,11 +66,6 @@ class Release:
         """Whether attention without a fused kernel computes halves in fp32."""
         return self.minor >= 5
 
-    @property
-    def unfolds_conv3d(self) -> bool:
-        """Whether convolutions of halves over volumes go without cuDNN, since its were wrong."""
-        return self.minor == 9
-
 
 def read_release(text: str) -> Release:
     """A release from its text.  Raises RequestError for any other text."""
