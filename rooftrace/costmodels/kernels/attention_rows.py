@@ -95,7 +95,7 @@ def attention_seconds_of(
     sizes = {name: data[f"attention {name}"][rows] for name in COLUMNS}
     kernels = sizes["kernels"]
     sizes["bytes"] = bytes_[rows] / kernels
-    found = AttentionSeconds(*(np.zeros(len(rows)) for _ in range(3)))
+    seconds = AttentionSeconds(*(np.zeros(len(rows)) for _ in range(3)))
     for place, library in enumerate(LIBRARIES):
         chosen = sizes["library"] == place
         if not chosen.any():
@@ -104,5 +104,5 @@ def attention_seconds_of(
         cases = {name: column[chosen] for name, column in sizes.items()}
         single = attention_seconds(cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
         for name in ("compute", "memory", "device"):
-            getattr(found, name)[chosen] = kernels[chosen] * getattr(single, name)
-    return rows, found
+            getattr(seconds, name)[chosen] = kernels[chosen] * getattr(single, name)
+    return rows, seconds

@@ -48,8 +48,8 @@ def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
         odd = odd + (size > least) * (size % 1 == 0) * (rest != 0)
     if isinstance(odd, float | int):
         return float(odd > 0)
-    found: Amount = (odd > 0).astype(float)
-    return found
+    flags: Amount = (odd > 0).astype(float)
+    return flags
 
 
 def odd_rows(work: Work) -> bool:

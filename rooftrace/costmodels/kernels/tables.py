@@ -19,7 +19,7 @@ from rooftrace.costmodels.kernels.engines import (
     reached,
     stored_widths,
 )
-from rooftrace.costmodels.kernels.kerneltables import KernelTable
+from rooftrace.costmodels.kernels.kerneltables import KernelTable as KernelTable
 from rooftrace.costmodels.kernels.loads import odd_rows, unit_of
 from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.reuse import warm_bytes

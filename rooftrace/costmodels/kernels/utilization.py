@@ -125,12 +125,12 @@ def _by_rows(a: Array, b: Array, rows: Array) -> np.ndarray[Any, np.dtype[np.boo
     import numpy as np
 
     small = np.minimum(a, b) <= 64
-    found: np.ndarray[Any, np.dtype[np.bool_]] = np.where(
+    chosen: np.ndarray[Any, np.dtype[np.bool_]] = np.where(
         rows > 128,
         (a == 128) & (b == 128),
         np.where(rows > 64, (a == 64) & (b == 128), small & (np.maximum(a, b) == 64)),
     )
-    return found
+    return chosen
 
 
 @cache

@@ -78,11 +78,11 @@ def lined(a: TensorView, b: TensorView, of_a: str = "MK", of_b: str = "KN") -> s
 
     of_a, of_b: what the last two sizes of the operands are.  The result has rows of N.
     """
-    found = {"N"}
+    rows = {"N"}
     for tensor, names in ((a, of_a), (b, of_b)):
         pair = list(zip(tensor.stride[-2:], names[-tensor.dim :], strict=False))
-        found.update([name for stride, name in reversed(pair) if stride == 1][:1])
-    return "".join(name for name in "MNK" if name in found)
+        rows.update([name for stride, name in reversed(pair) if stride == 1][:1])
+    return "".join(name for name in "MNK" if name in rows)
 
 
 def total(tensors: Iterable[TensorView]) -> int:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.kerneltables import KernelTable
-from rooftrace.costmodels.kernels.tables import kernel_table
+from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
