@@ -18,6 +18,7 @@ from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import (
     CalibrationError,
     Case,
@@ -410,3 +411,25 @@ def test_on_a_cpu_ops_and_their_calls_add_up() -> None:
     assert serial > beside
     estimate = rt.estimate(graph, cpu, execution_model("eager", knobs=knobs))
     assert estimate.t_est == pytest.approx(serial, rel=1e-6)
+
+
+# -- where a fit begins ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", ["eager", "compiled", "naive"])
+@pytest.mark.parametrize("chip", [CHIP, load_chip("h100-sxm"), replace(CHIP, kind="cpu")])
+def test_a_fit_begins_at_the_knobs_of_an_estimate_without_one(chip, execution: str) -> None:
+    graph = step(256, 8)
+    own = execution_model(execution, knobs=replace(START, compute=0.123))
+    assert usual_start(chip, own) == rt.estimate(graph, chip, execution).knobs
+
+
+def test_on_a_cpu_too_a_number_that_nothing_tells_keeps_its_typical_value() -> None:
+    cpu = replace(CHIP, kind="cpu")
+    typical = usual_start(cpu, execution_model("eager"))
+    assert typical.compute < 1 and typical.memory < 1
+    small = [replace(one, table=replace(one.table, chip=cpu)) for one in cases(START, sizes=(1, 2))]
+    found = fit(small, typical, check=False)
+    for name in found.unidentified:
+        assert getattr(found.knobs, name) == getattr(typical, name)
+    assert "compute" in found.unidentified

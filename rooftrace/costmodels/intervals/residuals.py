@@ -165,12 +165,13 @@ def _ends(
 
 
 def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
-    """The least value that so large a share of the weight does not pass."""
-    total = 0.0
+    """The value that so large a share of the weight does not pass, between two of `values`."""
+    total, before = 0.0, None
     for value, weight in sorted(zip(values, weights, strict=True)):
-        total += weight
-        if total >= share - 1e-9:
-            return value
+        if total + weight >= share - 1e-9:
+            part = min(1.0, max(0.0, (share - total) / weight))
+            return value if before is None else before + part * (value - before)
+        total, before = total + weight, value
     return max(values)
 
 

@@ -126,8 +126,8 @@ class Space:
                 change: dict[str, Any] = {name: value}
                 knobs = replace(knobs, **change)
             elif kind == "tiling":
-                change = {number: value}
-                tiling = replace(tiling, **change)
+                tile: dict[str, Any] = {number: value}
+                tiling = replace(tiling, **tile)
             elif kind == "attention" and number in ATTENTION:
                 attention = replace(attention_knobs(attention, self.chip), **{number: value})
             else:
