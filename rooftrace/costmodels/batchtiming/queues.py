@@ -35,8 +35,16 @@ def queue_ends(step: PlanColumns, durations: Sequence[Array], t_serial: Array, c
 
 
 def _leading(step: PlanColumns, host: HostSeconds, chip: Chip) -> float | None:
-    """Seconds of the host before the first kernel, if nothing keeps the device waiting later."""
+    """Seconds of the host before the first kernel, if nothing keeps the device waiting later.
+
+    None also where the queue's sum may be another than that of all kernels: a kernel that is fused
+    over the boundary of a loop is enqueued with the iterations, and stands for those of its first
+    op; a cache makes a difference between the two.
+    """
     if chip.host_waits or any(launch.sync for launch in step.launches):
+        return None
+    knobs = step.execution.knobs_on(chip)
+    if knobs is not None and knobs.cache != 1 and step.counts:
         return None
     first = next((i for i, launch in enumerate(step.launches) if launch.on_device), None)
     if first is None:
