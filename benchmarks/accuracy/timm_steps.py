@@ -194,7 +194,9 @@ def score(
     rows = read(path)
     calib = [row for row in rows if row.split == "calib"][::EVERY_CALIB][:FITTED]
     dev = [row for row in rows if row.split == "dev"][::every]
-    zoo, others, folded = Zoo(cache), [], []
+    zoo = Zoo(cache)
+    others: list[str] = []
+    folded: list[str] = []
 
     def cases(chosen: Sequence[Row]) -> Iterator[Case]:
         for number, row in enumerate(chosen):
@@ -202,15 +204,17 @@ def score(
                 tell(f"{path.stem}: {number} of {len(chosen)}")
                 zoo.save()
             counts = zoo.counts(row.model)
-            form = counts and counts.form(row.parameters)
-            if counts is not None and form is None:
+            if counts is None:  # timm does not build it
+                continue
+            form = counts.form(row.parameters)
+            if form is None:
                 others.append(f"{row.model} ({row.parameters:g}, {_both(counts)})")
-            elif form is not None:
-                if form:
-                    folded.append(f"{row.model} ({row.parameters:g})")
-                one = case_of(row, how, cache, form)
-                if one is not None:
-                    yield one
+                continue
+            if form:
+                folded.append(f"{row.model} ({row.parameters:g})")
+            one = case_of(row, how, cache, form)
+            if one is not None:
+                yield one
         zoo.save()
 
     start = usual_start(how.chip, execution_model(how.execution))
