@@ -89,7 +89,7 @@ def _sort(op: Op, graph: OpGraph) -> Scratch | None:
     if data is None or not data.shape or op.name not in ("aten.sort", "aten.argsort"):
         return None
     dimension = op.arguments.get("dim", -1)
-    if data.shape[dimension] <= _SMALL_SORT:  # type: ignore[index]
+    if data.shape[dimension] <= _SMALL_SORT:
         return None
     size = 16 * data.elements + storage_bytes(data.dtype, data.elements)
     return Scratch("sorting", size, sure=True)
@@ -111,7 +111,7 @@ def _norm(op: Op, graph: OpGraph) -> Scratch | None:
         size = storage_bytes(gradient.dtype, math.prod(gradient.shape))
     samples, channels, groups = (op.arguments.get(name) for name in ("N", "C", "group"))
     if samples and channels and groups:
-        size += 4 * samples * (3 * channels + 2 * groups)  # type: ignore[operator]
+        size += 4 * samples * (3 * channels + 2 * groups)
     return Scratch("norms", size, sure=True) if size else None
 
 
