@@ -78,9 +78,11 @@ def test_a_knob_acts_where_the_page_says() -> None:
     for record, columns in fields.items():
         listed = {name for owner, name, _ in rows if owner == record}
         assert listed == {column.name for column in columns} - texts
+    by_method = {"launch": r"\bknobs\.launch_on\("}
+    by_method |= dict.fromkeys(("residuals", "use"), r"\bknobs\.ends\(")
     for record, name, file in rows:
         source = (ROOT / "rooftrace" / "costmodels" / file).read_text()
-        reads = rf"\b{record}\.{name}\b" if name != "launch" else r"\bknobs\.launch_on\("
+        reads = by_method.get(name, rf"\b{record}\.{name}\b")
         assert re.search(reads, source), f"{file} does not read {record}.{name}"
 
 

@@ -11,22 +11,25 @@ rooftrace.  Models are built by timm and traced on meta; precision, layout, chip
 are read off the file's name, as timm's own results have them
 ("infer-amp-nchw-pt240-cu124-rtx4090-dynamo").  Norms run in the precision of autocast in inference,
 which is how the files were made as far as their times tell; training has norms as they are, cross
-entropy and SGD with momentum.  Traces are kept in --cache.
+entropy and SGD with momentum.  A row whose parameters are those of the re-parameterised model is
+traced so; one whose parameters are of neither form is left out and listed.  Traces are kept in
+--cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from points import Point, write_points
+from timm_models import PLAIN, Counts, Zoo, graph_of
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
@@ -49,6 +52,7 @@ class Row:
     seconds: float
     split: str
     phase: str
+    parameters: float | None = None  # millions, of the model that ran
 
     @property
     def name(self) -> str:
@@ -67,6 +71,9 @@ class Score:
     unidentified: tuple[str, ...]
     errors: Errors
     rank: float
+    typical: float  # mean error of the numbers that come along, with nothing fitted
+    others: tuple[str, ...]  # rows of models that are not those that ran, with their counts
+    folded: tuple[str, ...]  # rows that were traced re-parameterised
 
 
 def read(path: Path) -> list[Row]:
@@ -81,6 +88,7 @@ def read(path: Path) -> list[Row]:
                 float(line[f"{kind}_step_time"]) * 1e-3,
                 line.get("split") or _split(line["model"]),
                 "training" if kind == "train" else "forward",
+                float(line["param_count"]) if line.get("param_count") else None,
             )
             for line in csv.DictReader(file)
             if line[f"{kind}_batch_size"] and line[f"{kind}_step_time"]
@@ -96,22 +104,29 @@ def _split(model: str) -> str:
 @dataclass(frozen=True)
 class Setting:
     """How a file was measured.  amp: what autocast runs in, "" where it is off; dtype: of the model
-    and its input; layout: nchw or nhwc."""
+    and its input; layout: nchw or nhwc; torch: the release that ran, None before 2.0."""
 
     chip: Chip
     execution: str
     amp: str
     dtype: str
     layout: str
+    torch: str | None = None
 
     @property
     def name(self) -> str:
         """What sets its graphs apart from the usual ones."""
         usual = (self.amp, self.dtype, self.layout) == ("float16", "float32", "nchw")
-        return "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+        how = "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+        # From 2.1 to 2.4 the forms of these models' ops are the same.
+        if self.torch is None:
+            return f"{how}-torch1"
+        return f"{how}-torch{self.torch}" if int(self.torch.partition(".")[2]) > 4 else how
 
 
 _CHIPS = ("3090", "4090", "5090", "pro6000maxq", "pro6000")
+_TORCH = re.compile(r"pt2(\d+)0")
+"""In the name of a file: pt240 is torch 2.4.0, pt2100 is 2.10.0."""
 _PRECISIONS = {
     "amp": ("float16", "float32"),
     "amp_fp16": ("float16", "float32"),
@@ -137,49 +152,20 @@ def setting(path: Path) -> Setting | None:
     execution = "compiled" if "dynamo" in words else eager
     name = chip if chip.startswith("pro") else f"rtx-{chip}"
     layout = "nhwc" if "nhwc" in words else "nchw"
-    return Setting(rt.load_chip(name), execution, *precision, layout)
+    release = next((found[1] for word in words if (found := _TORCH.fullmatch(word))), None)
+    torch = None if release is None else f"2.{int(release)}"
+    return Setting(rt.load_chip(name), execution, *precision, layout, torch)
 
 
-def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
+def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.OpGraph | None:
     """The graph of a row; None where its model does not build or trace here."""
-    path = cache / f"{row.name}{how.name}.json.gz"
+    told = f"-{form}" if form else ""
+    path = cache / f"{row.name}{how.name}{told}.json.gz"
     if path.exists():
         return rt.load(path)
-    import timm
-    import timm.layers
-    import torch
-
-    class Amp(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> Any:
-            with torch.autocast("cuda", getattr(torch, how.amp or "float16"), bool(how.amp)):
-                return self.inner(x)
-
-    def built() -> torch.nn.Module:
-        try:
-            return timm.create_model(row.model, img_size=row.size)
-        except TypeError:  # takes any size
-            return timm.create_model(row.model)
-
-    timm.layers.set_fast_norm(row.phase == "forward")
+    run = {"amp": how.amp, "dtype": how.dtype, "layout": how.layout, "torch": how.torch or ""}
     try:
-        try:
-            with torch.device("meta"):
-                model = built()
-        except RuntimeError:  # some run a forward while they are built
-            model = built()
-        channels = model.default_cfg["input_size"][0]
-        x = torch.empty(row.batch, channels, row.size, row.size, device="meta")
-        model, x = (part.to(getattr(torch, how.dtype)) for part in (model, x))
-        if how.layout == "nhwc":
-            model, x = (part.to(memory_format=torch.channels_last) for part in (model, x))
-        step: dict[str, Any] = {"phase": row.phase}
-        if row.phase == "training":
-            step |= {"loss": _cross_entropy, "optimizer": "sgd"}
-        graph = rt.trace(Amp(model.eval()), x, **step)
+        graph = graph_of(row.model, row.size, row.batch, form, row.phase, run)
     except Exception as error:  # whatever a library's model may raise
         print(f"{row.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
         return None
@@ -187,15 +173,8 @@ def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
     return graph
 
 
-def _cross_entropy(output: Any) -> Any:
-    import torch
-
-    target = torch.zeros(output.shape[0], dtype=torch.long, device=output.device)
-    return torch.nn.functional.cross_entropy(output, target)
-
-
-def case_of(row: Row, how: Setting, cache: Path) -> Case | None:
-    graph = traced(row, how, cache)
+def case_of(row: Row, how: Setting, cache: Path, form: str) -> Case | None:
+    graph = traced(row, how, cache, form)
     if graph is None:
         return None
     family = row.model.partition("_")[0]
@@ -215,14 +194,24 @@ def score(
     rows = read(path)
     calib = [row for row in rows if row.split == "calib"][::EVERY_CALIB][:FITTED]
     dev = [row for row in rows if row.split == "dev"][::every]
+    zoo, others, folded = Zoo(cache), [], []
 
     def cases(chosen: Sequence[Row]) -> Iterator[Case]:
         for number, row in enumerate(chosen):
             if number % 50 == 0:
                 tell(f"{path.stem}: {number} of {len(chosen)}")
-            one = case_of(row, how, cache)
-            if one is not None:
-                yield one
+                zoo.save()
+            counts = zoo.counts(row.model)
+            form = counts and counts.form(row.parameters)
+            if counts is not None and form is None:
+                others.append(f"{row.model} ({row.parameters:g}, {_both(counts)})")
+            elif form is not None:
+                if form:
+                    folded.append(f"{row.model} ({row.parameters:g})")
+                one = case_of(row, how, cache, form)
+                if one is not None:
+                    yield one
+        zoo.save()
 
     start = usual_start(how.chip, execution_model(how.execution))
     found = fit(list(cases(calib)), start, free, check=False)
@@ -237,6 +226,9 @@ def score(
         found.unidentified,
         errors([case.name for case in held], predicted, measured),
         float(spearmanr(predicted, measured)[0]),
+        errors([case.name for case in held], predict(held, start), measured).mean,
+        tuple(dict.fromkeys(others)),
+        tuple(dict.fromkeys(folded)),
     )
     labels = [case.name for case in held]
     usual = ("infer", "train", "amp", "nchw")
@@ -245,22 +237,36 @@ def score(
     return result, list(map(Point, labels, predicted, measured, [group] * len(held)))
 
 
+def _both(counts: Counts) -> str:
+    folded = "" if counts.fused is None else f", {counts.fused:.2f} re-parameterised"
+    return f"{counts.plain:.2f} built{folded}"
+
+
 def table(scores: Sequence[Score]) -> str:
     lines = [
-        "| file | rows | mean | median | p90 | bias | Spearman | worst | fitted |",
-        "|---|---:|---:|---:|---:|---:|---:|---|---|",
+        "| file | rows | mean | median | p90 | bias | Spearman | worst | as they come | fitted |",
+        "|---|---:|---:|---:|---:|---:|---:|---|---:|---|",
     ]
     for s in scores:
         e = s.errors
         values = ", ".join(f"{name} {value:.3g}" for name, value in s.values.items())
         lines.append(
             f"| {s.file} | {s.built} of {s.rows} | {e.mean:.1%} | {e.median:.1%} | {e.p90:.1%} | "
-            f"{e.bias:+.1%} | {s.rank:.3f} | {e.worst_case} {e.worst:+.0%} | {values} |"
+            f"{e.bias:+.1%} | {s.rank:.3f} | {e.worst_case} {e.worst:+.0%} | {s.typical:.1%} | "
+            f"{values} |"
         )
     mean = [
         sum(getattr(s.errors, n) for s in scores) / len(scores) for n in ("mean", "median", "p90")
     ]
-    lines.append(f"| mean of the files | | {mean[0]:.1%} | {mean[1]:.1%} | {mean[2]:.1%} | | | | |")
+    typical = sum(s.typical for s in scores) / len(scores)
+    lines.append(
+        f"| mean of the files | | {mean[0]:.1%} | {mean[1]:.1%} | {mean[2]:.1%} | | | | "
+        f"{typical:.1%} | |"
+    )
+    for said, names in (("Left out", "others"), ("Traced re-parameterised", "folded")):
+        found = [f"{s.file}: {', '.join(getattr(s, names))}" for s in scores if getattr(s, names)]
+        listed = "; ".join(found) or "none"
+        lines += ["", f"{said} (millions of parameters): {listed}."]
     return "\n".join(lines)
 
 

@@ -136,6 +136,10 @@ class Chip(Shown):
     sm_count: Fact | None = None
     clock: Fact | None = None  # hertz
     power: Fact | None = None  # watt
+    # What large products and large copies are known to sustain under this chip's limit on power,
+    # over what chips of its generation do (see `Knobs.typical`); None: as much as those.
+    sustained_compute: Fact | None = None
+    sustained_memory: Fact | None = None
     price: Fact | None = None  # dollar/hour
     memory_bus: Fact | None = None  # bits, for the datasheet's own arithmetic
     memory_pin: Fact | None = None  # byte/s of one pin, for the same
@@ -311,6 +315,8 @@ FACT_UNITS: Mapping[str, str] = {
     "sm_count": "count",
     "clock": "hertz",
     "power": "watt",
+    "sustained_compute": "share",
+    "sustained_memory": "share",
     "price": "dollar/hour",
     "kernel_gap": "second",
     "dispatch_eager": "second",

@@ -75,6 +75,7 @@ SYMBOLS: Mapping[str, Mapping[str, Fraction]] = {
     "dollar/hour": {"dollar/hour": Fraction(1), "dollars/hour": Fraction(1), "$/h": Fraction(1)},
     "hertz": {"Hz": Fraction(1), "hertz": Fraction(1)},
     "count": {"": Fraction(1)},
+    "share": {"%": Fraction(1, 100)},
 }
 PREFIXES: Mapping[str, Mapping[str, Fraction]] = {
     "FLOP/s": DECIMAL,
@@ -85,6 +86,7 @@ PREFIXES: Mapping[str, Mapping[str, Fraction]] = {
     "dollar/hour": ONE,
     "hertz": DECIMAL,
     "count": ONE,
+    "share": ONE,
 }
 EXAMPLES: Mapping[str, str] = {
     "FLOP/s": "989 TFLOP/s",
@@ -95,6 +97,7 @@ EXAMPLES: Mapping[str, str] = {
     "dollar/hour": "2.50 dollar/hour",
     "hertz": "1.98 GHz",
     "count": "132",
+    "share": "92 %",
 }
 UNITS: tuple[str, ...] = tuple(SYMBOLS)
 
@@ -207,7 +210,7 @@ def write(value: float, unit: str, digits: int = 4) -> str:
     rounded = Fraction(f"{value:.{digits - 1}e}")
     # Decimal prefixes only, and one spelling of micro.
     scales = {
-        prefix: scale
+        prefix: scale * SYMBOLS[unit][symbol]
         for prefix, scale in PREFIXES[unit].items()
         if prefix not in BINARY and prefix.isascii()
     }

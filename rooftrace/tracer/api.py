@@ -30,6 +30,7 @@ def trace(
     branches: Mapping[int, bool] | None = None,
     assume: Mapping[str, Any] | None = None,
     repeats: bool | None = None,
+    torch: str | None = None,
     **kwargs: Any,
 ) -> OpGraph:
     """Capture one step of `model` called with these arguments.
@@ -45,6 +46,8 @@ def trace(
     "branch@layers.*.gate": True, "value": 3, "routing": "skewed:1.0"}.
     repeats: equal layers stand once in the graph, and their Python runs once where a second run
     could record nothing else; False runs and lists everything.
+    torch: the release of PyTorch that runs the step, "2.8" or "2.5.1", where it is another than the
+    one that is installed: it decides which ops are one kernel on CUDA.
 
     model may also be a torch.export.ExportedProgram, or a plain function, trace(fn, x, y), with the
     modules and tensors that it refers to.  Or it is a function of yours whose first argument is a
@@ -62,7 +65,13 @@ def trace(
     from rooftrace.tracer.asking import Job
     from rooftrace.tracer.sources import traced
 
-    how = {"loss": loss, "optimizer": optimizer, "branches": branches, "repeats": repeats}
+    how = {
+        "loss": loss,
+        "optimizer": optimizer,
+        "branches": branches,
+        "repeats": repeats,
+        "torch": torch,
+    }
     job = Job.of(trace, model, args, kwargs, phase=phase, dtype=dtype, assume=assume, **how)
     if phase is None:
         job.refuse(("phases",), "trace gives the graph of one phase; say phase=")

@@ -1,6 +1,5 @@
 """Attention in steps: what a traced op leaves in the table, which rows take blocks, and the fit."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,16 +9,22 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.kernels.attention_rows import COLUMNS
-from rooftrace.costmodels.kernels.attention_time import (
+from rooftrace.costmodels.execution.executions import ATTENTION_LIBRARIES, execution_model
+from rooftrace.costmodels.kernels.attention_libraries import (
     AMPERE,
     HOPPER,
+    OLD_INSTRUCTIONS,
+    library_on,
+)
+from rooftrace.costmodels.kernels.attention_rows import COLUMNS, products_of
+from rooftrace.costmodels.kernels.attention_time import (
     IDEAL,
+    LIBRARIES,
     attention_engine,
     attention_seconds,
 )
-from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.kerneltables import KernelTable
+from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import (
     AttentionKnobs,
@@ -37,6 +42,8 @@ from rooftrace.measured.fit.fitting import fit
 H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")
 UNKNOWN = replace(H100, sm_count=None)
 USUAL = Knobs("usual", overlap=3.0, attention="usual")
+USUALLY = OLD_INSTRUCTIONS
+"""What "usual" stands for where PyTorch runs on H100."""
 
 
 def traced(
@@ -83,6 +90,7 @@ def test_the_sizes_of_an_attention_are_in_its_row() -> None:
         "kernels": 1, "batch": 2, "queries": 100, "keys": 300, "visible": 100 * 300,
         "heads": 32, "kv_heads": 8, "width": 64, "value_width": 64, "kv_size": 2, "masked": 0,
         "paged": 0, "backward": 0, "size": 2, "rate": H100.peak("matrix", "bf16"),
+        "library": LIBRARIES.index("flash2"),
     }  # fmt: skip
 
 
@@ -135,7 +143,7 @@ def test_a_row_takes_the_seconds_of_its_blocks(chip: Chip) -> None:
     (row,) = np.flatnonzero(table.data["attention kernels"])
     sizes = {name: table.data[f"attention {name}"][[row]] for name in COLUMNS}
     sizes["bytes"] = table.data["bytes"][[row]]
-    on, numbers = attention_engine(chip), HOPPER if chip is H100 else AMPERE
+    on, numbers = attention_engine(chip), OLD_INSTRUCTIONS if chip is H100 else AMPERE
     assert on is not None
     assert device[row] == attention_seconds(sizes, on, numbers, overlap=3.0).device[0]
     shares = without_columns(table).seconds(USUAL, False).device
@@ -224,15 +232,15 @@ def decode(truth: Knobs) -> list[Case]:
 
 
 def test_decode_steps_tell_the_start_and_the_bandwidth() -> None:
-    truth = replace(USUAL, launch=3e-6, attention=replace(HOPPER, start=4e-6, stream=0.6))
+    truth = replace(USUAL, launch=3e-6, attention=replace(USUALLY, start=4e-6, stream=0.6))
     begin = replace(USUAL, launch=3e-6)
     found = fit(decode(truth), begin, ("attention.start", "attention.stream"), check=False)
     at = {p.name: p for p in found.parameters}
-    assert at["attention.start"].start == HOPPER.start
+    assert at["attention.start"].start == USUALLY.start
     assert at["attention.start"].value == pytest.approx(4e-6, rel=0.1)
     assert at["attention.stream"].value == pytest.approx(0.6, rel=0.05)
     assert isinstance(found.knobs.attention, AttentionKnobs)
-    assert found.knobs.attention.combine == HOPPER.combine
+    assert found.knobs.attention.combine == USUALLY.combine
     assert found.knobs.attention.stream == at["attention.stream"].value
 
 
@@ -243,7 +251,7 @@ def test_steps_of_decode_cannot_tell_what_only_fp8_and_pages_take() -> None:
 
 
 def test_single_attentions_are_fitted_before_the_steps() -> None:
-    truth = replace(USUAL, launch=3e-6, attention=replace(HOPPER, start=5e-6, stream=0.5))
+    truth = replace(USUAL, launch=3e-6, attention=replace(USUALLY, start=5e-6, stream=0.5))
     alone, begin = decode(truth), replace(USUAL, launch=3e-6)
     found = fit(alone[::3], begin, ("compute", "memory"), check=False, kernels=alone)
     at = {p.name: p.value for p in found.parameters}
@@ -293,4 +301,38 @@ def test_bad_numbers_are_refused(tmp_path, text: str, words: str) -> None:
 def test_what_comes_along_goes_by_the_generation() -> None:
     for name in ("typical-eager", "typical-compiled"):
         assert load_knobs(name).attention == "usual"
-    assert math.isclose(HOPPER.products, 1) and AMPERE.products == 1
+    a100, h100 = (Knobs.typical(chip, compiled=False) for chip in (A100, H100))
+    assert HOPPER.products * h100.compute == pytest.approx(1, rel=0.15)
+    assert AMPERE.products * a100.compute == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100", "h200", "b200", "l40s", "rtx-4090", "mi300x"])
+@pytest.mark.parametrize("name", ATTENTION_LIBRARIES)
+def test_a_library_is_one_that_the_chip_can_run(chip: str, name: str) -> None:
+    found = library_on(name, load_chip(chip))
+    assert found in LIBRARIES
+    newest = chip in ("h100", "h200", "b200")
+    assert (found == "flash3") == (newest and name in ("vllm", "flash3"))
+    if name in ("flash2", "flashinfer", "triton"):
+        assert found == name
+
+
+def test_pytorch_runs_older_instructions_than_vllm_on_hopper() -> None:
+    """FlashAttention 3 reaches about twice the rate of 2 there (Shah et al., 2024, figure 5: 370
+    and 650 TFLOP/s for prompts of 8,192 and heads of 128)."""
+    graph, took = traced((2, 16, 8192, 128)), {}
+    flop = 4 * 2 * 16 * 8192 * 8192 * 128
+    for name in ("sdpa", "vllm"):
+        execution = execution_model("eager", attention_library=name)
+        table, _ = kernel_table(plan(graph, execution), H100)
+        seconds = table.seconds(replace(USUAL, launch=0.0), False).device
+        took[name] = flop / seconds[table.data["attention kernels"] > 0][0]
+    assert took["sdpa"] == pytest.approx(370e12, rel=0.15)
+    assert took["vllm"] == pytest.approx(650e12, rel=0.15)
+
+
+def test_only_some_libraries_multiply_in_fp8() -> None:
+    for name, size in (("flash3", 1), ("flash2", 2), ("flashinfer", 2), ("triton", 2)):
+        found, rate, place = products_of("matrix", "fp8", H100, name)
+        assert (found, LIBRARIES[int(place)]) == (size, name)
+        assert rate == H100.peak("matrix", "fp8" if size == 1 else "bf16")

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.kernels.attention_time import (
+from rooftrace.costmodels.kernels.attention_libraries import (
     AMPERE,
+    GEFORCE,
+    HOPPER,
+    attention_knobs,
+)
+from rooftrace.costmodels.kernels.attention_time import (
     EFFICIENT,
     EXPONENTIALS,
     FLASH3,
-    HOPPER,
     IDEAL,
     MOST_SPLITS,
     PAGED2,
@@ -21,7 +25,6 @@ from rooftrace.costmodels.kernels.attention_time import (
     AttentionKernel,
     attention_blocks,
     attention_engine,
-    attention_knobs,
     attention_seconds,
 )
 from rooftrace.costmodels.knobs.knobs import AttentionKnobs
@@ -284,11 +287,11 @@ def test_masks_of_numbers_run_on_a_slower_kernel(chip: str) -> None:
 
 def test_the_usual_numbers_are_those_of_the_generation() -> None:
     mine = AttentionKnobs(start=1e-6)
-    for name, usual in (("a100-sxm-80", AMPERE), ("h200-sxm", HOPPER), ("rtx-4090", AMPERE)):
+    for name, usual in (("a100-sxm-80", AMPERE), ("h200-sxm", HOPPER), ("rtx-4090", GEFORCE)):
         chip = load_chip(name)
-        assert attention_knobs("usual", chip) == usual
-        assert attention_knobs(mine, chip) == mine
-        assert attention_knobs("usual", replace(chip, sm_count=None)) == AMPERE
+        assert attention_knobs("usual", chip, "vllm") == usual
+        assert attention_knobs(mine, chip, "vllm") == mine
+        assert attention_knobs("usual", replace(chip, sm_count=None), "vllm") == GEFORCE
 
 
 def test_chips_without_sms_have_no_engine() -> None:

@@ -105,7 +105,7 @@ def test_backward_is_compared_by_op():
             self.qkv = nn.Linear(E, 3 * E)
 
         def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
             return F.scaled_dot_product_attention(q, k, v)
 
     found = rt.compare(on_meta(Attention), torch.empty(B, S, E, device="meta"))

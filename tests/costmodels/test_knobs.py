@@ -95,7 +95,11 @@ def test_a_file_that_is_not_there() -> None:
 def test_knobs_that_come_along_are_read_by_name(name: str) -> None:
     knobs = load_knobs(name)
     assert 0 < knobs.memory <= knobs.compute <= 1 and knobs.source["from"]
-    assert knobs.spread >= 0.25  # nothing was fitted to the chip that they are for
+    low, high = (end * knobs.spread for end in knobs.ends())
+    assert low < -0.3 and high > 0.3  # nothing was fitted to the chip that they are for
+    assert knobs.use == "no fit" and set(knobs.residuals) == {"no fit", "one factor", "fitted"}
+    for ends in knobs.residuals.values():
+        assert not ends.few and ends.of
     assert all(0 < share.compute <= 1 and 0 < share.memory < 1.2 for share in knobs.shares.values())
 
 

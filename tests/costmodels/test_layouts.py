@@ -119,7 +119,11 @@ def test_a_cat_of_many_is_written_before_it_is_used(count: int, kernels: int) ->
 
 
 def test_convolutions_on_channels_last_have_shares_of_their_own_and_copy_nothing():
-    net = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, groups=4))
+    net = nn.Sequential(
+        nn.Conv2d(16, 32, 3, bias=False),
+        nn.Conv2d(32, 32, 1, bias=False),
+        nn.Conv2d(32, 32, 3, groups=4, bias=False),
+    )
     x = torch.empty(8, 16, 20, 20, device="meta")
     chip = load_chip("rtx-4090")
     first = rt.trace(net.to("meta"), x)

@@ -53,6 +53,9 @@ def test_no_name_means_two_chips():
 # chip: SMs, fp32 lanes in each, clock [Hz], as the vendor's tables give them; typed in here again.
 VECTOR = {
     "a100-sxm-80": (108, 64, 1.410e9),
+    "a100-sxm-40": (108, 64, 1.410e9),
+    "a100-pcie-80": (108, 64, 1.410e9),
+    "a100-pcie-40": (108, 64, 1.410e9),
     "h100-sxm": (132, 128, 1.980e9),
     "h200-sxm": (132, 128, 1.980e9),
     "b200-sxm": (148, 128, 1.965e9),
@@ -68,6 +71,9 @@ VECTOR = {
 # chip: dense bf16 multiply-adds per SM and clock with fp32 accumulation, tensor clock [Hz].
 MATRIX = {
     "a100-sxm-80": (1024, 1.410e9),
+    "a100-sxm-40": (1024, 1.410e9),
+    "a100-pcie-80": (1024, 1.410e9),
+    "a100-pcie-40": (1024, 1.410e9),
     "h100-sxm": (2048, 1.830e9),
     "h200-sxm": (2048, 1.830e9),
     "b200-sxm": (4096, 1.860e9),
@@ -83,6 +89,9 @@ MATRIX = {
 # chip: pins, bit/s on each
 MEMORY = {
     "a100-sxm-80": (5120, 3.186e9),
+    "a100-sxm-40": (5120, 2.430e9),
+    "a100-pcie-80": (5120, 3.024e9),
+    "a100-pcie-40": (5120, 2.430e9),
     "h100-sxm": (5120, 5.238e9),
     "l40s": (384, 18e9),
     "l4": (192, 12.5e9),

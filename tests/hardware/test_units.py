@@ -35,7 +35,7 @@ CASES = [
 @pytest.mark.parametrize(("unit", "prefix", "symbol"), CASES)
 def test_every_prefix_of_every_unit(unit, prefix, symbol):
     expected = {**WORTH, **SMALL_WORTH}[prefix]
-    per_symbol = 1 / 8 if symbol.startswith("bit") else 1
+    per_symbol = {"bit/s": 1 / 8, "%": 1 / 100}.get(symbol, 1)
     assert units.parse(f"3 {prefix}{symbol}", unit) == pytest.approx(3 * expected * per_symbol)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.intervals.residuals import Residuals
 from rooftrace.costmodels.kernels.opclass import group_class, op_class
 from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.kernels.utilization import p_norm
@@ -27,7 +28,9 @@ from rooftrace.measured.fit.cases import (
     profiled_cases,
     step_case,
 )
-from rooftrace.measured.fit.fitting import choose, fit
+from rooftrace.measured.fit.choosing import choose, is_better
+from rooftrace.measured.fit.fitting import fit
+from rooftrace.measured.fit.leftout import deviations_of
 from rooftrace.measured.runs.runfile import OpTime
 
 CHIP = load_chip("rtx-4090")
@@ -233,7 +236,7 @@ def test_errors_on_paper() -> None:
     ("change", "words"),
     [
         (lambda found: (found[:1], {}), "1 measurements for 2 knobs"),
-        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of compute"),
+        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of pace"),
         (lambda found: (found, {"free": ["mm.speed", "memory"]}), "free knob 'mm.speed'"),
     ],
 )
@@ -253,6 +256,78 @@ def test_several_chips_are_not_mixed() -> None:
     other = step_case("y", step(256, 8), load_chip("l4"), "eager", 1.0)
     with pytest.raises(CalibrationError, match="several chips"):
         fit([*cases(TRUTH, sizes=(512,)), other], START)
+
+
+# -- few measurements, and which numbers to free ---------------------------------------------------
+
+
+def test_one_measurement_moves_the_pace_a_part_of_its_way_and_many_all_of_it() -> None:
+    many = cases(replace(START, pace=0.7))
+    one = fit(many[:1], START, ("pace",), check=False).knobs.pace
+    all_of_them = fit(many, START, ("pace",), check=False).knobs.pace
+    # By the priors, 0.2 around the start and 0.1 around the truth: 0.8 of the way.
+    assert math.log(one) == pytest.approx(0.8 * math.log(0.7), rel=0.1)
+    assert all_of_them == pytest.approx(0.7, rel=0.01)
+
+
+def test_measurements_at_the_start_leave_it_where_it_is() -> None:
+    found = fit(cases(START), START, ("pace",), check=False)
+    assert found.knobs.pace == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("truth", "names"),
+    [
+        (START, []),
+        (replace(START, pace=0.8), ["pace"]),
+        (replace(START, compute=1.2, memory=0.6), ["compute", "memory"]),
+    ],
+)
+def test_as_many_numbers_are_free_as_the_truth_has(truth: Knobs, names: list[str]) -> None:
+    found, tried = choose(cases(truth, noise=0.02), START)
+    assert [p.name for p in found.parameters] == names
+    assert list(tried)[:3] == ["nothing", "pace", "compute, memory"]
+    assert found.knobs.use == ("no fit", "one factor", "fitted")[len(names)]
+    assert list(found.knobs.residuals) == [found.knobs.use]
+    for name in names:
+        assert getattr(found.knobs, name) == pytest.approx(getattr(truth, name), rel=0.06)
+
+
+def test_with_too_few_to_leave_out_one_factor_is_fitted_and_the_interval_is_the_usual_one() -> None:
+    few = cases(replace(START, pace=0.8), sizes=(512,))[:2]
+    usual = Residuals(levels=(0.9,), low=(-1.0,), high=(2.0,), spread=0.1, count=50, groups=20)
+    start = replace(START, spread=0.3, residuals={"one factor": usual})
+    found, tried = choose(few, start)
+    assert not tried and [p.name for p in found.parameters] == ["pace"]
+    assert found.left_out is None and 0.8 < found.knobs.pace < 0.9
+    assert found.knobs.spread == pytest.approx(0.1 * math.sqrt(2))  # one number, one group
+    assert found.knobs.ends() == (-1.0, 2.0)
+
+
+def test_a_gain_by_chance_is_none() -> None:
+    some = [replace(c, seconds=1.0, group=str(i)) for i, c in enumerate(cases(START)[:6])]
+    plain = [1.1, 0.9, 1.1, 0.9, 1.1, 0.9]
+    assert is_better(some, [1.05, 0.95, 1.05, 0.95, 1.05, 0.95], plain)
+    assert not is_better(some, [1.0, 0.7, 1.0, 1.1, 1.0, 1.1], plain)  # now better, now worse
+    assert not is_better(some, plain, plain)
+
+
+def test_an_interval_holds_what_it_says_of_cases_that_no_fit_had_seen() -> None:
+    made = [replace(one, group=one.name) for n in range(6) for one in cases(TRUTH)]
+    draw = random.Random(5)
+    noisy = [
+        replace(one, seconds=one.seconds * math.exp(draw.gauss(0, 0.1)), group=f"{one.name} {n}")
+        for n, one in enumerate(made)
+    ]
+    found = fit(noisy[:36], START)
+    low, high = found.knobs.ends()
+    rows = zip(noisy[36:], predict(noisy[36:], found.knobs), strict=True)
+    off = [math.log(one.seconds / seconds) for one, seconds in rows]
+    deviations = deviations_of(noisy[36:], found.knobs)
+    inside = [low * d <= o <= high * d for o, d in zip(off, deviations, strict=True)]
+    assert 0.75 <= sum(inside) / len(inside) <= 1.0  # 36 of them: 0.9 +- 3 standard errors
+    narrow = fit(cases(TRUTH, 0.02), START).knobs
+    assert narrow.ends()[1] * narrow.spread < high * found.knobs.spread
 
 
 # -- single kernels --------------------------------------------------------------------------------
@@ -284,7 +359,8 @@ def test_kernels_tell_the_shares_of_their_classes() -> None:
 def test_more_is_fitted_only_where_it_helps_on_what_was_left_out() -> None:
     start = replace(START, shares={})
     plain, tried = choose(cases(TRUTH), replace(start, shares=START.shares))
-    assert list(tried) == ["compute, memory", "compute, memory, launch, dispatch"]
+    both = "compute, memory"
+    assert list(tried) == ["nothing", "pace", both, "compute, memory, launch, dispatch"]
     assert tried["compute, memory"] == plain.left_out
     assert [p.name for p in plain.parameters] == ["compute", "memory"]
     slow = replace(TRUTH, shares={"layer norm": Share(memory=0.1)})

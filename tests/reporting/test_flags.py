@@ -20,7 +20,9 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.fcs = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(4)])
+        self.norm = torch.nn.RMSNorm(256)
     def forward(self, x):
+        x = self.norm(x)
         for fc in self.fcs:
             x = fc(x)
         if torch.randperm(int(1e6)).sum() + x.sum() > 0:
@@ -125,6 +127,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--weights-dtype": (("--weights-dtype", "bf16"),),
     "--kv-dtype": (("--kv-dtype", "bf16"),),
     "--optimizer": (("--optimizer", "sgd"),),
+    "--torch": (("--torch", "2.8"),),
     "--assume": (("--assume", "branch=true"),),
     "--no-repeats": (("--no-repeats",),),
     "--mesh": (("--mesh", "tp=2"), ("--mesh", "tp=2,pp=2"), ("--mesh", "tp")),
@@ -531,6 +534,7 @@ CANNOT_CHANGE = {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("census", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
@@ -541,18 +545,21 @@ CANNOT_CHANGE = {
         "--rewrite": "nothing of that kind is in this model",
     },
     ("nodes", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
     ("roofline", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("sweep", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
         "--most": "so few sizes are traced one by one",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
@@ -560,6 +567,7 @@ CANNOT_CHANGE = {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("solve", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
         "--optimizer": "a decode step has none",
         "--checkpoint": "a decode step has no backward",
         "--assume": "nothing of that kind is unknown in this model",
@@ -568,6 +576,7 @@ CANNOT_CHANGE = {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("sensitivity", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
@@ -582,6 +591,7 @@ CANNOT_CHANGE = {
         "--trust-remote-code": "this repository has no code of its own",
     },
     ("compare", "t.py:build"): {
+        "--torch": "the norm that it changes has no FLOPs that the peer counts",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("diff", "t.py:build"): {

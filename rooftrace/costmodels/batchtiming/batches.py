@@ -97,11 +97,12 @@ class BatchTimes:
 
         None without knobs; nan at points where they have no spread.
         """
-        if self.variance is None:
+        if self.variance is None or self.knobs is None:
             return None
-        spread = np.where(self.variance > 0, self.variance, np.nan)
-        factor = np.exp(timings.NINETY_PERCENT * np.sqrt(spread))
-        return np.maximum(self.t_bound, self.t_est / factor), self.t_est * factor
+        low, high = self.knobs.ends()
+        deviation = np.sqrt(np.where(self.variance > 0, self.variance, np.nan))
+        ends = self.t_est * np.exp(low * deviation), self.t_est * np.exp(high * deviation)
+        return np.maximum(self.t_bound, ends[0]), ends[1]
 
     def device(self, kernel: int) -> Array:
         """Seconds [P] for which all kernels at this place in `columns.kernels` keep the device."""

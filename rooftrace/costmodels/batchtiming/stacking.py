@@ -155,6 +155,7 @@ def _works(number: int, costs: Sequence[Cost]) -> tuple[columns.WorkColumns, ...
                 flop=flop,
                 count=keys[0].count,
                 widths=keys[0].widths,
+                lined=keys[0].lined,
                 rows=rows,
                 columns=width,
                 inner=inner,
@@ -169,7 +170,7 @@ def _works(number: int, costs: Sequence[Cost]) -> tuple[columns.WorkColumns, ...
 def _structure(work: Work) -> tuple[Any, ...]:
     """What has to be equal at all sizes."""
     unknown = (work.rows is None, work.columns is None, work.inner is None, work.attention is None)
-    return (work.operation, work.precision, work.count, work.widths, *unknown)
+    return (work.operation, work.precision, work.count, work.widths, work.lined, *unknown)
 
 
 def _attention(sizes: Sequence[AttentionSizes | None]) -> Mapping[str, columns.Amount]:

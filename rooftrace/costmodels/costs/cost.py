@@ -55,15 +55,20 @@ class Work(Struct, frozen=True):
 
     operation: matmul, convolution (both can use the matrix engine) or vector.
     precision: what it computes in.
-    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for
-    vector.  columns, inner: its N and K; None where it is no plain product (attention).  Rows or
-    inner of products of different sizes are their mean, which may be no whole number.
+    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile.  columns,
+    inner: its N and K; None where it is no plain product (attention).  Rows or inner of products of
+    different sizes are their mean, which may be no whole number.  Vector work has rows and inner
+    where a kernel runs few threads, each in a loop: how many threads there are, and the FLOP of one
+    between two waits for memory.
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).
     attention: the attention kernel that computes these products.
     widths: bytes of an element of A[M, K] and of B[K, N] as they are stored and loaded; None where
     both are in `precision`.
+    lined: which of the sizes M, N and K are lengths of rows as they lie in memory, of an operand or
+    of the result, in this order ("NK").  Vector work along rows has "N", with their length as
+    `columns`; "" where it is not known, or does not matter.
     """
 
     operation: str
@@ -74,6 +79,7 @@ class Work(Struct, frozen=True):
     inner: float | None = None
     attention: AttentionSizes | None = None
     widths: tuple[float, float] | None = None
+    lined: str = ""
 
     @property
     def shape(self) -> tuple[float, int, float] | None:
@@ -113,8 +119,12 @@ class Cost(Struct, frozen=True):
         count: str = "useful",
         attention: AttentionSizes | None = None,
         widths: tuple[float, float] | None = None,
+        lined: str = "",
     ) -> Cost:
-        """Work of one kind; zero amounts leave no entry."""
+        """Work of one kind; zero amounts leave no entry.  The arguments are the fields of `Work`.
+
+        columns and lined are kept for vector work too.
+        """
         work = {}
         if widths is not None and set(widths) == {bytes_per_element(precision)}:
             widths = None
@@ -128,13 +138,16 @@ class Cost(Struct, frozen=True):
                 inner=inner,
                 attention=attention,
                 widths=widths,
+                lined=lined,
             )
             work[key] = matmul
         if convolution:
             key = Work("convolution", precision, rows, count, columns, inner, widths=widths)
             work[key] = convolution
         if vector:
-            work[Work("vector", precision, None, count)] = vector
+            wide = widths if lined else None
+            key = Work("vector", precision, None, count, columns, widths=wide, lined=lined)
+            work[key] = vector
         return Cost(work)
 
     def __add__(self, other: Cost) -> Cost:

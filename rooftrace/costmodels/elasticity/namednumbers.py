@@ -44,7 +44,7 @@ class NamedNumbers:
             execution = replace(execution, knobs=execution.knobs_on(chip))
         knobs = execution.knobs
         if isinstance(knobs, Knobs) and isinstance(knobs.attention, str):
-            own = attention_knobs(knobs.attention, chip)
+            own = attention_knobs(knobs.attention, chip, execution.attention_library)
             execution = replace(execution, knobs=replace(knobs, attention=own))
         return NamedNumbers(chip, execution)
 
@@ -61,7 +61,9 @@ class NamedNumbers:
             for name, value in _numbers(replace(self.execution, knobs=None)).items()
         }
         if isinstance(self.execution.knobs, Knobs):
-            own = _numbers(self.execution.knobs)
+            own = _numbers(replace(self.execution.knobs, residuals={}))
+            if own["pace"] == 1:
+                del own["pace"]  # that all of it is so much faster tells nothing
             known |= {f"knobs.{_public(name)}": value for name, value in own.items()}
         return known
 

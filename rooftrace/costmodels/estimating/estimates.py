@@ -18,6 +18,7 @@ from rooftrace.costmodels.estimating.itemised import Itemised
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.intervals.residuals import LEVEL
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
@@ -221,9 +222,16 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     def t_interval(self) -> tuple[float, float] | None:
         """Seconds between which 90 % of such steps were measured; None without knobs.
 
-        The width comes from the errors of the fit, by class of kernel; see `interval_of`.
+        The width comes from steps that no fit had seen; see `interval_of`.
         """
-        return interval_of(self.plan, self.rows, self.times, self.knobs)
+        return self.within()
+
+    def within(self, level: float = LEVEL) -> tuple[float, float] | None:
+        """Seconds between which this share of such steps were measured, as `t_interval` of 90 %.
+
+        Raises ResidualsError for a level that the knobs say nothing of (0.5 to 0.95 as a rule).
+        """
+        return interval_of(self.plan, self.rows, self.times, self.knobs, level)
 
     @property
     def mfu(self) -> float | None:

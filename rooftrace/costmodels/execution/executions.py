@@ -15,6 +15,10 @@ from rooftrace.errors import hint
 from rooftrace.hardware import Chip
 
 ATTENTION = ("flash", "materialised")
+SDPA = "sdpa"
+ATTENTION_LIBRARIES = (SDPA, "vllm", "flash2", "flash3", "cudnn", "flashinfer", "triton")
+"""Whose attention kernels run.  The first two stand for those that PyTorch's
+`scaled_dot_product_attention`, and vLLM, run on the chip at hand."""
 FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph")
 KV_APPEND = ("as-run", "in-place")
@@ -95,6 +99,7 @@ class ExecutionModel:
 
     name: str = "custom"
     attention: str = "flash"  # one kernel; or "materialised": the score matrix goes through HBM
+    attention_library: str = SDPA  # whose kernel that is, one of ATTENTION_LIBRARIES
     fusion: str = "none"  # "detected": groups of the graph; "factor": by the two factors below
     dispatch: str = "eager"  # the host enqueues every op; "compiled": every group; "graph": all
     kv_append: str = "as-run"  # a `cat` reads L rows, writes L + 1; "in-place": the new rows only
@@ -113,6 +118,7 @@ class ExecutionModel:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("attention", ATTENTION),
+            ("attention_library", ATTENTION_LIBRARIES),
             ("fusion", FUSION),
             ("dispatch", DISPATCH),
             ("kv_append", KV_APPEND),
@@ -203,7 +209,8 @@ class ExecutionModel:
         preset = PRESETS.get(self.name)
         if preset is None:
             return {}
-        named = ("attention", "fusion", "dispatch", "kv_append", "activation_fusion", "elementwise")
+        named = ("attention", "attention_library", "fusion", "dispatch", "kv_append",
+                 "activation_fusion", "elementwise")  # fmt: skip
         changed = {
             name: getattr(self, name)
             for name in named
@@ -221,7 +228,7 @@ class ExecutionModel:
             return self.knobs
         if self.utilization != Utilization():
             return None
-        return Knobs.typical(chip.kind, compiled=self.fusion != "none")
+        return Knobs.typical(chip, compiled=self.fusion != "none")
 
     def _check_rewrites(self) -> None:
         asked = self.rewrites
@@ -313,6 +320,7 @@ PRESETS: Mapping[str, ExecutionModel] = {
         ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
         ExecutionModel(
             "serving",
+            attention_library="vllm",
             fusion="detected",
             dispatch="graph",
             kv_append="in-place",

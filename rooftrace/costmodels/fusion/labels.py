@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.rewriting import marks
 from rooftrace.tracer.graph import Op
 
 
@@ -67,6 +68,9 @@ def group_name(ops: Sequence[Op]) -> str:
     rules = [find_rule(op.target) for op in ops]
     if len(ops) == 1:
         label = rules[0].label if rules[0] else None
+        library = ops[0].facts.get(marks.LIBRARY)
+        if label and library:
+            return label.replace("flash", str(library))
         return label or ops[0].name
     own = next((rule.label for rule in rules if rule and rule.is_own and rule.label), "")
     if own:

@@ -1,8 +1,7 @@
 """Sizes whose rows in memory are no whole number of loads, and what padded ones would cost.
 
 A thread loads 16 bytes at once.  Where the rows of a matrix do not begin at multiples of that, as
-with 50257 logits in bf16, kernels load it in smaller pieces.  What that costs is not in the kernel
-model: it says only what the larger product takes.
+with 50257 logits in bf16, kernels load it in smaller pieces, and take longer for it (`Share.odd`).
 """
 
 from __future__ import annotations

@@ -4,5 +4,5 @@ from rooftrace.costmodels.kernels import (
     reuse as reuse,
     tables as tables,
 )
-from rooftrace.costmodels.kernels.attention_time import attention_knobs as attention_knobs
+from rooftrace.costmodels.kernels.attention_libraries import attention_knobs as attention_knobs
 from rooftrace.costmodels.kernels.opclass import group_class as group_class

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import COMPUTED, AttentionSizes, Cost
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels.attention_libraries import WIDE, attention_knobs, library_on
 from rooftrace.costmodels.kernels.attention_time import (
+    LIBRARIES,
     AttentionSeconds,
     attention_engine,
-    attention_knobs,
     attention_seconds,
 )
 from rooftrace.costmodels.kernels.engines import engine_of
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SIZES = tuple(AttentionSizes.__struct_fields__)
-COLUMNS = ("kernels", *_SIZES, "size", "rate")
+COLUMNS = ("kernels", *_SIZES, "size", "rate", "library")
 """kernels: attention kernels in one of the row's (0: none).  size: bytes of an element that is
 multiplied.  rate: FLOP/s of the products, 0 where they do not run on the matrix engine in half
-precision or less."""
+precision or less.  library: the place in LIBRARIES of whose kernel it is."""
 _WIDEST = 2
 """Bytes of an element that kernels multiply whose tiles are known."""
 NO_ATTENTION = (0.0,) * len(COLUMNS)
@@ -49,20 +50,25 @@ def attention_row(cost: Cost, chip: Chip, execution: ExecutionModel) -> tuple[fl
     if not flop:
         return NO_ATTENTION
     sizes = max(flop, key=lambda sizes: (flop[sizes], sizes.keys))
-    engine, name = engines[sizes]
-    size, rate = products_of(engine, name, chip)
-    return columns(sizes, max(1, round(flop[sizes] / sizes.flop)), size, rate)
+    numbers = products_of(*engines[sizes], chip, execution.attention_library)
+    return columns(sizes, max(1, round(flop[sizes] / sizes.flop)), *numbers)
 
 
-def products_of(engine: str, name: str, chip: Chip) -> tuple[float, float]:
-    """The columns size and rate of products of this precision on this engine."""
+def products_of(engine: str, name: str, chip: Chip, library: str) -> tuple[float, float, float]:
+    """The columns size, rate and library of products of this precision on this engine."""
+    library = library_on(library, chip)
     size = float(precision(name).bits / 8)
-    return size, chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
+    if library in WIDE and size < _WIDEST and chip.has_peak(engine, "bf16"):
+        name, size = "bf16", float(_WIDEST)
+    rate = chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
+    return size, rate, LIBRARIES.index(library)
 
 
-def columns(sizes: AttentionSizes, kernels: int, size: float, rate: float) -> tuple[float, ...]:
+def columns(
+    sizes: AttentionSizes, kernels: int, size: float, rate: float, library: float
+) -> tuple[float, ...]:
     """The attention columns of a row with this many kernels of these sizes."""
-    return (kernels, *(float(getattr(sizes, name)) for name in _SIZES), size, rate)
+    return (kernels, *(float(getattr(sizes, name)) for name in _SIZES), size, rate, library)
 
 
 def column_data(rows: Sequence[tuple[float, ...]]) -> dict[str, Array]:
@@ -89,8 +95,14 @@ def attention_seconds_of(
     sizes = {name: data[f"attention {name}"][rows] for name in COLUMNS}
     kernels = sizes["kernels"]
     sizes["bytes"] = bytes_[rows] / kernels
-    numbers = attention_knobs(knobs.attention, chip)
-    single = attention_seconds(sizes, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
-    return rows, AttentionSeconds(
-        kernels * single.compute, kernels * single.memory, kernels * single.device
-    )
+    found = AttentionSeconds(*(np.zeros(len(rows)) for _ in range(3)))
+    for place, library in enumerate(LIBRARIES):
+        chosen = sizes["library"] == place
+        if not chosen.any():
+            continue
+        numbers = attention_knobs(knobs.attention, chip, library)
+        cases = {name: column[chosen] for name, column in sizes.items()}
+        single = attention_seconds(cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
+        for name in ("compute", "memory", "device"):
+            getattr(found, name)[chosen] = kernels[chosen] * getattr(single, name)
+    return rows, found

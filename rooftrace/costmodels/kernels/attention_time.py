@@ -46,6 +46,8 @@ _WIDTHS = 32
 _WARP_GROUPS = 2200
 """FLOP of bf16 per SM and clock beyond which kernels need the instructions of sm_90: A100 has
 2,048, H100 3,786 at its highest clock (less where a limit on power was measured along)."""
+_WIDE_ENGINE = 1500
+"""FLOP of bf16 per SM and clock of data-center GPUs; GeForce cards have 512."""
 _FEW = 0.8
 """FlashAttention 2 splits keys where blocks are fewer than this share of the SMs.  What fits one of
 its smaller tiles is taken to run on that kernel, too."""
@@ -76,7 +78,13 @@ PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, 
 FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0)
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3; memory-efficient.  For
-`vector` see `AMPERE`."""
+`vector` see `attention_libraries`."""
+FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
+TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
+"""Of flashinfer and of vLLM's Triton backend: heads of a group share a tile, keys are split."""
+LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton")
+"""Whose kernels these are; a case's `library` is a place here."""
+IDEAL = AttentionKnobs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,11 @@ class AttentionEngine:
         """Whether the chip runs FlashAttention 3, or the kernels of later chips."""
         return self.rate / self.clocks >= _WARP_GROUPS
 
+    @property
+    def wide(self) -> bool:
+        """Whether its matrix engines are as wide as those of data-center GPUs."""
+        return self.rate / self.clocks >= _WIDE_ENGINE
+
 
 def attention_engine(chip: Chip) -> AttentionEngine | None:
     """The chip as attention sees it; None without a matrix engine or a known SM count and clock."""
@@ -104,36 +117,6 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
     units, rate = int(chip.sm_count.value), chip.peak("matrix", "bf16")
     clocks, lanes = units * chip.clock.value, chip.peak("vector", "fp32") / 2
     return AttentionEngine(units, rate, clocks, lanes, chip.memory_bandwidth.value)
-
-
-# -- what measurements tell ------------------------------------------------------------------------
-
-
-IDEAL = AttentionKnobs()
-HOPPER = AttentionKnobs(
-    products=1.0, convert=0.65, stream=0.83,
-    start=1.6e-6, combine=1.5e-6, prepare=1.3e-6, request=1.3e-8,
-)  # fmt: skip
-"""FlashAttention 3 in vLLM 0.24 on H100 and H200, by benchmarks/accuracy/attention.py on published
-measurements (aiconfigurator's performance database, Apache-2.0).  The two GPUs' fits agree within
-an eighth, `request` and `combine` within a third.  `products` stays at the datasheet's rate; left
-free it is 1.1, with 0.78 for `convert`."""
-AMPERE = AttentionKnobs(
-    products=1.0, stream=0.7, start=1.3e-6, combine=7.1e-6, prepare=6.9e-6, request=6e-9
-)
-"""FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured.
-`products` and `FLASH2.vector` stand for each other there, since all heads are of one width; with
-products at their full rate the growth of published step times of eva and eva02 (timm, RTX 3090 and
-4090) over image sizes is met within 1 %.  `EFFICIENT.vector` is from that of tiny_vit: 60 on RTX
-4090, 110 on RTX 3090."""
-
-
-def attention_knobs(numbers: AttentionKnobs | str, chip: Chip) -> AttentionKnobs:
-    """The numbers themselves; for "usual", those of kernels like the ones this chip runs."""
-    if isinstance(numbers, AttentionKnobs):
-        return numbers
-    on = attention_engine(chip)
-    return HOPPER if on is not None and on.warp_groups else AMPERE
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -221,7 +204,8 @@ def attention_seconds(
     of one head that are computed), heads, kv_heads, width (of query and key), value_width, size and
     kv_size (bytes of what is multiplied, and of an element of key and value), rate (FLOP/s of the
     products), bytes (through HBM), masked (a mask of numbers: no flash kernel takes one), paged (a
-    cache in pages).  compute, memory, overlap: those of `Knobs`.
+    cache in pages), library (of LIBRARIES; without it the newest flash kernel of the chip).
+    compute, memory, overlap: those of `Knobs`.
     """
     import numpy as np
 
@@ -249,18 +233,24 @@ def _kernels(
     sizes: Mapping[str, Array], on: AttentionEngine
 ) -> Iterator[tuple[AttentionKernel, Flags]]:
     """The kernels that run, and which of the cases each runs."""
+    import numpy as np
+
     masked, paged = sizes["masked"] > 0, sizes["paged"] > 0
-    if on.warp_groups:
-        chosen = {EFFICIENT: masked, FLASH3: ~masked}
-    else:
-        blocks = attention_blocks(sizes, on.units, PAGED2)
-        few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
-        chosen = {
-            EFFICIENT: masked,
-            PAGED2: ~masked & paged,
-            SPLIT2: ~masked & ~paged & few,
-            FLASH2: ~masked & ~paged & ~few,
-        }
+    newest = np.full(len(masked), LIBRARIES.index("flash3" if on.warp_groups else "flash2"))
+    library = sizes.get("library", newest)
+    flash2 = ~masked & (library == LIBRARIES.index("flash2"))
+    blocks = attention_blocks(sizes, on.units, PAGED2)
+    few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
+    third = (library == LIBRARIES.index("flash3")) | (library == LIBRARIES.index("cudnn"))
+    chosen = {
+        EFFICIENT: masked,
+        FLASH3: ~masked & third,
+        PAGED2: flash2 & paged,
+        SPLIT2: flash2 & ~paged & few,
+        FLASH2: flash2 & ~paged & ~few,
+        FLASHINFER: ~masked & (library == LIBRARIES.index("flashinfer")),
+        TRITON: ~masked & (library == LIBRARIES.index("triton")),
+    }
     yield from ((kernel, rows) for kernel, rows in chosen.items() if rows.any())
 
 

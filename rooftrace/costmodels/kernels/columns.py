@@ -15,7 +15,9 @@ import numpy as np
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels import attention_rows, engines, tables
+from rooftrace.costmodels.kernels import attention_rows, engines
+from rooftrace.costmodels.kernels.kerneltables import KernelSeconds, KernelTable
+from rooftrace.costmodels.kernels.loads import misaligned, unit_of
 from rooftrace.costmodels.kernels.utilization import SIZES, matrix_engine, tile_shares
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
@@ -45,6 +47,7 @@ class WorkColumns:
     flop: Amount
     count: str = "useful"
     widths: tuple[float, float] | None = None
+    lined: str = ""
     rows: Amount | None = None
     columns: Amount | None = None
     inner: Amount | None = None
@@ -53,7 +56,13 @@ class WorkColumns:
     @property
     def key(self) -> Work:
         """What does not depend on sizes."""
-        return Work(self.operation, self.precision, count=self.count, widths=self.widths)
+        return Work(
+            self.operation,
+            self.precision,
+            count=self.count,
+            widths=self.widths,
+            lined=self.lined,
+        )
 
     @property
     def shape(self) -> tuple[Amount, Amount, Amount] | None:
@@ -184,8 +193,9 @@ def _peak_seconds(
         if work.count not in COMPUTED or not np.any(work.flop):
             continue
         rate: Amount
-        if work.operation == "vector" and use.eta_scalar is not None:
-            rate = use.eta_scalar * headline
+        if work.operation == "vector":
+            scalar = use.eta_scalar
+            rate = chip.peak("vector", work.precision) if scalar is None else scalar * headline
         elif use.tiles:
             rate, whole = _rates(work, chip, execution)
             rate = rate * _reached(execution, work)
@@ -251,7 +261,7 @@ def _full(amount: Amount, size: int) -> Array:
 
 def knob_seconds(
     kernel: KernelColumns, knobs: Knobs, chip: Chip, execution: ExecutionModel, layouts: bool
-) -> tables.KernelSeconds:
+) -> KernelSeconds:
     """Seconds [U] of one kernel by the formula of `knobs`, without a launch.
 
     layouts: whether convolutions copy their activations into another layout.
@@ -261,22 +271,22 @@ def knob_seconds(
     for cut in kernel.chunks():
         table = _table(kernel.part(cut), chip, execution)
         parts.append(table.seconds(knobs, layouts))
-    return tables.KernelSeconds(
+    return KernelSeconds(
         np.concatenate([part.compute for part in parts]),
         np.concatenate([part.memory for part in parts]),
         np.concatenate([part.device for part in parts]),
     )
 
 
-def _table(kernel: KernelColumns, chip: Chip, execution: ExecutionModel) -> tables.KernelTable:
+def _table(kernel: KernelColumns, chip: Chip, execution: ExecutionModel) -> KernelTable:
     """A table with a row for each size of one kernel."""
     amounts = {"count": 1.0, "bytes": kernel.bytes, "warm": kernel.warm, "moved": kernel.moved}
     amounts |= _work_columns(kernel, chip, execution) | _attention(kernel, chip, execution)
     data = {name: _full(amount, kernel.size) for name, amount in amounts.items()}
-    return tables.KernelTable(chip, np.full(kernel.size, CLASSES.index(kernel.kind)), data)
+    return KernelTable(chip, np.full(kernel.size, CLASSES.index(kernel.kind)), data)
 
 
-_PRODUCT = ("flop", "rate", *SIZES)
+_PRODUCT = ("flop", "rate", *SIZES, "unit", "odd")
 
 
 def _work_columns(
@@ -286,15 +296,19 @@ def _work_columns(
     vector: Amount = 0.0
     matrix: Amount = 0.0
     most: Amount = 0.0  # seconds of the largest product so far
+    rows_odd: Amount = 0.0  # whether rows of vector work are misaligned
     largest: dict[str, Amount] = {**dict.fromkeys(_PRODUCT, 0.0), "rate": 1.0}
     for work in kernel.works:
         if work.count not in COMPUTED or not np.any(work.flop):
             continue
         rate, whole = _rates(work, chip, execution)
-        seconds = work.flop / rate
         if work.operation not in MATRIX:
-            vector = vector + seconds
+            limit = engines.reached(work.rows, work.inner, chip)
+            vector = vector + work.flop / np.minimum(rate, limit)
+            if work.lined and work.columns is not None:
+                rows_odd = np.maximum(rows_odd, misaligned(work.key, {"N": work.columns}))
             continue
+        seconds = work.flop / rate
         if work.shape is None:
             matrix = matrix + seconds
             continue
@@ -303,12 +317,26 @@ def _work_columns(
         matrix = matrix + np.where(larger, most, seconds)
         most = np.where(larger, seconds, most)
         widths = engines.stored_widths(work.key)
-        numbers = (work.flop, rate, *work.shape, _products(work), *widths, whole)
+        unit, odd = _unit_and_odd(work, chip, execution)
+        numbers = (work.flop, rate, *work.shape, _products(work), *widths, whole, unit, odd)
         largest = {
             name: np.where(larger, number, largest[name])
             for name, number in zip(_PRODUCT, numbers, strict=True)
         }
+    largest["odd"] = np.where(np.asarray(largest["flop"]) > 0, largest["odd"], rows_odd)
     return {"vector": vector, "matrix": matrix, **largest}
+
+
+def _unit_and_odd(
+    work: WorkColumns, chip: Chip, execution: ExecutionModel
+) -> tuple[Amount, Amount]:
+    """The columns `unit` and `odd` of a product whose sizes are known."""
+    assert work.shape is not None
+    _, whole = _rates(work, chip, execution)
+    tiled, streamed = engines.engine_of(work.key, chip, execution), engines.STREAMING
+    on = tiled if tiled[0] == "vector" else streamed
+    unit = np.where(np.asarray(whole) > 0, unit_of(*tiled), unit_of(*on))
+    return unit, misaligned(work.key, dict(zip("MNK", work.shape, strict=True)))
 
 
 def _attention(kernel: KernelColumns, chip: Chip, execution: ExecutionModel) -> dict[str, Amount]:
@@ -328,11 +356,11 @@ def _attention(kernel: KernelColumns, chip: Chip, execution: ExecutionModel) -> 
     chosen: dict[str, Amount] = dict.fromkeys(attention_rows.COLUMNS, 0.0)
     most: Amount = 0.0
     for sizes, flop, engine in known:
-        size, rate = attention_rows.products_of(*engine, chip)
+        size, rate, library = attention_rows.products_of(*engine, chip, execution.attention_library)
         each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
         kernels = np.maximum(1.0, np.rint(flop / np.maximum(each, 1)))
         larger = (flop > most) | ((flop == most) & (sizes["keys"] > chosen["keys"]) & (flop > 0))
-        columns = {**sizes, "kernels": kernels, "size": size, "rate": rate}
+        columns = {**sizes, "kernels": kernels, "size": size, "rate": rate, "library": library}
         chosen = {
             name: np.where(larger, columns.get(name, 0.0), before)
             for name, before in chosen.items()

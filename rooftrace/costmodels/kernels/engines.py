@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rooftrace.costmodels.costs import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
@@ -14,6 +15,20 @@ from rooftrace.hardware.units import format_traffic
 
 STREAMING = ("vector", "fp32")
 """The engine and precision of a product that streams one matrix past a few vectors."""
+
+WAIT = 280e-9
+"""Seconds that a thread of a GPU waits for what it loads.  Steps of efficientformerv2 on RTX 3090
+and 4090, most of whose time is upsampling, take 250 to 300 ns for each value of a thread."""
+
+
+def reached(rows: Any, inner: Any, chip: Chip) -> Any:
+    """FLOP/s that threads reach which wait for memory; infinite where nothing says how many.
+
+    rows, inner: of vector work (see `Work`), numbers or arrays.
+    """
+    if rows is None or inner is None or chip.kind != "gpu":
+        return math.inf
+    return rows * inner / WAIT
 
 
 def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
@@ -51,10 +66,10 @@ def compute_seconds(
     for work, flop in cost.work.items():
         if work.count not in COMPUTED:
             continue
-        if work.operation == "vector" and utilization.eta_scalar is not None:
-            rate = utilization.eta_scalar * headline
+        if work.operation == "vector":
+            scalar = utilization.eta_scalar
+            rate = chip.peak("vector", work.precision) if scalar is None else scalar * headline
         else:
-            # eta() is 1 for vector work: it has no rows.
             tiles = utilization.tiles
             engine = (product_engine if tiles else engine_of)(work, chip, execution)
             rate = chip.peak(*engine) * utilization.eta(work.rows)

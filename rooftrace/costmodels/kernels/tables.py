@@ -1,7 +1,4 @@
-"""Seconds of many kernels at once from calibrated constants; predictions and fits both use it.
-
-The formulas work on arrays, since a fit evaluates thousands of kernels hundreds of times.
-"""
+"""Tables of kernels: those of a plan, of measurements, or single ones with other sizes."""
 
 from __future__ import annotations
 
@@ -14,21 +11,23 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.attention_rows import (
     NO_ATTENTION,
     attention_row,
-    attention_seconds_of,
     column_data,
 )
-from rooftrace.costmodels.kernels.attention_time import attention_engine
-from rooftrace.costmodels.kernels.engines import compute_seconds, product_engine, stored_widths
+from rooftrace.costmodels.kernels.engines import (
+    compute_seconds,
+    product_engine,
+    reached,
+    stored_widths,
+)
+from rooftrace.costmodels.kernels.kerneltables import KernelTable
+from rooftrace.costmodels.kernels.loads import odd_rows, unit_of
 from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.reuse import warm_bytes
 from rooftrace.costmodels.kernels.utilization import (
     SIZES,
     MatrixEngine,
     TileChoice,
-    TileTerms,
     matrix_engine,
-    p_norm,
-    tile_terms,
 )
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
@@ -42,87 +41,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _COLUMNS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", "rows",
-            "columns", "inner", "products", "width_a", "width_b", "whole")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class KernelSeconds:
-    """Seconds of one kernel of each row; `device` is the whole of it, without a launch.
-
-    choice: the tile and split of each row's product (see `TileChoice.at`), -1 where it has none or
-    is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
-    once.  Both None where they were not worked out.
-    """
-
-    compute: Array
-    memory: Array
-    device: Array
-    choice: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    untiled: Array | None = None
-
-
-@dataclass(frozen=True)
-class KernelTable:
-    """Kernels on one chip, a row each; equal ones stand once.
-
-    data has a column for each of these names, and those of `attention_rows`:
-      count               how many kernels the row stands for
-      bytes, warm         through HBM; and how many of them the last cache still holds
-      moved               bytes that are no weights, of kernels that may copy layouts
-      vector, matrix      seconds at the peak: vector work; matrix work beside the largest product
-      flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
-      rows, columns,
-      inner, products     sizes of that product, and how many of them one kernel has
-      width_a, width_b    bytes of a stored element of its operands
-      whole               whether its tiles are computed whole (see `tile_terms`)
-    """
-
-    chip: Chip
-    kind: np.ndarray[Any, np.dtype[np.int64]]  # position in CLASSES
-    data: dict[str, Array]
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    @property
-    def has_tiles(self) -> bool:
-        """Whether products are timed by tiles: the chip's SM count and clock are known."""
-        return matrix_engine(self.chip, 1.0) is not None
-
-    @property
-    def has_attention_blocks(self) -> bool:
-        """Whether attention is timed by its blocks: the chip's SMs and bf16 rate are known."""
-        return attention_engine(self.chip) is not None
-
-    def tiles(self, knobs: Knobs) -> TileTerms | None:
-        """What each tile takes for the rows that have a product; None without `has_tiles`.
-
-        It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
-        """
-        engine = matrix_engine(self.chip, 1.0)
-        if engine is None:
-            return None
-        tiled = self.data["flop"] > 0
-        columns = {name: column[tiled] for name, column in self.data.items()}
-        return tile_terms(columns, engine.units, knobs.tiling)
-
-    def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
-        """Seconds of one kernel of each row, by the formula of `knobs`.
-
-        Attention takes the formula of `attention_time`, where its blocks are known.  layouts:
-        whether convolutions copy their activations into another layout.  terms: those of `tiles`,
-        to compute them once for many knobs.
-        """
-        result = _shared_seconds(self, knobs, layouts, terms)
-        sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
-        blocks = attention_seconds_of(self.data, sent, self.chip, knobs)
-        if blocks is not None:
-            rows, by_blocks = blocks
-            result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
-            result.device[rows] = by_blocks.device
-            if result.choice is not None and result.untiled is not None:
-                result.choice[rows], result.untiled[rows] = -1, by_blocks.device
-        return result
+            "columns", "inner", "products", "width_a", "width_b", "whole", "unit",
+            "odd")  # fmt: skip
 
 
 def kernel_table(
@@ -185,7 +105,7 @@ def table(
     attention: Sequence[tuple[float, ...]] | None = None,
 ) -> KernelTable:
     """A table of rows whose numbers stand in the order count, bytes, warm, moved, vector, matrix,
-    flop, rate, rows, columns, inner, products, width_a, width_b, whole; and those of
+    flop, rate, rows, columns, inner, products, width_a, width_b, whole, unit, odd; and those of
     `attention_rows`, if given."""
     import numpy as np
 
@@ -203,20 +123,22 @@ def kernel_row(
     for work, flop in cost.work.items():
         if work.count not in COMPUTED or (work.operation in MATRIX and _has_shape(work)):
             continue
-        seconds = flop / chip.peak(*product_engine(work, chip, execution))
+        rate = chip.peak(*product_engine(work, chip, execution))
         if work.operation in MATRIX:
-            matrix += seconds
+            matrix += flop / rate
         else:
-            vector += seconds
+            vector += flop / min(rate, reached(work.rows, work.inner, chip))
     products = plain_products(cost, chip, execution)
     if not products:
-        return (cost.bytes(), warm, moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+        odd = any(odd_rows(work) for work in cost.work if work.operation == "vector")
+        return (cost.bytes(), warm, moved, vector, matrix, 0, 1, *[0] * 8, odd)
     work, flop, rate, whole = products[-1]
     assert work.shape is not None
     rows, columns, inner = work.shape
     matrix += sum(flop / rate for _, flop, rate, _ in products[:-1])
     count = max(1, round(flop / (2 * rows * columns * inner)))
-    sizes = (rows, columns, inner, count, *stored_widths(work), whole)
+    unit = unit_of(*product_engine(work, chip, execution))
+    sizes = (rows, columns, inner, count, *stored_widths(work), whole, unit, odd_rows(work))
     return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *sizes)
 
 
@@ -237,55 +159,6 @@ def plain_products(
 
 def _has_shape(work: Work) -> bool:
     return work.shape is not None and 0 not in work.shape
-
-
-def _shared_seconds(
-    table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None
-) -> KernelSeconds:
-    """Seconds per row from class shares only, before attention takes those of its blocks."""
-    import numpy as np
-
-    d, chip = table.data, table.chip
-    shares = [knobs.share(name) for name in CLASSES]
-    compute = knobs.compute * np.array([s.compute for s in shares])[table.kind]
-    memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
-    layout = np.array([s.layout for s in shares])[table.kind] if layouts else 0.0
-    aside = np.array([s.engine == "vector" for s in shares])[table.kind]
-    bandwidth = chip.memory_bandwidth.value
-
-    touched = d["bytes"] + layout * d["moved"]
-    t_memory = touched / (bandwidth * memory)
-    if knobs.cache != 1:
-        # The memory's rate and the kernel's rate: the slower of the two holds.
-        sent = touched - d["warm"] * (1 - 1 / knobs.cache)
-        t_memory = np.maximum(sent / (bandwidth * knobs.memory), t_memory)
-    rest = (d["vector"] + d["matrix"]) / compute
-    product = d["flop"] / (d["rate"] * compute)
-    slow = chip.peak("vector", "fp32") if aside.any() else 1.0
-    product = np.where(aside, d["flop"] / (slow * compute), product)
-    engine = matrix_engine(chip, 1.0)
-    t_compute = rest + product
-    tiled = np.flatnonzero(d["flop"] > 0)
-    device = p_norm(knobs.overlap, t_compute, t_memory)
-    choice = np.full(len(table), -1, dtype=np.int64)
-    if engine is None or not len(tiled):
-        return KernelSeconds(t_compute, t_memory, device, choice, device)
-    terms = terms or table.tiles(knobs)
-    assert terms is not None
-    work = terms.flop / (d["rate"] * compute)[tiled, None] + rest[tiled, None]
-    feed = terms.feed / (engine.cache * knobs.tiling.feed)
-    spill = terms.spill / (bandwidth * knobs.memory) + terms.split * knobs.tiling.split
-    moved = t_memory[tiled, None] / terms.busy
-    whole = p_norm(knobs.overlap, work, feed, moved) + spill
-    best = (np.arange(len(tiled)), whole.argmin(axis=1))
-    by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
-    untiled, device = device, device.copy()
-    on_matrix = ~aside[tiled]
-    rows = tiled[on_matrix]
-    choice[rows] = best[1][on_matrix]
-    t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
-    device[rows] = whole[best][on_matrix]
-    return KernelSeconds(t_compute, t_memory, device, choice, untiled)
 
 
 # -- single kernels, as they are or with other sizes, and how their products are tiled -------------

@@ -103,6 +103,8 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     flop *= done
     flop *= depth + tiling.prologue
     np.copyto(flop, np.inf, where=is_split & (split * _DEPTH > inner))
+    if tiling.pick == "rows":
+        np.copyto(flop, np.inf, where=is_split | ~_by_rows(a, b, rows))
     share *= tiling.busy
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
     spill = np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0)
@@ -112,6 +114,23 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
             for term in (flop, feed, spill, np.minimum(1.0, share, out=share), is_split)
         )
     )
+
+
+def _by_rows(a: Array, b: Array, rows: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which tiles a library takes that looks at the rows of C alone: [tiles, 1, products].
+
+    So do the fp8 kernels of CUTLASS in vLLM (csrc/quantization/cutlass_w8a8): 128 x 128 above 128
+    rows, 64 x 128 above 64, 64 x 64 below, or as narrow as 16 with operands swapped.
+    """
+    import numpy as np
+
+    small = np.minimum(a, b) <= 64
+    found: np.ndarray[Any, np.dtype[np.bool_]] = np.where(
+        rows > 128,
+        (a == 128) & (b == 128),
+        np.where(rows > 64, (a == 64) & (b == 128), small & (np.maximum(a, b) == 64)),
+    )
+    return found
 
 
 @cache

@@ -1,6 +1,8 @@
 """Names of the classes of kernels; those of one class reach similar shares of a chip's peaks."""
 
 from rooftrace.costmodels.registry import KINDS
+from rooftrace.hardware.chip import ENGINES
+from rooftrace.hardware.precisions import PRECISIONS, compute_family
 
 LAST = ", channels last"
 """Suffix of the classes for images with channels last, where eager kernels differ.  If a knob file
@@ -23,3 +25,9 @@ CLASSES = (
 )
 """Every class, matrix work first.  A group is in the first class that one of its ops has.
 """
+UNITS = tuple(
+    f"{engine} {family}"
+    for engine in ENGINES
+    for family in dict.fromkeys(compute_family(name) for name in PRECISIONS)
+)
+"""Every engine in every precision that a chip may have a rate for, as in "vector fp32"."""

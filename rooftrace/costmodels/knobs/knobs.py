@@ -3,11 +3,9 @@
 A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-           or, where that is longer, the time of the memory without that share, in which bytes that
-           the last cache still holds (see `reuse`) count 1 / cache each.
-So a cache makes no kernel faster than the rate at which its own code asks for bytes, which is the
-memory's unless its share is above 1.
+           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
 compute and memory are what a chip sustains; the shares differ little between chips of a kind.
+Where pace is not 1, all of these times, and those of the host, are divided by it.
 Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
 known; its shares are for the rest.
 """
@@ -26,7 +24,14 @@ from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
-from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.costmodels.intervals.residuals import (
+    LEVEL,
+    NO_FIT,
+    USES,
+    Residuals,
+    normal_ends,
+)
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST, UNITS
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
 
@@ -78,10 +83,11 @@ class Share:
     memory: float = 1.0
     engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
     layout: float = 0.0  # hidden copies into another layout, in multiples of activation bytes
+    odd: float = 1.0  # how often as long a kernel takes whose rows are not aligned to its loads
     spread: float = 0.0  # relative standard deviation of measured kernels around the prediction
 
     def __post_init__(self) -> None:
-        _check_numbers(self, above=("compute", "memory"))
+        _check_numbers(self, above=("compute", "memory", "odd"))
         if self.engine not in ("matrix", "vector"):
             raise KnobsError(f"engine={self.engine!r:.60}: expected matrix or vector")
 
@@ -97,9 +103,12 @@ class Tiling:
     split: float = 0.0  # seconds that a product takes on top where its K is split
     feed: float = 1.0  # share of the L2 bandwidth that tiles get
     busy: float = float("inf")  # share of HBM bandwidth that one block per SM reaches; may pass 1
+    pick: str = "best"  # the tile and split that suit each product; "rows": see `tile_terms`
 
     def __post_init__(self) -> None:
         _check_numbers(self, above=("feed", "busy"))
+        if self.pick not in ("best", "rows"):
+            raise KnobsError(f"pick={self.pick!r:.60}: expected best or rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +132,10 @@ class AttentionKnobs:
 
 
 _NUMBERS = (
-    "compute", "memory", "cache", "overlap", "launch", "dispatch", "view", "call", "spread"
+    "pace", "compute", "memory", "cache", "overlap", "launch", "dispatch", "view", "call", "spread"
 )  # fmt: skip
+_PLAIN_NUMBERS = (("cache", 1.0), ("pace", 1.0))
+"""Numbers that a file leaves out."""
 USUAL = "usual"
 """Stands for the numbers that are usual for the chip's generation."""
 
@@ -146,10 +157,16 @@ class Knobs:
     # Free text by key (from, cases, date, error ...); shown, never computed with.
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
+    # Of engines where products do not reach the share of their class: "vector fp32" and its like.
+    engines: Mapping[str, float] = field(default_factory=dict, hash=False)
     view: float | None = None  # seconds of a view on the host, eager; None: the chip's
     call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
     # Factors on what rules count as bytes; None: bytes are as rules count them.
     traffic: ByteFactors | None = None
+    pace: float = 1.0  # all kernels, launches and the host over what the other numbers say
+    use: str = NO_FIT  # what was fitted to the chip: one of `USES`
+    # Ends of intervals by what was fitted; hash and equality: they change no time.
+    residuals: Mapping[str, Residuals] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         return short(
@@ -159,7 +176,10 @@ class Knobs:
         )
 
     def __post_init__(self) -> None:
-        _check_numbers(self, above=("compute", "memory"))
+        _check_numbers(self, above=("compute", "memory", "pace"))
+        for name in (self.use, *self.residuals):
+            if name not in USES:
+                raise KnobsError(f"use {name!r:.60}: expected one of {', '.join(USES)}")
         for name in ("overlap", "cache"):
             if getattr(self, name) < 1:
                 raise KnobsError(f"{name}={getattr(self, name)!r}: expected a number of at least 1")
@@ -170,6 +190,13 @@ class Knobs:
             raise KnobsError(
                 f"attention={self.attention!r:.60}: expected a table of numbers, or {USUAL!r}"
             )
+        for name, share in self.engines.items():
+            if name not in UNITS:
+                raise KnobsError(f"engines {name!r:.60}: expected one of {'; '.join(UNITS)}")
+            if not _is_share(share):
+                raise KnobsError(
+                    f"engines.{name}={share!r:.60}: expected a share of its rate, 2 at most"
+                )
 
     def share(self, name: str) -> Share:
         """The share of a class of kernels; of the class without layout where it has none."""
@@ -185,26 +212,50 @@ class Knobs:
         return replace(self, shares=shares)
 
     @staticmethod
-    @functools.cache
-    def typical(kind: str, compiled: bool) -> Knobs:
-        """What kernels typically reach on a kind of chip ("gpu" or "cpu"), eager or compiled."""
-        how = "compiled" if compiled else "eager"
-        return load_knobs("typical-cpu" if kind == "cpu" else f"typical-{how}")
+    def typical(chip: Chip, compiled: bool, sustained: bool = True) -> Knobs:
+        """What kernels typically reach on a chip, eager or compiled, before anything is fitted.
+
+        The shares of its kind; on chips whose matrix engines are as wide as those of A100 or of
+        H100 the numbers that their kernels have instead; then what this chip is known to sustain
+        (`Chip.sustained_compute` and `sustained_memory`).  sustained: False: without the latter, as
+        a kernel alone runs.
+        """
+        knobs = _typical(chip.kind, compiled, (chip.kind == "gpu" and generation(chip)) or "")
+        if not sustained:
+            return knobs
+        compute, memory = chip.sustained_compute, chip.sustained_memory
+        if compute is not None:
+            knobs = replace(knobs, compute=knobs.compute * compute.value)
+        if memory is not None:
+            knobs = replace(knobs, memory=knobs.memory * memory.value)
+        return knobs
 
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
-        return chip.kernel_gap.value if self.launch is None else self.launch
+        return (chip.kernel_gap.value if self.launch is None else self.launch) / self.pace
+
+    def ends(self, level: float = LEVEL) -> tuple[float, float]:
+        """Where an interval that holds this share of steps ends, in standard deviations of a step.
+
+        By the residuals of this use; without any, those of a normal distribution.
+        """
+        known = self.residuals.get(self.use)
+        return normal_ends(level) if known is None else known.ends(level)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict with the keys of a knob file."""
         result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is not None and value != math.inf and (name, value) != ("cache", 1.0):
+            if value is not None and value != math.inf and (name, value) not in _PLAIN_NUMBERS:
                 result[name] = value
+        if self.use != NO_FIT:
+            result["use"] = self.use
         tiling = _changed(self.tiling, Tiling())
         if tiling:
             result["tiling"] = tiling
+        if self.engines:
+            result["engines"] = dict(self.engines)
         if isinstance(self.attention, str):
             result["attention"] = self.attention
         elif attention := _changed(self.attention, AttentionKnobs()):
@@ -218,6 +269,11 @@ class Knobs:
                     kind: _changed(factor, ByteFactor())
                     for kind, factor in self.traffic.factors.items()
                 },
+            }
+        if self.residuals:
+            result["residuals"] = {
+                name: {f.name: getattr(ends, f.name) for f in fields(ends)}
+                for name, ends in self.residuals.items()
             }
         result["share"] = {name: _changed(share, PLAIN) for name, share in self.shares.items()}
         return result
@@ -237,10 +293,46 @@ class Knobs:
             raise KnobsError(f"{where}: {error}") from None
 
 
+def _is_share(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and _LEAST <= value <= 2
+
+
 def _changed(record: Any, default: Any) -> dict[str, Any]:
     """The fields of a record that differ from those of `default`."""
     names = [f.name for f in fields(record)]
     return {n: getattr(record, n) for n in names if getattr(record, n) != getattr(default, n)}
+
+
+# -- typical ones ----------------------------------------------------------------------------------
+
+GENERATIONS = (("hopper", 2200.0), ("ampere", 1500.0))
+"""Files of what differs from other GPUs, and the FLOP of bf16 per SM and clock from which each
+holds: A100 has 2,048, H100 3,786 at its highest clock, GeForce cards 512."""
+
+
+def generation(chip: Chip) -> str | None:
+    """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
+    if chip.vendor != "NVIDIA" or not chip.has_peak("matrix", "bf16"):
+        return None
+    if chip.sm_count is None or chip.clock is None:
+        return None
+    width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
+    return next((name for name, least in GENERATIONS if width >= least), None)
+
+
+@functools.cache
+def _typical(kind: str, compiled: bool, of: str) -> Knobs:
+    """Typical shares of a kind of chip, with the numbers of a generation in place of some."""
+    how = "compiled" if compiled else "eager"
+    name = "typical-cpu" if kind == "cpu" else f"typical-{how}"
+    if not of:
+        return load_knobs(name)
+    base, path = load_knobs(name).to_dict(), _SHIPPED / "generations" / f"{of}.toml"
+    own = toml_of(text_of(path, _KIND), str(path), _KIND)
+    for table in ("source", "share"):
+        own[table] = {**base[table], **own.get(table, {})}
+    return Knobs.from_dict({**base, **own, "title": f"{own['title']} ({how})"}, str(path))
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -272,8 +364,9 @@ def shipped_knobs() -> tuple[str, ...]:
 def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
     data = knobs.to_dict()
-    shares = data.pop("share")
-    names = [n for n in ("source", "tiling", "attention") if isinstance(data.get(n), Mapping)]
+    shares, residuals = data.pop("share"), data.pop("residuals", {})
+    sections = ("source", "tiling", "attention", "engines")
+    names = [name for name in sections if isinstance(data.get(name), Mapping)]
     tables = {name: data.pop(name) for name in names}
     if "traffic" in data:
         tables["traffic"] = data.pop("traffic")
@@ -281,6 +374,8 @@ def dump_knobs(knobs: Knobs) -> str:
     lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]
+    for name, ends in residuals.items():
+        lines += ["", f"[residuals.{_key(name)}]", *(f"{k} = {_toml(v)}" for k, v in ends.items())]
     if shares:
         lines += ["", "[share]"]
         lines += [f"{_key(name)} = {_toml(share)}" for name, share in shares.items()]

@@ -103,6 +103,7 @@ class Asked:
     microbatches: int | None = None
     assume: dict[str, str | bool | int | float] = field(default_factory=dict)
     repeats: bool = True
+    torch: str | None = None  # the release that runs it
     trust_remote_code: bool = False
 
     def changed(self) -> dict[str, Any]:

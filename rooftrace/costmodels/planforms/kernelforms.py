@@ -96,7 +96,8 @@ class KernelForm:
         """Equal for kernels of equal columns."""
         numbers = self.numbers
         works = tuple(
-            (w.operation, w.precision, w.count, w.widths, w.attention is None) for w in numbers.work
+            (w.operation, w.precision, w.count, w.widths, w.lined, w.attention is None)
+            for w in numbers.work
         )
         return (numbers.kind, numbers.spread_kind, works, self.flops, self.sizes, self.attention,
                 self.traffic)  # fmt: skip
@@ -138,6 +139,7 @@ def columns_of(kernels: Sequence[KernelForm], points: Points) -> KernelColumns:
                 flop=told(kernel.flops[number]),
                 count=work.count,
                 widths=work.widths,
+                lined=work.lined,
                 rows=rows,
                 columns=width,
                 inner=inner,

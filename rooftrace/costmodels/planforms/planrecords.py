@@ -29,6 +29,7 @@ class WorkNumbers(Struct, frozen=True):
     inner: float | None
     attention: AttentionSizes | None
     widths: tuple[float, float] | None
+    lined: str
     flop: int
 
 
@@ -150,6 +151,7 @@ def _group(
                 work.inner,
                 work.attention,
                 work.widths,
+                work.lined,
                 flop,
             )
             for work, flop in cost.work.items()

@@ -9,6 +9,7 @@ from rooftrace._extensions import owner
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup
 from rooftrace.costmodels.registry import find_rule, users_rules
+from rooftrace.costmodels.rewriting import marks
 from rooftrace.errors import hint
 from rooftrace.hardware.units import format_flops, plural
 from rooftrace.tracer.graph import Op, OpGraph
@@ -27,6 +28,19 @@ def given_formulas(graph: OpGraph) -> tuple[str, ...]:
             calls[op.name] += graph.times(op)
     named = ", ".join(f"{name} x{count}" for name, count in calls.items())
     return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
+
+
+def attention_apart(graph: OpGraph) -> tuple[str, ...]:
+    """A sentence for each reason for which CUDA has no kernel for an attention."""
+    calls: Counter[str] = Counter()
+    for op in graph.ops:
+        if marks.UNFUSED in op.facts:
+            calls[str(op.facts[marks.UNFUSED])] += graph.times(op)
+    return tuple(
+        f"{plural(count, 'attention')} without a kernel of {'its' if count == 1 else 'their'} own "
+        f"on CUDA, as {why}: products and a softmax, with the scores in HBM"
+        for why, count in calls.items()
+    )
 
 
 def rules_of_no_op(graph: OpGraph) -> tuple[str, ...]:

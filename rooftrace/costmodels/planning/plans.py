@@ -18,6 +18,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import FusionGroup, fuse
 from rooftrace.costmodels.memory import Memory, memory
 from rooftrace.costmodels.planning.advice import (
+    attention_apart,
     cache_products,
     given_formulas,
     joined_by_users,
@@ -227,6 +228,7 @@ def _planned(
         compulsory=moved.compulsory_bytes(rewritten, op_costs),
         notes=(
             *notes,
+            *attention_apart(rewritten),
             *given_formulas(rewritten),
             *unknown_groups(rewritten, op_costs),
             *cache_products(rewritten, op_costs),

@@ -1,6 +1,4 @@
-from rooftrace.costmodels.rewriting.editing import (
-    WRITTEN_OUT as WRITTEN_OUT,
-)
+from rooftrace.costmodels.rewriting import marks as marks
 from rooftrace.costmodels.rewriting.rewrites import (
     applicable as applicable,
     check_precisions as check_precisions,

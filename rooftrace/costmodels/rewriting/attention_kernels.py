@@ -12,12 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
-    WRITTEN_OUT,
+    ATTENTION_BACKWARD,
     Editor,
     operand,
 )
+from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, UNFUSED, WRITTEN_OUT
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -36,7 +39,8 @@ def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     It does so only where nothing else reads the values in between, so that the score matrix can
     stay on the chip.  In training backward reads the probabilities, so the attention stays as it
     was written.  The new graph is for pricing only: it drops a scale that is a tensor, and the
-    number that a mask fills in.
+    number that a mask fills in.  Attention that PyTorch itself takes apart, since it has no kernel
+    for it, stays so: a compiler that meets it has none either.
     """
     finder = _Finder(graph)
     inner: set[int] = set()
@@ -53,6 +57,31 @@ def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     edit = Editor(graph)
     edit.rewrite(last, partial(_emit_flash, edit), dropped=inner)
     return edit.done(), sum(graph.times(chain.last) for chain in last.values())
+
+
+_PATTERNED = ("none", "causal", "sliding-window", "padding")
+"""Masks that a flash kernel skips by."""
+
+
+def with_libraries(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Which attentions run on the memory-efficient kernel, as a fact of each op.
+
+    Flash attention takes fp16 and bf16 (`check_dtypes_flash_attention` of ATen's sdp_utils.cpp),
+    and no mask of numbers (`check_for_attn_mask`).  Hand-written attention calls no library.
+    """
+    ops, count = [], 0
+    for op in graph.ops:
+        if op.target in (ATTENTION, ATTENTION_BACKWARD) and WRITTEN_OUT not in op.facts:
+            wide = precision(graph.values[operand(op, "query").id].dtype).bits > _HALF
+            masked = isinstance(op.arguments.get("mask"), Ref)
+            if wide or (masked and op.facts.get("mask") not in _PATTERNED):
+                op = replace(op, facts={**op.facts, LIBRARY: EFFICIENT})
+                count += graph.times(op)
+        ops.append(op)
+    return (graph.replace(ops=tuple(ops)), count) if count else (graph, 0)
+
+
+_HALF = 16  # bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +181,8 @@ class _Finder:
                 return _Chain(first, op, frozenset(inner), mask, scale, dropout) if ends else None
             others = [i for i in op.inputs if values[i].storage != storage]
             alone = all(values[i].elements == 1 for i in others)
+            if UNFUSED in op.facts:
+                return None
             if op.name in _SOFTMAX and not softmax and self._along_keys(op, scores):
                 softmax = True
             elif op.name in _SCALES and not softmax and alone:

@@ -17,8 +17,6 @@ ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
 LATENT_ATTENTION = "rooftrace.latent_attention.default"
 PACKED_ATTENTION = "rooftrace.packed_attention.default"
 PACKED_LATENT_ATTENTION = "rooftrace.packed_latent_attention.default"
-WRITTEN_OUT = "written_out"
-"""Fact of an attention that calls no library's kernel, so that its tiles are not known."""
 
 
 class Editor:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
+from rooftrace.costmodels.rewriting.attention_kernels import (
+    flash_from_products,
+    with_libraries,
+)
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, with_form
 from rooftrace.costmodels.rewriting.table import REWRITES, Rewrite
 from rooftrace.costmodels.rewriting.unused import letting_go, without_dead_ops
 from rooftrace.hardware.precisions import PrecisionError, precision
@@ -70,6 +75,10 @@ def rewrite(
         "write",
         "the new rows only, into a cache that has room",
     )
+    graph, _ = with_libraries(graph)
+    for form in EAGER_FORMS:
+        wanted = execution.fusion == "none" or (form.compiled and detected)
+        change(wanted, partial(with_form, form), form.noun, form.verb, form.rest)
     change(
         detected,
         without_dead_ops,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.costs import AttentionSizes, Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rewriting import WRITTEN_OUT
+from rooftrace.costmodels.rewriting import marks
 from rooftrace.costmodels.rules.common import product_precision, share, vector
 from rooftrace.hardware.precisions import precision as format_of
 from rooftrace.tracer.asking import RequestLengths
@@ -115,7 +115,7 @@ def _shape(
         pairs = min(int(visible), queries * length)
         keys = min(length, pairs) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
-    kernel = None if op.fact(WRITTEN_OUT) else AttentionSizes(
+    kernel = None if op.fact(marks.WRITTEN_OUT) else AttentionSizes(
         batch=batch,
         queries=queries,
         keys=length,
@@ -125,7 +125,8 @@ def _shape(
         width=e,
         value_width=ev,
         kv_size=float(format_of(stored.dtype).bits / 8),
-        masked=_mask(op) is not None and op.fact("mask") not in _PATTERNED,
+        masked=op.fact(marks.LIBRARY) == marks.EFFICIENT
+        or (_mask(op) is not None and op.fact("mask") not in _PATTERNED),
         backward="backward" in op.target,
     )  # fmt: skip
     return AttentionShape(

@@ -28,6 +28,23 @@ def vector_precision(op: OpView) -> str:
     return "fp64" if wide else "fp32"
 
 
+def along_rows(op: OpView, flop: int, row: TensorView, length: int) -> Cost:
+    """`vector` work that goes along rows of `length` elements of a tensor, one after the other.
+
+    The rows lie in memory as such only if the last dimension is the one that they go along.
+    """
+    if not has_arithmetic(op):
+        return Cost()
+    width, whole = stored_width(row), length == (row.shape[-1] if row.dim else 1)
+    return Cost.of(
+        vector=flop,
+        precision=vector_precision(op),
+        columns=length if whole else None,
+        widths=(width, width),
+        lined="N" if whole else "",
+    )
+
+
 def vector(op: OpView, flop: int, count: str = "useful") -> Cost:
     """`flop` on the vector engine, none if the op is on integers."""
     if not has_arithmetic(op):
@@ -54,6 +71,18 @@ def stored_width(tensor: TensorView) -> float:
 def widths(a: TensorView, b: TensorView) -> tuple[float, float]:
     """`stored_width` of the two operands of a product."""
     return stored_width(a), stored_width(b)
+
+
+def lined(a: TensorView, b: TensorView, of_a: str = "MK", of_b: str = "KN") -> str:
+    """Which of M, N and K are lengths of rows in memory: those of A, of B and of the result.
+
+    of_a, of_b: what the last two sizes of the operands are.  The result has rows of N.
+    """
+    found = {"N"}
+    for tensor, names in ((a, of_a), (b, of_b)):
+        pair = list(zip(tensor.stride[-2:], names[-tensor.dim :], strict=False))
+        found.update([name for stride, name in reversed(pair) if stride == 1][:1])
+    return "".join(name for name in "MNK" if name in found)
 
 
 def total(tensors: Iterable[TensorView]) -> int:

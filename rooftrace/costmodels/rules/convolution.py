@@ -99,8 +99,10 @@ def convolution_backward(op: OpView) -> Cost:
                         columns=inner, inner=batch * positions, widths=widths(grad, x))
     if wants_bias:
         cost += vector(op, grad.elements - grad.shape[1])
-    read = [grad, weight if wants_x else None, x if wants_weight else None]
-    return cost + op.read_all(read) + op.write_all(op.outputs)
+    # A kernel for each of the three, and each reads the gradient.
+    for wanted, other in ((wants_x, weight), (wants_weight, x), (wants_bias, None)):
+        cost += op.read_all((grad, other)) if wanted else Cost()
+    return cost + op.write_all(op.outputs)
 
 
 @builtin("aten._convolution_double_backward", kind="conv")

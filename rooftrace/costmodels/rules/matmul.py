@@ -12,6 +12,7 @@ from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     is_complex,
+    lined,
     product_precision,
     stored_width,
     vector,
@@ -22,14 +23,15 @@ from rooftrace.costmodels.rules.sparse import sparse_product
 
 
 def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
-            rows: int | None = None) -> Cost:
+            rows: int | None = None, stored: tuple[str, str] = ("MK", "KN")) -> Cost:
     """C[batch, M, N] = A[batch, M, K] B[batch, K, N]: 2 M K N flop each.
 
-    A complex multiply-add is 4 real ones.
+    A complex multiply-add is 4 real ones.  stored: what the last two sizes of a and b are.
     """
     parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
     return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
-                   rows=m if rows is None else rows, columns=n, inner=k, widths=widths(a, b))
+                   rows=m if rows is None else rows, columns=n, inner=k, widths=widths(a, b),
+                   lined=lined(a, b, *stored))
 
 
 def epilogue(op: OpView, elements: int) -> Cost:
@@ -117,7 +119,8 @@ def linear(op: OpView) -> Cost:
     n = weight.shape[0] if weight.dim > 1 else 1
     m = math.prod(x.shape[:-1])
     bias = vector(op, m * n) if op.tensor("bias") is not None else Cost()
-    return product(1, m, k, n, x, weight) + bias + op.streamed()
+    stored = ("MK", "NK")
+    return product(1, m, k, n, x, weight, stored=stored) + bias + op.streamed()
 
 
 @builtin("aten.linear_backward", kind="mm")
@@ -128,9 +131,9 @@ def linear_backward(op: OpView) -> Cost:
     wanted = op.attribute("output_mask", (True, True, True))
     cost = op.streamed()
     if wanted[0]:
-        cost += product(1, m, n, k, x, weight)
+        cost += product(1, m, n, k, x, weight, stored=("MN", "KN"))
     if wanted[1]:
-        cost += product(1, n, m, k, x, x)
+        cost += product(1, n, m, k, x, x, stored=("KM", "KN"))
     if wanted[2]:
         cost += vector(op, max(m - 1, 0) * n)
     return cost
@@ -196,7 +199,7 @@ def int_mm(op: OpView) -> Cost:
     a, b = op.needed("self"), op.needed("mat2")
     (m, k), n = a.shape, b.shape[1]
     return Cost.of(matmul=2 * m * k * n, precision=product_precision(a, b), rows=m,
-                   columns=n, inner=k, widths=widths(a, b)) + op.streamed()
+                   columns=n, inner=k, widths=widths(a, b), lined=lined(a, b)) + op.streamed()
 
 
 @builtin("aten._scaled_mm", "aten._scaled_mm_v2", kind="mm")

@@ -1,7 +1,8 @@
 """Normalisations: layer, group, batch, instance and RMS norm, forward and backward.
 
-Kernels pass over a row more than once; the later passes come from cache or registers, so the input
-counts once.  Statistics are textbook two-pass: mean, differences, mean of their squares.
+Kernels pass over a row more than once.  Where a row stays on the chip the later passes come from
+there, and the input counts once; where it does not, it is read again (`ON_CHIP`).  Statistics are
+textbook two-pass: mean, differences, mean of their squares.
 """
 
 from __future__ import annotations
@@ -12,6 +13,16 @@ from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import vector
+
+ON_CHIP = 128 * 1024
+"""Bytes of a row that a kernel keeps while it goes over the row again: the registers of a block of
+1024 threads that hold 32 numbers each (CUDA C++ Programming Guide, "Compute Capabilities": an SM
+has 64 K registers of 4 bytes)."""
+
+
+def _again(op: OpView, rows: int, *tensors: TensorView | None) -> Cost:
+    """A second reading of tensors of `rows` rows whose rows are too long to stay on the chip."""
+    return op.read_all(t for t in tensors if t is not None and t.nbytes > rows * ON_CHIP)
 
 
 def _affine(op: OpView) -> int:
@@ -80,7 +91,8 @@ def group_norm(op: OpView) -> Cost:
     x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
-    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + op.streamed()
+    flop = standardise_flop(rows, n) + _affine(op) * x.elements
+    return vector(op, flop) + op.streamed() + _again(op, rows, x)
 
 
 @builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
@@ -90,7 +102,7 @@ def group_norm_backward(op: OpView) -> Cost:
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
     flop = _backward_flop(op, x, rows, n, int(op.attribute("C")))
-    return vector(op, flop) + op.streamed()
+    return vector(op, flop) + op.streamed() + _again(op, rows, x, op.tensor("grad_out"))
 
 
 @builtin("aten.instance_norm", fusion="reduction", kind="batch norm")
@@ -119,7 +131,7 @@ def _batch_norm(op: OpView, training: bool) -> Cost:
         flop = (2 + _affine(op)) * x.elements + 2 * channels
         return vector(op, flop) + op.streamed()
     flop = standardise_flop(channels, n) + _affine(op) * x.elements
-    cost = op.streamed()
+    cost = op.streamed() + _again(op, channels, x)
     if running[0] is not None:
         flop += RUNNING * channels
         written = {t.storage for t in op.outputs}
@@ -185,7 +197,10 @@ def batch_norm_backward(op: OpView) -> Cost:
         per_channel += 4 * n + 5 if training else n + 1
     saved = ("save_mean", "save_invstd", "save_var")
     unread = ("running_mean", "running_var") if training else saved
-    return vector(op, channels * per_channel) + op.streamed(unread=unread)
+    again = Cost()
+    if training and wants_x:
+        again = _again(op, channels, x, op.tensor("grad_out") or op.tensor("grad_output"))
+    return vector(op, channels * per_channel) + op.streamed(unread=unread) + again
 
 
 @builtin("aten.batch_norm_stats", fusion="reduction", kind="batch norm")

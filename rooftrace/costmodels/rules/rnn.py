@@ -1,7 +1,11 @@
 """Recurrent networks, whole (as cuDNN runs them) and by the cell.
 
 Weights count once.  They are used again in every time step: a kernel that cannot keep them on chip
-reads them again from L2 or memory, which is not modelled.  Outputs of inner layers are not counted.
+reads them again from L2 or memory, which is not modelled.  Gates go through memory between the
+products and what is done by elements: both products write theirs, as the product with x is one for
+all time steps, and that with h one for each (J. Appleyard et al., "Optimizing Performance of
+Recurrent Neural Networks on GPUs", arXiv 1604.01946, which cuDNN follows).  They count as bytes of
+the output.  Outputs of inner layers are not counted.
 """
 
 from __future__ import annotations
@@ -67,7 +71,17 @@ def _network(op: OpView, mode: str, backward: bool) -> Cost:
     each = POINTWISE[mode] + biases
     products = _products(op, params, group, steps, batch,
                          product_precision(op.needed("input", "data"), *matrices), backward)
-    return products + vector(op, steps * hidden * each * (2 if backward else 1)) + op.streamed()
+    pointwise = vector(op, steps * hidden * each * (2 if backward else 1))
+    return products + pointwise + op.streamed() + _gates(op, steps * hidden * GATES[mode], backward)
+
+
+def _gates(op: OpView, values: int, backward: bool) -> Cost:
+    """Both parts of the gates written and read; in backward their values read, their gradients
+    written, and read for those of x, of h and of both weights."""
+    place = op.outputs[0]
+    size = round(values * stored_width(place))
+    write, read = (1, 5) if backward else (2, 2)
+    return op.write(place, write * size) + op.read(place, read * size)
 
 
 def _mode(op: OpView) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.costs import Cost, Work
 from rooftrace.costmodels.opviews import OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import vector
+from rooftrace.costmodels.rules.common import vector, vector_precision
 
 TAPS: dict[str, int] = {
     "upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8,
@@ -38,9 +38,19 @@ def nearest_backward(op: OpView) -> Cost:
 
 @builtin(*(f"aten.{name}" for name in TAPS), fusion="gather", kind="upsample")
 def interpolate(op: OpView) -> Cost:
-    """k taps per output: 2 k - 1 flop."""
-    k = TAPS[op.target.split(".")[1]]
-    return vector(op, (2 * k - 1) * op.outputs[0].elements) + op.streamed()
+    """k taps per output: 2 k - 1 flop.
+
+    With channels first, PyTorch's kernel has a thread for each position of the output, which goes
+    through all images and channels one after the other (ATen, `UpSampleBilinear2d.cu` and its
+    neighbours for linear, cubic and trilinear); with channels last one for each value.
+    """
+    k, out = TAPS[op.target.split(".")[1]], op.outputs[0]
+    flop, positions = (2 * k - 1) * out.elements, math.prod(out.shape[2:])
+    last = op.inputs[0].dim == 4 and op.inputs[0].stride[1] == 1 and op.inputs[0].shape[1] > 1
+    if last or flop == 0:
+        return vector(op, flop) + op.streamed()
+    work = Work("vector", vector_precision(op), positions, inner=2 * k - 1)
+    return Cost({work: flop}) + op.streamed()
 
 
 @builtin(*(f"aten.{name}_backward" for name in TAPS), kind="upsample")

@@ -173,18 +173,19 @@ class Queue:
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """What the host takes for what it does under an execution model, by knobs or by the chip."""
-    if execution.dispatch == "compiled":
-        return HostSeconds(chip.dispatch_compiled.value, chip=chip)
-    if execution.dispatch == "graph":
-        return HostSeconds(chip.graph_launch.value, chip=chip)
     knobs = execution.knobs_on(chip)
+    pace = 1.0 if knobs is None else knobs.pace
+    if execution.dispatch == "compiled":
+        return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip)
+    if execution.dispatch == "graph":
+        return HostSeconds(chip.graph_launch.value / pace, chip=chip)
     own = HostSeconds(chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value)
     if knobs is None:
         return own
     return HostSeconds(
-        own.dispatch if knobs.dispatch is None else knobs.dispatch,
-        own.view if knobs.view is None else knobs.view,
-        own.call if knobs.call is None else knobs.call,
+        (own.dispatch if knobs.dispatch is None else knobs.dispatch) / pace,
+        (own.view if knobs.view is None else knobs.view) / pace,
+        (own.call if knobs.call is None else knobs.call) / pace,
     )
 
 

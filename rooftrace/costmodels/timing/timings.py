@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 REGIMES = ("compute", "hbm", "network", "launch")
-NINETY_PERCENT = 1.645
-"""Standard deviations to both sides that hold nine tenths of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from rooftrace.costmodels.bytefactors import kinds_of
 from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
@@ -102,7 +104,7 @@ class _Merger:
         for number in self.groups[index].ops:
             cost = self.op_costs[number]
             for key, flop in cost.work.items():
-                work[key] += flop
+                work[_in_parallel(key)] += flop
             parts.add(self.graph.ops[number], cost)
         traffic = {}
         for access, size in parts.totals():
@@ -110,6 +112,11 @@ class _Merger:
             if leaves or not access.write:
                 traffic[access] = size
         return Cost(dict(work), traffic)
+
+
+def _in_parallel(work: Work) -> Work:
+    """The work in a kernel that a compiler writes: it has a thread for each value."""
+    return replace(work, rows=None, inner=None) if work.operation == "vector" else work
 
 
 class _Parts:
@@ -351,7 +358,8 @@ class _Floor:
 
     def _each(self, op: Op, storage: int, size: int) -> int:
         copies = self.listed.get(op.id)
-        return size // copies.get(storage, 1) if copies else size
+        size = size // copies.get(storage, 1) if copies else size
+        return min(size, self.sizes[storage])  # a kernel may pass over it more than once
 
     def total(self) -> int:
         """All reads and writes, of all copies."""

@@ -182,7 +182,9 @@ def _read(root: FactTable) -> Chip:
     )
 
 
-_ABOVE_ZERO = frozenset({"memory_capacity", "memory_bandwidth"})
+_ABOVE_ZERO = frozenset(
+    {"memory_capacity", "memory_bandwidth", "sustained_compute", "sustained_memory"}
+)
 """Facts that others are divided by."""
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.kerneltables import KernelTable
+from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.costmodels.timing.queue import host_seconds
+from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.factors import SHORTEST
@@ -85,7 +86,7 @@ def step_case(
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
     model = planned.execution
-    each, dispatches, beside = host_seconds(model, chip), 0, 0.0
+    each, dispatches, beside = _host(model, chip), 0, 0.0
     for launch in planned.launches:
         times = math.prod(planned.graph.repeats[r].count for r in launch.repeats)
         dispatches += times * launch.dispatches
@@ -100,6 +101,14 @@ def step_case(
         dispatch=None if model.dispatch == "eager" else each.dispatch,
         host=beside,
     )
+
+
+def _host(model: ExecutionModel, chip: Chip) -> HostSeconds:
+    """What the host takes at a pace of 1: predictions have a pace of their own."""
+    knobs = model.knobs_on(chip)
+    if knobs is not None and knobs.pace != 1:
+        model = replace(model, knobs=replace(knobs, pace=1.0))
+    return host_seconds(model, chip)
 
 
 def alone_case(
@@ -121,7 +130,7 @@ def alone_case(
         seconds=seconds,
         dispatches=count,
         group=group,
-        dispatch=host_seconds(planned.execution, chip).dispatch,
+        dispatch=_host(planned.execution, chip).dispatch,
     )
 
 
@@ -197,7 +206,7 @@ class _Cases:
                 dispatches=count if waits else 0,
                 layouts=self.layouts,
                 group=self.group,
-                dispatch=host_seconds(self.planned.execution, self.chip).dispatch,
+                dispatch=_host(self.planned.execution, self.chip).dispatch,
             )
         )
 
@@ -249,9 +258,16 @@ class Stack:
                 self.parts.append((layouts, _joined([t for _, t in chosen]), owner))
         self._tiling = knobs.tiling
         self._terms = [t.tiles(knobs) for _, t, _ in self.parts]
+        self._last: tuple[Knobs, Array] | None = None
 
     def predict(self, knobs: Knobs) -> Array:
         """Seconds of every case."""
+        plain = replace(knobs, pace=1.0)
+        if self._last is None or self._last[0] != plain:
+            self._last = plain, self._at_full_pace(plain)
+        return self._last[1] / knobs.pace
+
+    def _at_full_pace(self, knobs: Knobs) -> Array:
         import numpy as np
 
         total = np.zeros(len(self.measured))

@@ -147,9 +147,9 @@ def _measure_chip(
 @click.option(
     "--free",
     type=Commas(),
-    help="Knobs to fit: compute, memory, cache, overlap, launch, dispatch, layout, tiling.split "
-    'and its like, or the share of a class, such as "mm.compute".  Default: compute, memory; with '
-    "a run or a trace as many as it supports.",
+    help="Knobs to fit: pace (one factor on all), compute, memory, cache, overlap, launch, "
+    'dispatch, layout, tiling.split and its like, or the share of a class, such as "mm.compute".  '
+    "Default: as many as lower the error on what is left out by more than chance.",
 )
 @click.option("--title", default="", help="What to call the result.")
 @click.option(

@@ -81,6 +81,24 @@ _MESH = (
 )
 
 
+_NARROWER = (
+    click.option("--weights-dtype", help="Price weights in this precision."),
+    click.option("--kv-dtype", help="Price the KV cache in this precision."),
+)
+_REPEATS = click.option(
+    "--repeats/--no-repeats",
+    default=True,
+    show_default=True,
+    help="Trace equal layers once, and list them once.",
+)
+_TORCH = click.option(
+    "--torch",
+    metavar="RELEASE",
+    help="The release of PyTorch that runs the step, for example 2.8: it decides which ops are one "
+    "kernel on CUDA.  Default: the installed one.",
+)
+
+
 class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """One size, or several between commas."""
 
@@ -131,8 +149,7 @@ def workload_options(
         click.option(
             "--dtype", help="Price the model's own floats in this precision (fp8, bf16, int4 ...)."
         ),
-        click.option("--weights-dtype", help="Price weights in this precision."),
-        click.option("--kv-dtype", help="Price the KV cache in this precision."),
+        *_NARROWER,
         *_MESH,
         click.option(
             "--optimizer",
@@ -148,12 +165,8 @@ def workload_options(
             help="Decide what a trace cannot know, for example branch=true or "
             "routing@*.gate=skewed:1.0.  Repeatable.",
         ),
-        click.option(
-            "--repeats/--no-repeats",
-            default=True,
-            show_default=True,
-            help="Trace equal layers once, and list them once.",
-        ),
+        _REPEATS,
+        _TORCH,
         click.option(
             "--trust-remote-code",
             is_flag=True,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HOW = (
     "chip", "execution", "phase", "batch", "seq", "kv", "dtype", "weights_dtype", "kv_dtype",
-    "optimizer",
+    "optimizer", "torch",
 )  # fmt: skip
 """Keys of the marker that are arguments of `cost_of`, where a call does not say them."""
 _MARKER = (

@@ -236,11 +236,18 @@ def what_times_are(estimates: Sequence[Estimate]) -> str:
         fitted = any(isinstance(e.execution.knobs, Knobs) for e in estimates)
         rest = "" if fitted else ", not calibrated"
         texts.append(f"expected by: {', '.join(by_knobs)}{rest}")
+        texts += dict.fromkeys(_few_residuals(e.knobs) for e in estimates if e.knobs is not None)
     if not all(e.expected for e in estimates):
         names = dict.fromkeys(e.execution.name for e in estimates if not e.expected)
         of = f" of {', '.join(names)}" if by_knobs else ""
         texts.append(f"times{of} are bounds: peaks of the datasheet, which real kernels miss")
-    return "; ".join(texts)
+    return "; ".join(filter(None, texts))
+
+
+def _few_residuals(knobs: Knobs) -> str:
+    """That an interval rests on few steps; "" where it does not."""
+    known = knobs.residuals.get(knobs.use)
+    return f"interval by {known.told}" if known is not None and known.few else ""
 
 
 def _missing_rules(results: Results) -> list[view.Note]:

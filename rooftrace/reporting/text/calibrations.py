@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.measured.fit import Calibration, Errors
 from rooftrace.reporting.factors import factor_columns, factor_rows, factor_sentence
 from rooftrace.reporting.view import model as view, units, words
@@ -47,17 +49,28 @@ def calibration_view(result: Calibration) -> view.View:
         text = f"  {first} and {second} stand for each other ({value:+.2f})"
         parts.append(view.Note(text, "warn"))
     parts.append(view.Table(columns=_ERRORS, rows=_error_rows(result)))
+    parts.append(view.Note(f"  {_interval(fit.knobs)}"))
     if fit.left_out is None:
         text = (
             f"  too few different {result.what} to leave some out: the error is of the fit itself"
         )
         parts.append(view.Note(text))
     if len(result.tried) > 1:
-        parts.append(view.Note("  the fewest numbers that do; mean error on what was left out:"))
+        text = "  as few numbers as explain more than chance; mean error on what was left out:"
+        parts.append(view.Note(text))
         for free, errors in result.tried.items():
             chosen = "*" if errors == fit.left_out else " "
             parts.append(view.Note(f"    {chosen} {errors.mean:6.1%}  {free}"))
     return view.View((view.Section(parts=parts),), "Calibration")
+
+
+def _interval(knobs: Knobs) -> str:
+    """Where steps by these knobs lie, and how that is known."""
+    low, high = (math.exp(end * knobs.spread) for end in knobs.ends())
+    known = knobs.residuals.get(knobs.use)
+    by = "the spread of single kernels" if known is None else known.told
+    wide = f"between {low:.2f} and {high:.2f} times"
+    return f"90 % of steps are {wide} what is expected ({knobs.use}), by {by}"
 
 
 def _traffic(result: Calibration) -> list[view.Part]:

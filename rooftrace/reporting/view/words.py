@@ -106,8 +106,9 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
     item = str(workload.get("item") or "sample")
     parts = []
     batch, items, kv = workload.get("batch"), workload.get("items"), workload.get("kv")
+    told = [f"as torch {workload['torch']} runs it"] if workload.get("torch") else []
     if workload.get("requests"):
-        return _requests_words(workload["requests"])
+        return ", ".join((_requests_words(workload["requests"]), *told))
     if batch and items and item == "token" and items % batch == 0:
         parts.append(f"{batch} x {plural(items // batch, item)}")
     elif batch:
@@ -122,7 +123,7 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
     if phase == "training" and workload.get("optimizer"):
         optimizer = workload["optimizer"]
         parts.append("no optimizer" if optimizer == "none" else str(optimizer))
-    return ", ".join(parts)
+    return ", ".join((*parts, *told))
 
 
 _FEW = 3

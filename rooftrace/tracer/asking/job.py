@@ -41,7 +41,7 @@ SIZES = (
     "microbatches",
 )
 """Fields of a Request that are sizes."""
-HOW = ("loss", "optimizer", "branches", "assume", "repeats")
+HOW = ("loss", "optimizer", "branches", "assume", "repeats", "torch")
 """Fields of Options that are arguments of their own; its dtype follows from the precisions."""
 PRICES = Precisions._fields
 PHASE = ("phase", "phases")

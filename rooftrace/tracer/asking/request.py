@@ -11,6 +11,7 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking.assumptions import check_assumption
 from rooftrace.tracer.asking.lengths import RequestLengths, read_lengths
 from rooftrace.tracer.asking.names import CHECKPOINTS
+from rooftrace.tracer.releases import Release, installed_release, read_release
 
 Loss = Callable[[Any], Any]
 """Maps a module's output to a scalar tensor."""
@@ -156,6 +157,13 @@ class Options:
     assume: Mapping[str, Any] = field(default_factory=dict)
     # Whether equal layers and loop steps stand once in the graph.
     repeats: bool = True
+    # The release of PyTorch that runs the step, "2.8" or "2.5.1"; None: the one that is installed.
+    torch: str | None = None
+
+    @property
+    def release(self) -> Release:
+        """The release of PyTorch that runs the step."""
+        return installed_release() if self.torch is None else read_release(self.torch)
 
     def __post_init__(self) -> None:
         fits = {
@@ -171,3 +179,5 @@ class Options:
                 raise RequestError(f"{name}={shown}: expected {_EXPECTED[name]}")
         for key, value in self.assume.items():
             check_assumption(key, value)
+        if self.torch is not None:
+            object.__setattr__(self, "torch", str(read_release(self.torch)))

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from rooftrace.tracer.releases import Release, installed_release
+
 
 class Scope:
     """One recording: what stands in place of functions, in the threads that it records.
@@ -18,12 +20,16 @@ class Scope:
     replacements: by the identity of the module or class that holds the original, and its name.
     owner: the thread in which it began, or in which the recording around it did.
     kept: what parts of the recording keep for these threads, by name.
+    release: of PyTorch, whose kernels of CUDA run.
+    apart: while an attention runs as several kernels, why it does; else "".
     """
 
-    __slots__ = ("kept", "owner", "replacements")
+    __slots__ = ("apart", "kept", "owner", "release", "replacements")
 
-    def __init__(self) -> None:
+    def __init__(self, release: Release | None = None) -> None:
         outer = _thread.current
+        self.release = release or installed_release()
+        self.apart = ""
         self.replacements: dict[tuple[int, str], Any] = {}
         self.owner: int = threading.get_ident() if outer is None else outer.owner
         self.kept: dict[str, Any] = {}

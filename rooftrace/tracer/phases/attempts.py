@@ -48,7 +48,13 @@ def attempted(
                 turned=turns.lines,
             )
             values.by_number = bool(options.branches)
-            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats, run_apart=apart)
+            recorder = Recorder(
+                values,
+                roll_loops=repeats,
+                repeat_calls=repeats,
+                run_apart=apart,
+                release=options.release,
+            )
             try:
                 graph = run(recorder)
                 assumptions.check_histograms(options.assume, (a.facts for a in values.assumptions))

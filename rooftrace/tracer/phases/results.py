@@ -16,6 +16,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lower import lower, without_asides
 from rooftrace.tracer.recording import Recorder, look_for_gaps
+from rooftrace.tracer.releases import installed_release
 from rooftrace.tracer.tensors import subclasses, tensors_in
 
 
@@ -57,6 +58,9 @@ def graph_of(
         "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
         "optimizer": optimizer,
     }
+    release = recorder.scope.release
+    if release != installed_release():
+        workload["torch"] = str(release)
     outputs = [
         part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
     ]

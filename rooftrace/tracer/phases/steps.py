@@ -66,6 +66,7 @@ class Capture:
             own_step=True,
             roll_loops=False,
             repeat_calls=options.repeats,
+            release=options.release,
         )
         self._exit = self._block = contextlib.ExitStack()
         self._began: int | None = None  # in this thread

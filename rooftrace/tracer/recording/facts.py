@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.patches import current_scope
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
@@ -19,6 +20,8 @@ from rooftrace.tracer.values import Values, distinct
 
 _MASKED = -1e4
 """An additive attention mask below this hides its position."""
+
+_SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 
 Fact = Callable[[Values, Call, dict[str, Any]], frozenset[int] | None]
 """Adds the counts of a call to a dict.  Returns the assumptions that they rest on; None if the call
@@ -43,6 +46,9 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
     Raises IndexError for known indices outside of what they point into, as a CPU does.
     """
     _check_range(values, call)
+    scope = current_scope()
+    if call.name in _SOFTMAX and scope is not None and scope.apart:
+        facts["unfused_attention"] = scope.apart
     fact = FACTS.get(call.name)
     taint = None if fact is None else fact(values, call, facts)
     if taint is not None:

@@ -39,6 +39,7 @@ from rooftrace.tracer.recording.standins import (
 from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.storages import Storages
 from rooftrace.tracer.recording.threads import Threads
+from rooftrace.tracer.releases import Release
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
 from rooftrace.tracer.sharded import ddp, fsdp, meshes
@@ -55,7 +56,8 @@ class Recorder(TorchDispatchMode, Tape):
     whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
     (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
     of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
-    first is at one of these paths, "" for all.  After use, `close` takes our tags off tensors that
+    first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run;
+    None for the one that is installed.  After use, `close` takes our tags off tensors that
     outlive the capture.
     """
 
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode, Tape):
         roll_loops: bool = True,
         repeat_calls: bool = True,
         run_apart: Collection[str] = (),
+        release: Release | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record)
@@ -92,7 +95,7 @@ class Recorder(TorchDispatchMode, Tape):
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
-        self.scope = Scope()
+        self.scope = Scope(release)
         self.storages = Storages(self)
         self._followers = Threads(self, self.__torch_dispatch__, self.scope)
         self._exit = contextlib.ExitStack()

@@ -214,6 +214,7 @@ def _told(job: Job, place: ProcessPlace) -> dict[str, Any]:
         "branches": list(options.branches.items()),
         "assume": {name: place.value(value) for name, value in options.assume.items()},
         "repeats": options.repeats,
+        "torch": options.torch,
     }
 
 
@@ -229,6 +230,7 @@ def job_told(told: Mapping[str, Any]) -> Job:
             branches={int(number): bool(way) for number, way in told["branches"]},
             assume=told["assume"],
             repeats=told["repeats"],
+            torch=told["torch"],
         ),
     )
 

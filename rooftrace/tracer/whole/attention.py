@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.whole import shown
+from rooftrace.tracer.patches import Scope, current_scope
+from rooftrace.tracer.whole import backends, shown
 from rooftrace.tracer.whole.library import OPS, define, differentiable
 
 _aten: Any = torch.ops.aten
 _broadcast: Any = torch.broadcast_shapes
 _LOW = (torch.float16, torch.bfloat16)
-_WIDEST_FLASH = 256
-"""The widest head that flash attention takes."""
 
 
 def _attention_meta(
@@ -122,18 +121,11 @@ define(
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool) -> str:
     """The kernel that CUDA takes: flash where it can, else the memory-efficient one.
 
-    Flash attention takes fp16 and bf16 heads of one width up to 256, no mask, and a causal flag for
-    square scores only.  `sdpa_kernel` regions are kept to.  That a device or its cuDNN may prefer
-    cuDNN's kernel is not modelled; nor is that some shapes have no fused kernel there.
+    `sdpa_kernel` regions are kept to.  That a device or its cuDNN may prefer cuDNN's kernel is not
+    modelled.
     """
     allowed: Any = torch.backends.cuda
-    width = query.shape[-1]
-    flash = (
-        query.dtype in _LOW
-        and mask is None
-        and width == value.shape[-1] <= _WIDEST_FLASH
-        and (not is_causal or query.shape[-2] == key.shape[-2])
-    )
+    flash = query.dtype in _LOW and backends.flash_takes(query, key, value, mask, is_causal)
     if flash and allowed.flash_sdp_enabled():
         return "flash"
     if allowed.cudnn_sdp_enabled() and not allowed.mem_efficient_sdp_enabled():
@@ -263,34 +255,65 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The replacement for aten's entry point on meta tensors while `kept_whole` is on."""
-    whole = (
-        query.is_floating_point()
-        and query.dim() >= 2
-        and query.dim() == key.dim() == value.dim()
-        and (query.dim() < 3 or query.shape[-3] % max(key.shape[-3], 1) == 0)
-    )
-    if not whole:
-        spelled = torch.ops.aten._scaled_dot_product_attention_math(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            None,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return spelled[0]  # type: ignore[no-any-return]
+    """The replacement for aten's entry point on meta tensors while `kept_whole` is on.
+
+    Where CUDA has no kernel for all of it, it is taken apart as there.
+    """
+    why = backends.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
+    if why:
+        options = (_added(attn_mask, query), dropout_p, is_causal)
+        return _taken_apart(why, query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    missing = 3 - query.dim() if query.dim() < 3 else 0
-    if query.dim() < 4 and shown.watched():
-        missing = 4 - query.dim()
-    for _ in range(missing):
-        query, key, value = query[None], key[None], value[None]
     run: Any = _Attention.apply
     out: Tensor = run(query, key, value, attn_mask, float(dropout_p), bool(is_causal), factor)
-    for _ in range(missing):
-        out = out[0]
     return out
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask as numbers that are added to the scores (`convert_boolean_attn_mask`)."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    hidden = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
+    return torch.where(mask, 0.0, hidden)
+
+
+def _taken_apart(why: str, *args: Any, scale: float | None, enable_gqa: bool) -> Tensor:
+    """Attention as the products, copies and softmax that CUDA runs."""
+    scope = current_scope() or Scope()
+    scope.apart = why
+    try:
+        if not backends.release().math_in_fp32:
+            return _in_own_precision(*args, scale=scale)
+        run = torch.ops.aten._scaled_dot_product_attention_math
+        out: Tensor = run(*args, None, scale=scale, enable_gqa=enable_gqa)[0]
+        return out
+    finally:
+        scope.apart = ""
+
+
+def _in_own_precision(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+) -> Tensor:
+    """Attention taken apart as up to torch 2.4: halves stay halves, and the softmax is a plain one.
+
+    Later releases compute it in fp32, and make rows without a key zero.
+    """
+    factor = math.sqrt(1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale))
+    queries = query * factor
+    if is_causal:
+        shape = query.shape[-2], key.shape[-2]
+        mask = _added(torch.ones(shape, dtype=torch.bool, device=query.device).tril(), query)
+    scores = torch.matmul(queries, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores = scores.add_(mask)
+    probabilities = torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        probabilities = torch.dropout(probabilities, dropout_p, True)
+    return torch.matmul(probabilities, value)

@@ -25,7 +25,8 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-"""On CUDA, from torch 2.9 on."""
+"""Whether this torch has that kernel's backward: on CUDA, from torch 2.9 on.  An older one spells
+the norm out, whatever release a step is priced for."""
 
 _ENTRIES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,

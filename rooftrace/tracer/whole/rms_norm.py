@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from rooftrace.tracer.whole import shown
+from rooftrace.tracer.whole import backends, shown
 from rooftrace.tracer.whole.library import OPS, define, differentiable
 
 _aten: Any = torch.ops.aten
@@ -161,10 +161,11 @@ def rms_norm(
     """The replacement for aten's entry point on meta tensors while `kept_whole` is on.
 
     It is taken apart where CUDA has no kernel either (`rms_norm_symint` in layer_norm.cpp):
-    channels last, complex numbers, a weight of another type.
+    channels last, complex numbers, a weight of another type, and releases before torch 2.9.
     """
     taken_apart = (
-        input.is_complex()
+        not backends.release().fuses_rms_norm
+        or input.is_complex()
         or (weight is not None and weight.dtype != input.dtype)
         or suggest_memory_format(input) in (torch.channels_last, torch.channels_last_3d)
         or _transformed()

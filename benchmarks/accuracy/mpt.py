@@ -1,0 +1,108 @@
+"""MPT, a decoder of llm-foundry, by its dimensions on meta."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import rooftrace as rt
+
+SIZES = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+"""Width, heads, layers."""
+VOCABULARY = 50368
+
+
+_library = torch.library.Library("mpt", "DEF")
+_library.define("cross_entropy(Tensor logits, Tensor target) -> (Tensor, Tensor)")
+_library.define("cross_entropy_backward(Tensor g, Tensor logits, Tensor sums) -> Tensor")
+_library.impl(
+    "cross_entropy",
+    lambda logits, target: tuple(logits.new_empty(len(target), dtype=torch.float32) for _ in "ab"),
+    "Meta",
+)
+_library.impl("cross_entropy_backward", lambda g, logits, sums: torch.empty_like(logits), "Meta")
+
+
+class CrossEntropy(torch.autograd.Function):
+    """FlashAttention's cross entropy: logits are read once, and once more in backward."""
+
+    @staticmethod
+    def forward(ctx, logits, target):
+        loss, sums = torch.ops.mpt.cross_entropy(logits, target)
+        ctx.save_for_backward(logits, sums)
+        return loss
+
+    @staticmethod
+    def backward(ctx, g):
+        logits, sums = ctx.saved_tensors
+        return torch.ops.mpt.cross_entropy_backward(g, logits, sums), None
+
+
+@rt.rule("mpt::cross_entropy", kind="softmax", family="loss")
+def _cross_entropy(op: rt.OpView) -> rt.Cost:
+    """An element is compared, taken off, exponentiated and added: 4 FLOP."""
+    return rt.Cost.of(vector=4 * op.needed("logits").elements) + op.streamed()
+
+
+@rt.rule("mpt::cross_entropy_backward", kind="softmax", family="loss")
+def _cross_entropy_backward(op: rt.OpView) -> rt.Cost:
+    """An element is taken off, exponentiated and multiplied: 3 FLOP."""
+    return rt.Cost.of(vector=3 * op.needed("logits").elements) + op.streamed()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], self.heads, -1)
+        q, k, v = (
+            part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Mpt(nn.Module):
+    """Logits of ids [batch, sequence]; the output layer is the embedding."""
+
+    def __init__(self, size: str, places: int, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        width, heads, layers = SIZES[size]
+        self.tokens = nn.Parameter(torch.empty(VOCABULARY, width))
+        self.places = nn.Parameter(torch.empty(places, width))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(ids, self.tokens)
+        x = x + F.embedding(torch.arange(ids.shape[1], device=ids.device)[None], self.places)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoint else block(x)
+        return F.linear(self.norm(x), self.tokens)
+
+
+def microbatch(model: Mpt, ids: torch.Tensor) -> None:
+    """Forward, loss and backward."""
+    logits = model(ids)
+    CrossEntropy.apply(logits.flatten(0, 1), ids.flatten()).mean().backward()

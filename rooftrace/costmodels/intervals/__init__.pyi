@@ -1,0 +1,1 @@
+from rooftrace.costmodels.intervals import residuals as residuals

@@ -1,0 +1,298 @@
+"""Ops as eager PyTorch runs them on CUDA, where one op launches more than one kernel.
+
+A meta tensor shows none of it: the kernel behind the op copies an input that is not contiguous, or
+does its work in several steps.  A compiler writes its own kernels, which read any strides, so these
+passes are for executions without fusion.  What they make is for pricing: bytes, kernels and memory
+are those of the library, and the numbers that come out need not be.
+
+Facts are from ATen's sources (aten/src/ATen/native), named beside each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.marks import BESIDE
+from rooftrace.costmodels.traffic.layouts import has_channels_last
+from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
+
+Form = Callable[[Editor, Op], bool]
+"""Writes the kernels of an op into an Editor; False, with nothing written, where it is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerForm:
+    """What some ops do on CUDA that their meta form does not show."""
+
+    noun: str  # what the note counts, in the singular
+    verb: str
+    rest: str  # of the note: "12 inputs get copied in order first, ..."
+    apply: Form
+    names: frozenset[str]
+    compiled: bool = False  # whether a compiler calls the library's kernels, too
+
+
+def with_form(form: EagerForm, graph: OpGraph) -> tuple[OpGraph, int]:
+    """The graph with the kernels of this form, and how often they run."""
+    edit, count = Editor(graph), 0
+    for op in graph.ops:
+        if op.kind == "kernel" and op.name in form.names and form.apply(edit, op):
+            count += graph.times(op)
+        else:
+            edit.ops.append(op)
+    return (edit.done(), count) if count else (graph, 0)
+
+
+# -- copies in order -------------------------------------------------------------------------------
+
+_ANY_ORDER = {
+    # cuda/layer_norm_kernel.cu: `expect_contiguous` of the input, and of its gradient.
+    "aten.native_layer_norm": ("input",),
+    "aten.native_layer_norm_backward": ("grad_out", "input"),
+    "rooftrace.rms_norm": ("input",),
+    "rooftrace.rms_norm_backward": ("grad_out", "input"),
+    # cuda/SoftMax.cu: host_softmax and host_softmax_backward.
+    "aten._softmax": ("self",),
+    "aten._log_softmax": ("self",),
+    "aten._softmax_backward_data": ("output",),
+    "aten._log_softmax_backward_data": ("grad_output", "output"),
+    # cuda/ScanUtils.cuh: scan_dim and scan_dim_with_indices.
+    "aten.cumsum": ("self",),
+    "aten.cumprod": ("self",),
+    "aten.cummax": ("self",),
+    "aten.cummin": ("self",),
+    "aten.logcumsumexp": ("self",),
+    # cuda/TensorTransformations.cu: roll_cuda.  cuda/TensorTopK.cpp: topk_out_with_sort.
+    "aten.roll": ("self",),
+    "aten.topk": ("self",),
+}
+"""Operands that must be contiguous, by op."""
+_IMAGES = {
+    # Convolution.cpp: `input.contiguous(backend_memory_format)`, and the gradient's.
+    "aten.convolution": ("input",),
+    "aten.convolution_backward": ("grad_output", "input"),
+    # cuda/DilatedMaxPool2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu.
+    "aten.max_pool2d_with_indices": ("self",),
+    "aten.avg_pool2d": ("self",),
+    "aten._adaptive_avg_pool2d": ("self",),
+    # cuda/UpSampleBilinear2d.cu, UpSampleNearest2d.cu.
+    "aten.upsample_bilinear2d": ("input", "self"),
+    "aten.upsample_nearest2d": ("input", "self"),
+}
+"""Operands that must be contiguous, with channels first or last."""
+
+
+def _copied_in_order(edit: Editor, op: Op) -> bool:
+    """Copies of operands that the kernel reads in order only."""
+    strict = op.name in _ANY_ORDER
+    fits = in_order if strict else _in_either_order
+    names = _ANY_ORDER[op.name] if strict else _IMAGES[op.name]
+    copies: dict[str, Argument] = {}
+    for name in names:
+        item = op.arguments.get(name)
+        if isinstance(item, Ref) and not fits(edit.values[item.id]):
+            value = edit.values[item.id]
+            out = edit.value(value.shape, value.dtype, "temporary", op.repeats)
+            wanted = {"self": item, "memory_format": "memory_format:torch.contiguous_format"}
+            _beside(edit, op, "aten.clone.default", wanted, out)
+            copies[name] = Ref(out)
+    if not copies:
+        return False
+    _last(edit, op, {**op.arguments, **copies})
+    return True
+
+
+def in_order(value: Tensor) -> bool:
+    """Whether elements lie side by side in the order of their indices."""
+    if not value.elements:
+        return True
+    return _same_steps(value.shape, value.stride, Tensor.contiguous(value.shape))
+
+
+def _in_either_order(value: Tensor) -> bool:
+    """Whether an image is contiguous with its channels first, or last."""
+    if in_order(value) or not value.elements:
+        return True
+    if not has_channels_last(value):
+        return False
+    n, channels, *places = value.shape
+    last = Tensor.contiguous((n, *places, channels))
+    return _same_steps(value.shape, value.stride, (last[0], last[-1], *last[1:-1]))
+
+
+def _same_steps(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
+
+
+# -- several kernels for one op --------------------------------------------------------------------
+
+
+def _rolled(edit: Editor, op: Op) -> bool:
+    """cuda/TensorTransformations.cu, roll_common: one dimension after the other."""
+    item, shifts, dims = (op.arguments.get(name) for name in ("self", "shifts", "dims"))
+    if not isinstance(item, Ref) or not isinstance(dims, tuple) or len(dims) < 2:
+        return False
+    if not isinstance(shifts, tuple) or len(shifts) != len(dims):
+        return False
+    value = edit.values[op.outputs[0]]
+    for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
+        out = edit.value(value.shape, value.dtype, "temporary", op.repeats)
+        turn = {"self": item, "shifts": (shift,), "dims": (dim,)}
+        _beside(edit, op, "aten.roll.default", turn, out)
+        item = Ref(out)
+    _last(edit, op, {"self": item, "shifts": shifts[-1:], "dims": dims[-1:]})
+    return True
+
+
+def _biased(edit: Editor, op: Op) -> bool:
+    """Convolution.cpp: cuDNN's result, then `add_` of the bias.
+
+    The kernel that ATen has for depthwise convolutions with channels first adds it itself.
+    """
+    bias, weight = op.arguments.get("bias"), op.arguments.get("weight")
+    x = op.arguments.get("input")
+    if not (isinstance(bias, Ref) and isinstance(weight, Ref) and isinstance(x, Ref)):
+        return False
+    image, filters = edit.values[x.id], edit.values[weight.id]
+    depthwise = op.arguments.get("groups", 1) > 1 and filters.shape[1] == 1
+    if depthwise and not has_channels_last(image):
+        return False
+    out = op.outputs[0]
+    value = edit.values[out]
+    plain = edit.view(Ref(out), value.shape, value.stride, op.repeats)
+    rest = {name: item for name, item in op.arguments.items() if name != "bias"}
+    edit.ops.append(
+        replace(op, arguments=rest, inputs=tuple(refs(rest)), outputs=(plain,), flops_torch=None)
+    )
+    wide = (-1, *(1 for _ in value.shape[2:]))
+    channels = edit.values[bias.id].elements
+    column = edit.viewed(op, bias, (channels, *wide[1:]))
+    _beside(edit, op, "aten.add_.Tensor", {"self": Ref(plain), "other": column}, out)
+    return True
+
+
+def _gradients(edit: Editor, op: Op) -> bool:
+    """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
+
+    Each of the first two is a kernel of cuDNN's that reads the gradient of the result, and so does
+    the sum for the bias.
+    """
+    grad, mask = op.arguments.get("grad_output"), op.arguments.get("output_mask")
+    if not isinstance(grad, Ref) or not isinstance(mask, tuple) or sum(mask) < 2:
+        return False
+    places = [place for place, wanted in enumerate(mask) if wanted]
+    if len(places) != len(op.outputs):
+        return False
+    for place, out in zip(places, op.outputs, strict=True):
+        if place == _BIAS:
+            dims = tuple(d for d in range(len(edit.values[grad.id].shape)) if d != 1)
+            _beside(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, out)
+            continue
+        alone = tuple(other == place for other in range(len(mask)))
+        edit.emit(op, op.target, {**op.arguments, "output_mask": alone}, (out,), facts=op.facts)
+    return True
+
+
+_BIAS = 2
+"""The place of the bias among the gradients of a convolution."""
+
+
+def _softmax_gradient(edit: Editor, op: Op) -> bool:
+    """cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output is a tensor of its own."""
+    grad, output = op.arguments.get("grad_output"), op.arguments.get("output")
+    if not (isinstance(grad, Ref) and isinstance(output, Ref)):
+        return False
+    value = edit.values[output.id]
+    product = edit.value(value.shape, edit.values[grad.id].dtype, "temporary", op.repeats)
+    _beside(edit, op, "aten.mul.Tensor", {"self": grad, "other": output}, product)
+    _last(edit, op, {**op.arguments, "grad_output": Ref(product)})
+    return True
+
+
+def _safe_softmax(edit: Editor, op: Op) -> bool:
+    """SoftMax.cpp, _safe_softmax: a softmax, and zeros in the rows that are -inf throughout."""
+    item, dim = op.arguments.get("self"), op.arguments.get("dim", -1)
+    if not isinstance(item, Ref):
+        return False
+    scores, out = edit.values[item.id], edit.values[op.outputs[0]]
+    last = dim % len(scores.shape)
+    rows = (*scores.shape[:last], 1, *scores.shape[last + 1 :])
+
+    def made(shape: tuple[int, ...], dtype: str) -> int:
+        return edit.value(shape, dtype, "temporary", op.repeats)
+
+    hidden = made(scores.shape, "bool")
+    plain = edit.view(Ref(op.outputs[0]), out.shape, out.stride, op.repeats)
+    empty, zero = made(rows, "bool"), made((), out.dtype)
+    softmax = {"self": item, "dim": dim, "half_to_float": False}
+    _beside(edit, op, "aten._softmax.default", softmax, plain)
+    _beside(edit, op, "aten.isneginf.default", {"self": item}, hidden)
+    reduced = {"self": Ref(hidden), "dim": dim, "keepdim": True}
+    _beside(edit, op, "aten.all.dim", reduced, empty)
+    _beside(edit, op, "aten.scalar_tensor.default", {"s": 0.0}, zero)
+    chosen = {"condition": Ref(empty), "self": Ref(zero), "other": Ref(plain)}
+    edit.emit(op, "aten.where.self", chosen, op.outputs, facts=op.facts)
+    return True
+
+
+def _beside(edit: Editor, op: Op, target: str, arguments: Mapping[str, Argument], out: int) -> None:
+    edit.emit(op, target, arguments, (out,), facts={BESIDE: op.name})
+
+
+def _last(edit: Editor, op: Op, arguments: Mapping[str, Argument]) -> None:
+    """The op itself, with other arguments."""
+    edit.ops.append(replace(op, arguments=dict(arguments), inputs=tuple(refs(arguments))))
+
+
+EAGER_FORMS = (
+    EagerForm(
+        noun="roll",
+        verb="run",
+        rest="as one kernel for each dimension",
+        apply=_rolled,
+        names=frozenset({"aten.roll"}),
+    ),
+    EagerForm(
+        noun="safe softmax",
+        verb="run",
+        rest="as a softmax, a search for rows without a key, and a choice",
+        apply=_safe_softmax,
+        names=frozenset({"aten._safe_softmax"}),
+    ),
+    EagerForm(
+        noun="convolution",
+        verb="add",
+        rest="the bias in a kernel of its own",
+        apply=_biased,
+        names=frozenset({"aten.convolution"}),
+    ),
+    EagerForm(
+        noun="softmax gradient",
+        verb="run",
+        rest="after a product with the probabilities, a kernel of its own",
+        apply=_softmax_gradient,
+        names=frozenset({"aten._softmax_backward_data"}),
+    ),
+    EagerForm(
+        noun="kernel",
+        verb="read",
+        rest="a copy in order of an input that is not contiguous",
+        apply=_copied_in_order,
+        names=frozenset({*_ANY_ORDER, *_IMAGES}),
+    ),
+    EagerForm(
+        noun="convolution",
+        verb="make",
+        rest="each gradient in a kernel of its own",
+        apply=_gradients,
+        names=frozenset({"aten.convolution_backward"}),
+        compiled=True,
+    ),
+)
+"""In the order in which they are applied: a kernel that is added may copy its input, and the
+gradients of a convolution share such a copy."""

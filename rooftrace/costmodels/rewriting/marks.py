@@ -1,0 +1,11 @@
+"""Facts of ops that say which kernels of a library run, or why none does."""
+
+WRITTEN_OUT = "written_out"
+"""Of an attention that calls no library's kernel, so that its tiles are not known."""
+UNFUSED = "unfused_attention"
+"""Of the softmax of an attention for which CUDA has no single kernel: why that is."""
+LIBRARY = "library"
+"""Of an attention that another kernel than flash attention runs: EFFICIENT."""
+EFFICIENT = "memory-efficient"
+BESIDE = "beside"
+"""Of a kernel that an op launches beside its own: the name of that op."""

@@ -1,0 +1,120 @@
+"""Whether CUDA has one kernel for an attention, by its operands and the release of PyTorch.
+
+Conditions are those of ATen's `sdp_utils.cpp` and `sdp_utils_cpp.h` (native/transformers).  Two
+things are left open, as a graph is for any chip and may be priced in another precision: fp32 counts
+as a half, and grouped heads with a mask count as fused where cuDNN comes first on some chips.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.releases import Release, installed_release
+
+_HALVES = (torch.float16, torch.bfloat16)
+_FUSED = (*_HALVES, torch.float32)
+
+
+def release() -> Release:
+    """The release whose kernels run in the recording of this thread."""
+    scope = current_scope()
+    return installed_release() if scope is None else scope.release
+
+
+def why_math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    """Why attention runs as separate products and a softmax; "" where one kernel takes it."""
+    operands = (query, key, value)
+    shape = _why_shape(query, key, value, enable_gqa)
+    if shape:
+        return shape
+    if any(t.dtype != query.dtype for t in operands) or query.dtype not in _FUSED:
+        return "operands are of " + " and ".join(sorted({_short(t) for t in operands}))
+    if any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in operands):
+        return "the width of an operand is not its innermost dimension in memory"
+    if mask is not None and mask.stride(-1) != 1:
+        return "the keys of the mask are not its innermost dimension in memory"
+    if flash_takes(query, key, value, mask, is_causal) and _enabled("flash"):
+        return ""
+    if _cudnn_takes(query, value) and _enabled("cudnn"):
+        known = release()
+        alone = not (_enabled("flash") or _enabled("mem_efficient") or _enabled("math"))
+        if alone or known.prefers_cudnn:
+            return ""
+    return _why_not_efficient(query, key, value, mask)
+
+
+def _why_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str:
+    """What all fused kernels ask of sizes."""
+    dims = {t.dim() for t in (query, key, value)}
+    if dims != {4}:
+        return f"operands have {' and '.join(map(str, sorted(dims)))} dimensions, not 4"
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return "operands have different batches"
+    heads = [t.shape[1] for t in (query, key, value)]
+    grouped = enable_gqa and release().grouped_heads and heads[1] == heads[2]
+    fits = grouped and heads[1] > 0 and heads[0] % heads[1] == 0
+    if len(set(heads)) > 1 and not fits:
+        return "operands have different numbers of heads"
+    if not (query.shape[2] and key.shape[2]):
+        return "a sequence is empty"
+    return ""
+
+
+def flash_takes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Whether flash attention takes these operands, in a half: one width, no mask, and a causal
+    flag for square scores only."""
+    known, width = release(), query.shape[-1]
+    square = query.shape[-2] == key.shape[-2] or not known.flash_is_square
+    return (
+        query.dtype in _FUSED
+        and mask is None
+        and width == key.shape[-1] == value.shape[-1] <= known.widest_flash
+        and (square or not is_causal)
+    )
+
+
+def _cudnn_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether cuDNN's attention takes these widths; 192 with 128 on sm_90."""
+    widths = query.shape[-1], value.shape[-1]
+    return not any(w % 8 for w in widths) and (max(widths) <= 128 or widths == (192, 128))
+
+
+def _why_not_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
+    """Why the memory-efficient kernel, the last of the fused ones, does not take it."""
+    whole = 4 if query.dtype == torch.float32 else 8
+    if query.shape[1] != key.shape[1]:
+        return "no fused kernel takes grouped heads with these operands"
+    if mask is not None and not release().efficient_takes_masks:
+        return f"no fused kernel of torch {release()} takes a mask"
+    if query.shape[-1] != key.shape[-1]:
+        return "query and key have different widths"
+    if any(t.shape[-1] % whole for t in (query, value)):
+        widths = sorted({query.shape[-1], value.shape[-1]})
+        return f"heads of {' and '.join(map(str, widths))} are no multiple of {whole} wide"
+    if not _enabled("mem_efficient"):
+        return "the fused kernels that would take it are switched off"
+    return ""
+
+
+def _enabled(name: str) -> bool:
+    """Whether a kernel is switched on (`torch.nn.attention.sdpa_kernel`)."""
+    backends: Any = torch.backends.cuda
+    asked = getattr(backends, f"{name}_sdp_enabled", None)
+    return True if asked is None else bool(asked())
+
+
+def _short(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,239 @@
+"""What one op of eager PyTorch launches on CUDA: bytes and kernels by hand, as in ATen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rooftrace as rt
+from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, in_order
+from rooftrace.tracer.graph.records import Tensor as Value
+
+FP32 = 4  # bytes
+N, C, S = 2, 8, 6
+IMAGE = N * C * S * S  # elements
+KERNEL = torch.ones(C, 1, 3, 3, device="meta")
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
+
+
+def image() -> Tensor:
+    return torch.empty(N, C, S, S, device="meta")
+
+
+def estimated(
+    function: Callable[..., Tensor], *args: Tensor, how: str = "eager", **options: str
+) -> rt.Estimate:
+    return rt.estimate(rt.trace(Calls(function), *args, **options), chip="l4", execution=how)
+
+
+class Trained(nn.Module):
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss, self.image = loss, nn.Parameter(image())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.image) + x
+
+
+def trained(loss: Callable[[Tensor], Tensor]) -> rt.OpGraph:
+    """The graph of a loss of an image that is trained."""
+    x = torch.zeros((), device="meta")
+    options = {"phase": "training", "optimizer": "none"}
+    return rt.trace(Trained(loss), x, loss=lambda out: out, **options)
+
+
+def kernels(estimate: rt.Estimate) -> list[str]:
+    return [row.name.removeprefix("aten.") for row in estimate.rows]
+
+
+def last(x: Tensor) -> Tensor:
+    """The channels of an image as its last dimension, where the bytes stay."""
+    return x.permute(0, 2, 3, 1)
+
+
+# -- copies in order -------------------------------------------------------------------------------
+
+
+def test_layer_norm_over_the_channels_of_an_image_copies_it_first() -> None:
+    norm = estimated(lambda x: F.layer_norm(last(x), (C,)), image())
+    assert kernels(norm) == ["clone", "native_layer_norm"]
+    assert [row.bytes for row in norm.rows] == [
+        2 * IMAGE * FP32,  # read in one order, written in the other
+        2 * IMAGE * FP32 + 2 * N * S * S * FP32,  # read, written; mean and rstd
+    ]
+    assert "1 kernel reads a copy in order of an input that is not contiguous" in norm.plan.notes
+
+
+def test_the_copy_takes_memory_as_long_as_the_kernel_runs() -> None:
+    plain = estimated(lambda x: F.layer_norm(x, (C,)), last(image()).contiguous())
+    moved = estimated(lambda x: F.layer_norm(last(x), (C,)), image())
+    assert moved.memory.peak - plain.memory.peak == IMAGE * FP32
+
+
+def test_a_norm_of_contiguous_rows_and_a_compiled_one_copy_nothing() -> None:
+    assert kernels(estimated(lambda x: F.layer_norm(x, (S,)), image())) == ["native_layer_norm"]
+    compiled = estimated(lambda x: F.layer_norm(last(x), (C,)), image(), how="compiled")
+    assert len(compiled.rows) == 1
+    assert not any("copy" in note for note in compiled.plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("function", "copies"),
+    [
+        (lambda x: torch.softmax(last(x), -1), 1),
+        (lambda x: torch.log_softmax(last(x), 1), 1),
+        (lambda x: F.rms_norm(last(x), (C,)), 1),
+        (lambda x: last(x).cumsum(1), 1),
+        (lambda x: last(x).topk(2)[0], 1),
+        (lambda x: last(x).roll(1, 1), 1),
+        (lambda x: last(x).exp(), 0),  # an elementwise kernel takes any strides
+        (lambda x: last(x).sum(1), 0),  # and so does a reduction
+        (lambda x: torch.softmax(x[:, :, 1:], -1), 1),  # a part of each channel
+        (lambda x: torch.softmax(x[1:], -1), 0),  # whole images lie in order
+        (lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2), 0),
+        (lambda x: F.max_pool2d(x[:, 1:], 2), 1),
+        (lambda x: F.max_pool2d(last(x), 2), 1),
+        (lambda x: F.conv2d(x[:, 1:5], torch.ones(C, 4, 1, 1, device="meta")), 1),
+        (lambda x: F.conv2d(x, torch.ones(C, C, 1, 1, device="meta")), 0),
+    ],
+)
+def test_only_kernels_that_read_in_order_copy(
+    function: Callable[[Tensor], Tensor], copies: int
+) -> None:
+    graph = rt.trace(Calls(function), image())
+    eager = rt.estimate(graph, chip="l4", execution="eager").plan.graph
+    added = [op for op in eager.ops if "beside" in op.facts]
+    assert [op.name for op in added] == ["aten.clone"] * copies
+    assert all(in_order(eager.values[op.outputs[0]]) for op in added)
+
+
+def test_order_is_that_of_torch() -> None:
+    views = [
+        torch.empty(3, 4, 5),
+        torch.empty(3, 4, 5).transpose(0, 1),
+        torch.empty(3, 4, 5)[:, :2],
+        torch.empty(3, 4, 5)[1:],
+        torch.empty(1, 4, 5).transpose(0, 1),
+        torch.empty(4, 1).expand(4, 3),
+        torch.empty(0, 4).t(),
+        torch.empty(()),
+    ]
+    for view in views:
+        value = Value(tuple(view.shape), "fp32", view.stride(), "activations", 0)
+        assert in_order(value) is view.is_contiguous()
+
+
+def test_a_backward_copies_gradients_and_inputs_that_are_not_in_order() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return (F.layer_norm(last(x), (C,)).permute(0, 3, 1, 2) * x).sum()
+
+    graph = trained(loss)
+    eager = rt.estimate(graph, chip="l4", execution="eager").plan.graph
+    copies = [op.part for op in eager.ops if op.name == "aten.clone" and "beside" in op.facts]
+    assert copies == ["forward", "backward", "backward"]  # x; its gradient's, and x again
+
+
+# -- several kernels -------------------------------------------------------------------------------
+
+
+def test_a_roll_over_two_dimensions_is_two_kernels() -> None:
+    assert kernels(estimated(lambda x: x.roll((1, 2), (2, 3)), image())) == ["roll", "roll"]
+    both = estimated(lambda x: x.roll((1, 2), (2, 3)), image())
+    assert sum(row.bytes for row in both.rows) == 2 * 2 * IMAGE * FP32
+    assert kernels(estimated(lambda x: x.roll(1), image())) == ["roll"]  # of all elements in a row
+
+
+def test_a_convolution_adds_its_bias_in_a_kernel_that_reads_and_writes_the_result() -> None:
+    weight, bias = (torch.ones(*shape, device="meta") for shape in ((C, C, 1, 1), (C,)))
+    biased = estimated(F.conv2d, image(), weight, bias)
+    plain = estimated(F.conv2d, image(), weight)
+    assert kernels(biased) == ["convolution", "add_"]
+    assert biased.rows[0].bytes == plain.rows[0].bytes
+    assert biased.rows[1].bytes == (IMAGE + C + IMAGE) * FP32
+    assert biased.flops == plain.flops + IMAGE
+    assert biased.memory.peak - plain.memory.peak == C * FP32  # in place
+
+
+def test_the_depthwise_kernel_of_channels_first_adds_its_bias_itself() -> None:
+    def depthwise(x: Tensor) -> Tensor:
+        return F.conv2d(x, KERNEL, torch.ones(C, device="meta"), groups=C)
+
+    first, other = image(), image().contiguous(memory_format=torch.channels_last)
+    assert "add_" not in kernels(estimated(depthwise, first))
+    assert "add_" in kernels(estimated(depthwise, other))
+
+
+@pytest.mark.parametrize("execution", ["eager", "compiled"])
+def test_the_gradients_of_a_convolution_are_a_kernel_each(execution: str) -> None:
+    weight, bias = (torch.ones(*shape, device="meta") for shape in ((C, C, 1, 1), (C,)))
+    graph = trained(lambda x: F.conv2d(x, weight, bias).exp().sum())
+    estimate = rt.estimate(graph, chip="l4", execution=execution)
+    backward = [row for row in estimate.rows if row.name == "aten.convolution_backward"]
+    gradient = IMAGE * FP32
+    assert [row.bytes for row in backward] == [gradient + C * C * FP32 + gradient]  # no weight's
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(C, C, 1), nn.Conv2d(C, C, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).exp().sum()
+
+    graph = rt.trace(Net().to("meta"), image(), phase="training", optimizer="none")
+    estimate = rt.estimate(graph, chip="l4", execution=execution)
+    backward = [row for row in estimate.rows if row.name == "aten.convolution_backward"]
+    # Of the last layer image and weight, of the first the weight; the image has no gradient.
+    reads = [gradient + C * C * FP32, 2 * gradient, 2 * gradient]
+    writes = [gradient, C * C * FP32, C * C * FP32]
+    assert [row.bytes for row in backward] == [a + b for a, b in zip(reads, writes, strict=True)]
+    product = 2 * N * S * S * C * C
+    assert [row.flops for row in backward] == [product] * 3
+    sums = [op for op in estimate.plan.graph.ops if op.name == "aten.sum" and "beside" in op.facts]
+    assert len(sums) == 2
+
+
+def test_the_gradient_of_softmax_makes_a_product_first() -> None:
+    graph = trained(lambda x: torch.softmax(x, -1).exp().sum())
+    rows = rt.estimate(graph, chip="l4", execution="eager").rows
+    backward = [row for row in rows if row.part == "backward"][-2:]
+    assert [row.name for row in backward] == ["aten.mul", "aten._softmax_backward_data"]
+    assert [row.bytes for row in backward] == [3 * IMAGE * FP32] * 2
+
+
+def test_a_safe_softmax_is_the_kernels_that_torch_runs() -> None:
+    """Kernels as PyTorch's own composite of the op dispatches them, without the scalar's view."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    graph = rt.trace(Calls(lambda x: torch.ops.aten._safe_softmax(x, -1)), image())
+    rows = rt.estimate(graph, chip="l4", execution="eager").rows
+    x = image()
+    with Log():
+        torch.ops.aten._safe_softmax.default._op_dk(
+            torch._C.DispatchKey.CompositeExplicitAutograd, x, -1
+        )
+    assert [row.name.removeprefix("aten.") for row in rows] == seen
+
+
+def test_every_form_is_said_and_counted_in_one_sentence() -> None:
+    for form in EAGER_FORMS:
+        assert form.rest and form.noun and form.names
