@@ -73,7 +73,9 @@ def main(folder: Path) -> None:
             f"{row['model']} dp={row['dp']} tp={row['tp']} seq={row['seq']} {row['ac']} "
             f"{row['precision']} compile={row['compile']} async={row['async_tp']}: "
             f"{rate:,.0f} tokens/s per GPU, published {told:,.0f}: {errors[-1]:+.1%}; "
-            f"{made.memory.peak / 2**30:.1f} GiB alive, {row['gib']} reserved; exposed "
+            f"{made.memory.peak / 2**30:.1f} GiB alive, "
+            f"{made.reserved.reserved_expandable / 2**30:.1f} reserved with expandable segments, "
+            f"published {row['gib']}; exposed "
             f"{made.times.t_exposed / made.t_est:.0%}"
         )
     if errors:

@@ -202,11 +202,13 @@ class Chip(Shown):
     def room(self, kept_free: float = 0.0) -> float:
         """Bytes of the memory that tensors and their allocator may have.
 
-        On a GPU the context of the process takes the rest.  kept_free: the share of the memory
-        that stays free; the context is part of it.
+        On a GPU the context of the process takes the rest, unless that is all: for a memory so
+        small the guess says nothing.  kept_free: the share of the memory that stays free; the
+        context is part of it.
         """
+        capacity = self.memory_capacity.value
         context = self.context.value if self.kind == "gpu" else 0.0
-        return self.memory_capacity.value - max(context, kept_free * self.memory_capacity.value)
+        return capacity - max(context if context < capacity else 0.0, kept_free * capacity)
 
     def count_holding(self, needed: float, kept_free: float = 0.0) -> int:
         """How many of these chips hold `needed` bytes if they could be split evenly.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,11 +206,16 @@ def test_a_step_with_whole_mebibytes_takes_its_tensors_and_workspaces():
         assert found.reserved.allocated <= found.reserved.reserved
 
 
-def test_a_cpu_has_no_such_allocator():
+def test_the_context_of_a_process_takes_room():
     chip = load_chip("h100-sxm")
     found = estimate(Mlp(), torch.zeros(8, 1024))
     assert found.reserved.context == chip.context.value
+    host = replace(chip, kind="cpu")
+    assert rt.estimate(found.graph, chip=host, execution="eager").reserved is None
+    assert host.room() == host.memory_capacity.value
     assert chip.room() == chip.memory_capacity.value - chip.context.value
+    small = chip.with_facts({"memory_capacity": 1e8})
+    assert small.room() == 1e8  # a context of 0.5 GiB cannot be in it
     assert chip.room(kept_free=0.1) == 0.9 * chip.memory_capacity.value  # the context is in it
 
 
@@ -263,8 +269,8 @@ def test_what_softmax_norms_and_sorting_take():
     x = torch.zeros(256, 8192)  # 8 MiB
     softmax = estimate(Each(lambda x: x.softmax(-1)), x, phase="training").reserved
     assert softmax.workspaces == {"softmax": 8 * MIB}  # gradient times output
-    norm = estimate(Each(lambda x: F.layer_norm(x, (8192,)).sum()), x, phase="training").reserved
-    assert norm.workspaces == {"norms": 8 * MIB}  # the gradient of a sum, written out
+    step = rt.trace(Each(lambda x: F.layer_norm(x, (8192,)).sum()), x, phase="training")
+    assert program(step).scratch == {"norms": 8 * MIB}  # the gradient of a sum, written out
     rows = estimate(Each(lambda x: x.sort(-1)[0]), x).reserved
     assert rows.workspaces == {"sorting": (8 + 8 + 4) * 256 * 8192}  # indices, twice, and keys
     short = estimate(Each(lambda x: x.view(512, 4096).sort(-1)[0]), x).reserved

@@ -142,7 +142,7 @@ def test_the_cheapest_is_that_of_a_loop_over_chips_precisions_and_batches(target
     for chip, dtype, batch in itertools.product(prices, ("bf16", "fp8"), (3, 12, 20, 28)):
         graph = rt.trace(target, phase="decode", batch=batch, kv=kv)
         result = rt.estimate(graph, chip=chip, execution="serving", dtype=dtype)
-        if result.t_est <= limit and result.memory.peak <= rt.load_chip(chip).memory_capacity.value:
+        if result.t_est <= limit and result.memory.peak <= rt.load_chip(chip).room():
             expected[chip, dtype, batch] = prices[chip] / 3600 * result.t_est / batch * 1e6
     answer = rt.solve(
         target, find="cheapest", tpot=limit, kv=kv, over=(3, 12, 20, 28), chips=1,
