@@ -17,7 +17,6 @@ from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.registry import find_rule
-from rooftrace.costmodels.traffic.passes import beside
 from rooftrace.costmodels.traffic.slices import slices, union
 from rooftrace.costmodels.traffic.wide_stores import widths
 from rooftrace.tracer.graph import Op, OpGraph
@@ -46,9 +45,6 @@ def group_costs(
     for index, group in enumerate(groups):
         alone = len(group.ops) == 1 and not (generated and _is_generated(graph, group.ops[0]))
         cost = op_costs[group.ops[0]] if alone else merger.merged(index)
-        if execution.fusion == "none":
-            for number in group.ops:
-                cost += beside(graph.ops[number], graph)
         results.append(scale(_widened(cost, wide) if wide else cost, group, op_costs))
     return tuple(results)
 
