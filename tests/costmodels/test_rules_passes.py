@@ -132,35 +132,3 @@ def test_a_thread_for_each_position_goes_through_all_images_and_channels():
 class _Doubled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.interpolate(x, scale_factor=2, mode="bilinear")
-
-
-class _Biased(nn.Module):
-    """A convolution with its bias, or with the same add after it."""
-
-    def __init__(self, inside: bool, groups: int = 1, window: int = 3) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, window, bias=inside, groups=groups, device="meta")
-        self.bias = None if inside else nn.Parameter(meta(8, 1, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.conv(x)
-        return y if self.bias is None else y.add_(self.bias)
-
-
-def test_the_bias_of_a_convolution_is_added_by_a_kernel_of_its_own_where_nothing_fuses():
-    x = meta(4, 8, 32, 32)
-    for groups in (1, 8):
-        inside, after = (
-            plan(trace(_Biased(inside, groups), x), "eager").bytes.total for inside in (True, False)
-        )
-        assert inside == after
-    bare = plan(trace(nn.Conv2d(8, 8, 3, bias=False, device="meta"), x), "compiled").bytes.total
-    assert plan(trace(_Biased(True), x), "compiled").bytes.total == bare + 4 * 8
-
-
-def test_the_kernel_that_is_written_out_for_wide_depthwise_windows_adds_its_bias_itself():
-    x = meta(4, 8, 32, 32)
-    eager, compiled = (
-        plan(trace(_Biased(True, 8, 7), x), mode).bytes.total for mode in ("eager", "compiled")
-    )
-    assert eager == compiled
