@@ -224,9 +224,9 @@ Published peaks beside `estimate.reserved` ([what is in it](memory.md)). Operato
 `torch.cuda.max_memory_allocated` said in Liger-Kernel's benchmarks (BSD-2, benchmark/data), its
 baselines of PyTorch and transformers, in eager mode, on six GPUs. `tensors alone` is the mean
 error of the peak of the tensors, without blocks and workspaces. No number was fitted. All rows were
-in sight, and four facts were found with them, each then read in PyTorch's sources: the temporary
-of the backward of softmax, copies of gradients that are not dense, buffers of group norms and of
-long sorts. Workspaces that earlier calls had left in the measured process are added (rotary
+in sight, and four facts were found with them: the temporary of the backward of softmax and the
+buffers of long sorts, then read in PyTorch's sources; copies of gradients that are not dense, and
+buffers of group norms, which the numbers bear out. Workspaces that earlier calls had left in the measured process are added (rotary
 embeddings, forward alone of gated MLPs). The convolutions of `multi_token_attention` are tiny, and
 cuDNN takes about 1 MiB for them that no formula of ours has. Left out are operators of which the
 published numbers contain other tensors (embedding), that are 0.1 MiB (softmax, relu_squared), or
@@ -242,6 +242,8 @@ reserved over a whole run, with rows of different lengths and generation in betw
 def page(folder: Path | None, every: int, figures: Path, tell: Callable[[str], None]) -> str:
     """The text of docs/accuracy.md; figures go into their folder."""
     lines = [HEAD, ""]
+    if folder and every > 1:
+        lines += [f"Of the steps of image models this page has every {every}th row.", ""]
     for part in PARTS if folder else ():
         tell(part.title)
         assert folder is not None
