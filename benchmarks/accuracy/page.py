@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,25 +239,24 @@ keeping it, which is not modelled. The tables of PEFT are left out: their maximu
 reserved over a whole run, with rows of different lengths and generation in between."""
 
 
-def page(folder: Path | None, every: int, figures: Path, tell: Callable[[str], None]) -> str:
-    """The text of docs/accuracy.md; figures go into their folder."""
-    lines = [HEAD, ""]
+def sections(
+    folder: Path | None, every: int, figures: Path, tell: Callable[[str], None]
+) -> Iterator[str]:
+    """The parts of docs/accuracy.md, each as soon as it is made; figures go into their folder."""
+    yield HEAD
     if folder and every > 1:
-        lines += [f"Of the steps of image models this page has every {every}th row.", ""]
+        yield f"Of the steps of image models this page has every {every}th row."
     for part in PARTS if folder else ():
         tell(part.title)
         assert folder is not None
-        lines += [f"## {part.title}", "", part.text, "", section(part, folder, every, figures), ""]
+        yield f"## {part.title}\n\n{part.text}\n\n{section(part, folder, every, figures)}"
     if folder and any(folder.glob("timm-*.csv")):
         tell("coverage")
-        script = [sys.executable, str(HERE / "coverage.py"), str(folder), "--every", str(every)]
-        done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
-        lines += [COVERAGE, "", done.stdout.strip(), ""]
+        yield f"{COVERAGE}\n\n{printed('coverage.py', [str(folder), '--every', str(every)])}"
     tell("own runs")
-    own = made("own.py", [str(MEASUREMENTS)], "Own runs", figures / "own.png")
+    yield f"{OWN}\n\n{made('own.py', [str(MEASUREMENTS)], 'Own runs', figures / 'own.png')}"
     tell("memory")
-    memory = printed("memory.py", [])
-    return "\n".join([*lines, OWN, "", own, "", MEMORY, "", memory, ""])
+    yield f"{MEMORY}\n\n{printed('memory.py', [])}"
 
 
 def main() -> None:
@@ -272,7 +271,8 @@ def main() -> None:
         raise SystemExit(f"{given.folder}: there is no such folder")
     given.figures.mkdir(parents=True, exist_ok=True)
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    print(page(given.folder, given.every, given.figures, tell), end="")
+    for number, text in enumerate(sections(given.folder, given.every, given.figures, tell)):
+        print(f"\n{text}" if number else text, flush=True)
 
 
 if __name__ == "__main__":

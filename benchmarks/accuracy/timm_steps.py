@@ -173,7 +173,7 @@ def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.OpGraph
     return graph
 
 
-def case_of(row: Row, how: Setting, cache: Path, form: str) -> Case | None:
+def case_of(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> Case | None:
     graph = traced(row, how, cache, form)
     if graph is None:
         return None

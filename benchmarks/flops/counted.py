@@ -20,7 +20,7 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from rooftrace.costmodels.costs.cost import MATRIX
-from rooftrace.costmodels.findings.counters.counting import unread_gradients
+from rooftrace.costmodels.findings.counters.counting import AS_CALLED, unread_gradients
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.tracer.asking.request import Options
 from rooftrace.tracer.graph.graph import OpGraph
@@ -69,7 +69,7 @@ def ours(graph: OpGraph) -> Counts:
     What a checkpoint runs again counts like the rest: FlopCounterMode cannot tell it apart.
     """
     ops = (replace(op, part="forward") if op.part == "recompute" else op for op in graph.ops)
-    planned = plan(graph.replace(ops=tuple(ops)), "eager")
+    planned = plan(graph.replace(ops=tuple(ops)), AS_CALLED)
     differs: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     uncounted: Counter[str] = Counter()
     zero: Counter[str] = Counter()

@@ -110,7 +110,7 @@ class LatentLayer(nn.Module):
     has a rotated key of its own.
     """
 
-    heads, nope, rope, width, rank = 4, 12, 8, 10, 16
+    heads, nope, rope, width, rank = 4, 16, 8, 16, 16
 
     def __init__(self, size: int, by_head: bool, own_turns: bool) -> None:
         super().__init__()

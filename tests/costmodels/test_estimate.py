@@ -71,7 +71,10 @@ def test_real_models(traced, model, phase, chip):
     for est in found.values():
         check(est)
     assert found["efficient"].times.t_serial <= found["eager"].times.t_serial
-    assert found["efficient"].t_est <= found["compiled"].t_est <= found["eager"].t_est
+    # A graph is launched at once, which takes longer than the first of many launches.
+    launched = found["efficient"].chip.graph_launch.value
+    assert found["efficient"].t_est <= found["compiled"].t_est + launched
+    assert found["compiled"].t_est <= found["eager"].t_est
     assert found["efficient"].flops_matrix == found["naive"].flops_matrix
 
 

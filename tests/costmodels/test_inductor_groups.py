@@ -77,5 +77,7 @@ def test_our_groups_are_those_of_inductor(name):
     assert score.f1 >= f1 and score.rand >= rand, score
     moved = golden["bytes"]
     kept = moved["all"] - moved["around"] - moved["again"]
-    assert BYTES[0] <= sum(sizes[group] for group in {ours[op] for op in theirs}) / kept <= BYTES[1]
+    size = sum(sizes[group] for group in {ours[op] for op in theirs})
+    # Rules count what group norm reads again of rows that do not stay on the chip.
+    assert BYTES[0] * kept <= size <= BYTES[1] * (kept + moved["again"])
     assert 2 * moved["largest"] < 50 << 20  # is still in the L2 of an H100 when it is read again

@@ -20,7 +20,7 @@ def test_equal_ops_cost_the_same_on_their_own_storages():
     assert (
         costs[0].work
         == costs[1].work
-        == {Work("matmul", "bf16", 4, columns=8, inner=8): 2 * 4 * 8 * 8}
+        == {Work("matmul", "bf16", 4, columns=8, inner=8, lined="NK"): 2 * 4 * 8 * 8}
     )
     assert costs[0].traffic == {
         Access(first, False): BF16 * 32, Access(w, False): BF16 * 64,

@@ -246,7 +246,8 @@ def test_a_recurrent_network_reads_its_weights_once():
         lambda: torch.ops.rooftrace.rnn(meta(3, 5, 7), states, params, "lstm", True, 1, False, True)
     )
     weights = 16 * 7 + 16 * 4 + 16  # the two biases are one tensor here
-    assert found.bytes() == 4 * (3 * 5 * 7 + 2 * 12 + weights + 3 * 5 * 4 + 2 * 12)
+    gates = 3 * 5 * 4 * 4  # of each of two products: written, and read
+    assert found.bytes() == 4 * (3 * 5 * 7 + 2 * 12 + weights + 3 * 5 * 4 + 2 * 12 + 4 * gates)
 
 
 # -- optimizers ------------------------------------------------------------------------------------

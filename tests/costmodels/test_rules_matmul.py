@@ -204,7 +204,8 @@ def test_a_grouped_product_is_a_loop_of_products(groups, per, k, n):
     offsets = meta(groups, dtype=torch.int32)
     whole = cost(lambda: torch._grouped_mm(x, weights, offsets), "_grouped_mm")
     loop = cost(lambda: [meta(per, k, dtype=bf16) @ meta(k, n, dtype=bf16) for _ in range(groups)])
-    assert whole.work == loop.work
+    # A grouped product asks for aligned rows, so its work does not say where they lie.
+    assert whole.work == {replace(work, lined=""): flop for work, flop in loop.work.items()}
     assert whole.bytes() == loop.bytes() + 4 * groups  # the offsets
 
 

@@ -44,7 +44,7 @@ from tests.costmodels.serving_support import (
 from tests.releases import with_grouped_products, with_transformers_5
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
-FP32, FP64 = 1e-4, 1e-9
+FP32 = 1e-4
 MATRIX_ONLY = dict(operations=MATRIX)
 
 
@@ -120,6 +120,11 @@ MARKS = {  # its experts are one weight each; two products of groups take the pl
 }
 
 
+def targets(graph: OpGraph) -> list[str]:
+    """What the ops of a graph are, in order."""
+    return [op.target for op in graph.ops]
+
+
 def counts(notes: tuple[str, ...]) -> dict[str, int]:
     """{"fused-qkv": 2} from the notes of rewrites."""
     pairs = (note.split(": ", 1) for note in notes if "nothing" not in note)
@@ -163,7 +168,7 @@ def test_all_rewrites_of_a_model_leave_its_results(
 def test_training_is_left_as_it_is(steps: Callable[[str, str], tuple[nn.Module, OpGraph]]) -> None:
     graph = steps("Llama", "training")[1]
     result, notes = changed(graph, *NAMES)
-    assert result is graph and not notes
+    assert targets(result) == targets(graph) and not notes
     _, notes = changed(graph, "fused-qkv")
     assert notes == ("fused-qkv: nothing to rewrite in training",)
 
@@ -173,40 +178,42 @@ def test_training_is_left_as_it_is(steps: Callable[[str, str], tuple[nn.Module, 
 
 def test_latent_attention_written_by_hand() -> None:
     """Keys and values of all heads stand side by side, and the rotated part comes first."""
-    model = filled(Latent(), torch.float64)
+    model = filled(Latent())
     graph = step_of(model, "decode")
     result, notes = changed(graph, "absorb-latent")
     assert notes == ("absorb-latent: 2 attentions",)
-    assert 0 < differences(graph, result, model) < FP64
+    assert 0 < differences(graph, result, model) < FP32
 
 
 def test_a_prompt_keeps_its_projection_which_takes_fewer_flops() -> None:
     graph = step_of(filled(Latent()), "prefill")
-    assert changed(graph, "absorb-latent") == (graph, ("absorb-latent: nothing to rewrite",))
+    result, notes = changed(graph, "absorb-latent")
+    assert targets(result) == targets(graph)
+    assert notes == ("absorb-latent: nothing to rewrite",)
 
 
 def test_heads_with_rotated_keys_of_their_own_are_left() -> None:
     graph = step_of(filled(Latent(own_turns=True)), "decode")
-    assert changed(graph, "absorb-latent")[0] is graph
+    assert targets(changed(graph, "absorb-latent")[0]) == targets(graph)
 
 
 def test_caches_by_head_become_caches_of_latents() -> None:
     """Caches that hold the projections of some latents: what the step makes of either is equal."""
-    model = filled(Latent(by_head=True), torch.float64)
+    model = filled(Latent(by_head=True))
     graph = step_of(model, "decode")
     result, notes = changed(graph, "absorb-latent")
     assert notes == ("absorb-latent: 2 attentions",)
     caches = Caches()
     for number, layer in enumerate(model.layers):
         names = f"cache_{2 * number}", f"cache_{2 * number + 1}"
-        latent = caches.of(f"{names[0]}.latent", (BATCH, 1, LENGTH, 16), torch.float64)
-        turned = caches.of(f"{names[1]}.rope", (BATCH, 1, LENGTH, 8), torch.float64)
-        keys, values = layer.up(latent[:, 0]).split([4 * 12, 4 * 10], -1)
-        keys = keys.view(BATCH, LENGTH, 4, 12).transpose(1, 2)
+        latent = caches.of(f"{names[0]}.latent", (BATCH, 1, LENGTH, 16), torch.float32)
+        turned = caches.of(f"{names[1]}.rope", (BATCH, 1, LENGTH, 8), torch.float32)
+        keys, values = layer.up(latent[:, 0]).split([4 * 16, 4 * 16], -1)
+        keys = keys.view(BATCH, LENGTH, 4, 16).transpose(1, 2)
         caches[names[0]] = torch.cat((turned.expand(-1, 4, -1, -1), keys), -1).detach()
-        caches[names[1]] = values.view(BATCH, LENGTH, 4, 10).transpose(1, 2).detach()
+        caches[names[1]] = values.view(BATCH, LENGTH, 4, 16).transpose(1, 2).detach()
     logits, small = (run(g, model, caches)[0] for g in (graph, result))
-    assert torch.allclose(logits, small, rtol=FP64, atol=FP64)
+    assert torch.allclose(logits, small, rtol=FP32, atol=FP32)
     kept = [result.values[i].shape for i in result.outputs[1:]]
     assert kept == [(BATCH, 1, LENGTH + 1, 16), (BATCH, 1, LENGTH + 1, 8)] * 2
 
@@ -215,7 +222,7 @@ def test_memory_is_that_of_the_latents_where_the_cache_changed() -> None:
     graph = step_of(filled(Latent(by_head=True)), "decode")
     execution = execution_model("eager", rewrites=("absorb-latent", "static-cache"))
     estimate = rt.estimate(graph, "h200-sxm", execution)
-    before = BATCH * LENGTH * 4 * (20 + 10) * 4  # heads, keys and values, fp32
+    before = BATCH * LENGTH * 4 * (24 + 16) * 4  # heads, keys and values, fp32
     after = BATCH * (LENGTH + 1) * (16 + 8) * 4  # latent and rotated key, with the new row
     assert memory(graph).kv >= 2 * before  # two layers
     assert estimate.memory.kv == 2 * after
@@ -339,7 +346,7 @@ def test_fused_products_read_their_input_once_and_the_same_weights() -> None:
 @pytest.mark.parametrize("what", ["tied", "overwritten"])
 def test_a_weight_of_two_products_or_an_input_that_changes_stays_apart(what: str) -> None:
     graph = step_of(filled(Gated(**{what: True})), "decode")
-    assert changed(graph, "fused-gate-up")[0] is graph
+    assert targets(changed(graph, "fused-gate-up")[0]) == targets(graph)
 
 
 def test_a_fused_weight_takes_the_memory_of_its_parts() -> None:
@@ -372,7 +379,7 @@ def test_logits_of_a_head_that_bends_them() -> None:
 
 def test_logits_that_the_step_reads_stay() -> None:
     graph = step_of(filled(Gated(read_twice=True)), "prefill")
-    assert changed(graph, "last-logits")[0] is graph
+    assert targets(changed(graph, "last-logits")[0]) == targets(graph)
 
 
 def test_a_static_cache_is_what_kv_append_in_place_is() -> None:
@@ -390,7 +397,8 @@ def test_a_static_cache_is_what_kv_append_in_place_is() -> None:
 
 def test_serving_is_efficient_with_all_rewrites() -> None:
     serving, efficient = execution_model("serving"), execution_model("efficient")
-    assert replace(efficient, name="serving", rewrites=NAMES) == serving
+    same = replace(efficient, name="serving", rewrites=NAMES, attention_library="vllm")
+    assert same == serving
     for name in ("naive", "eager", "compiled", "efficient"):
         assert execution_model(name).rewrites == ()
 

@@ -127,4 +127,4 @@ def test_a_cache_in_fp8_halves_the_decode_of_attention() -> None:
             whole = rt.estimate(graph, "h100-sxm", execution).times.t_serial
             narrow = rt.reprice(graph, weights_dtype="fp8")
             half = rt.estimate(narrow, "h100-sxm", execution).times.t_serial
-            assert half < 0.65 * whole, (name, knobs)
+            assert half < 0.7 * whole, (name, knobs)

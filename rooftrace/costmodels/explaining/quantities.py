@@ -183,7 +183,7 @@ def shapes_of_access(kernel: KernelForm, item: Traffic, names: Sequence[str]) ->
     """Bytes of an access as a product of two sizes of the kernel's only product; "" for others."""
     if item.amount.draw is not None:
         return ""
-    works = [n for n, work in enumerate(kernel.numbers.work) if work.columns is not None]
+    works = [n for n, work in enumerate(kernel.numbers.work) if work.rows is not None]
     if len(works) != 1 or not item.amount.formula.terms:
         return ""
     own = kernel.sizes[3 * works[0] : 3 * works[0] + 3]

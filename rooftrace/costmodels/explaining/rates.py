@@ -75,8 +75,10 @@ def seconds_of(estimate: Estimate, row: Row, kind: str) -> Seconds:
     share = knobs.share(kind) if knobs else None
     by_class = (1.0, 1.0)
     if knobs and share:
-        compute, memory = knobs.pace * knobs.compute, knobs.pace * knobs.memory
-        by_class = compute * share.compute, memory * share.memory
+        by_class = (
+            knobs.pace * knobs.compute * share.compute,
+            knobs.pace * knobs.memory * share.memory,
+        )
     return Seconds(
         rates=rates,
         compute_share=RateShares(ideal / compute, by_class[0]) if compute else None,

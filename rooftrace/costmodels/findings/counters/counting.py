@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import short
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
+from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.hardware.units import format_flops
@@ -24,6 +25,8 @@ from rooftrace.tracer.paths import pattern_of
 if TYPE_CHECKING:
     from rooftrace.tracer.peers import PeerCount
 
+AS_CALLED = execution_model("eager").as_called
+"""A kernel for each op of the graph, as counters see them."""
 EVERYWHERE = "(all modules)"
 """Stands for a module that the peer does not know: backward runs outside of its hooks."""
 
@@ -122,7 +125,7 @@ class Comparison:
 
 def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
     """Our count of `graph` beside what `peer` counted of the same step (without its optimizer)."""
-    ours, again, vector = _ours(plan(graph, "eager"))
+    ours, again, vector = _ours(plan(graph, AS_CALLED))
     matrix = ours.total()
     if peer.error:
         return Comparison(
@@ -184,7 +187,7 @@ def flop_counts(graph: OpGraph) -> dict[tuple[str, str], int]:
 
     Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.
     """
-    planned = plan(graph, "eager")
+    planned = plan(graph, AS_CALLED)
     graph = planned.graph
     counts: Counter[tuple[str, str]] = Counter()
     for op, cost in zip(graph.ops, planned.op_costs, strict=True):
