@@ -226,11 +226,11 @@ baselines of PyTorch and transformers, in eager mode, on six GPUs. `tensors alon
 error of the peak of the tensors, without blocks and workspaces. No number was fitted. All rows were
 in sight, and four facts were found with them: the temporary of the backward of softmax and the
 buffers of long sorts, then read in PyTorch's sources; copies of gradients that are not dense, and
-buffers of group norms, which the numbers bear out. Workspaces that earlier calls had left in the measured process are added (rotary
-embeddings, forward alone of gated MLPs). The convolutions of `multi_token_attention` are tiny, and
-cuDNN takes about 1 MiB for them that no formula of ours has. Left out are operators of which the
-published numbers contain other tensors (embedding), that are 0.1 MiB (softmax, relu_squared), or
-whose peak depends on routing (fused_moe).
+buffers of group norms, which the numbers bear out. Workspaces that earlier calls had left in the
+measured process are added (rotary embeddings, forward alone of gated MLPs). The convolutions of
+`multi_token_attention` are tiny, and cuDNN takes about 1 MiB for them that no formula of ours has.
+Left out are operators of which the published numbers contain other tensors (embedding), that are
+0.1 MiB (softmax, relu_squared), or whose peak depends on routing (fused_moe).
 
 Fine-tuning: `active` of torchtune's table of optimisations (BSD-3), Llama 3.2 of 3 B on an A100;
 the decoder is rebuilt. A compiled step is taken as compiled as a whole, where the recipe compiles

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
+from msgspec.structs import replace
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt

@@ -23,7 +23,8 @@ def test_every_rate_is_positive_and_measured(chip):
     assert chip.has_peak("vector", "fp32") and chip.has_peak("matrix", "bf16")
     for place, fact in chip.facts():
         assert math.isfinite(fact.value), place
-        if place == "graph_entry":  # only a compiler could tell; no step without breaks pays it
+        # Only a compiler could tell the one; the other is of GPUs, and nothing on a CPU takes it.
+        if place in ("graph_entry", "context"):
             assert fact.kind == "guess"
             continue
         assert fact.kind in ("measured", "derived"), place
