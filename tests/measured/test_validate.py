@@ -619,7 +619,7 @@ def test_the_terminal_view_is_one_screen(compared: rt.Validation) -> None:
     lines = str(compared).splitlines()
     assert len(lines) <= 55 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
-    assert lines[0].startswith("validation  NVIDIA H200 SXM5 141 GB, eager, knobs typical GPU")
+    assert lines[0].startswith("validation  NVIDIA H200 SXM5 141 GB, eager, knobs typical Hopper")
     assert "decode is predicted to be bound by launches for" in text
     assert "typical knobs: nothing was fitted to this chip" in text
 
