@@ -3,11 +3,13 @@ kernels that do the same."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import rooftrace.tracer.whole.entries  # noqa: F401  defines torch.ops.rooftrace
+import rooftrace as rt
+import rooftrace.tracer.whole.entries
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.planning import plan
@@ -132,3 +134,23 @@ def test_a_thread_for_each_position_goes_through_all_images_and_channels():
 class _Doubled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.interpolate(x, scale_factor=2, mode="bilinear")
+
+
+@pytest.mark.parametrize("mode", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("both", [False, True])
+def test_time_steps_of_a_recurrent_network_follow_one_another(mode: str, both: bool):
+    """Twice the steps, or twice the layers, take twice as long; twice the rows of tiny products and
+    the other direction take no longer."""
+    chip = rt.load_chip("rtx-4090")
+
+    def seconds(steps: int, batch: int = 2, layers: int = 1) -> float:
+        network = getattr(nn, mode)(64, 64, layers, bidirectional=both, device="meta")
+        found = rt.estimate(network, meta(steps, batch, 64), chip=chip, execution="eager")
+        (row,) = (row for row in found.rows if row.name == "rnn")
+        return row.timing.t_device - row.timing.gap
+
+    once = seconds(256)
+    assert once == pytest.approx(256 * 5.6e-6, rel=0.1)
+    assert seconds(512) == pytest.approx(2 * once, rel=0.05)
+    assert seconds(256, layers=2) == pytest.approx(2 * once, rel=0.05)
+    assert seconds(256, batch=4) == pytest.approx(once, rel=0.05)

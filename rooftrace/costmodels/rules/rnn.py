@@ -5,15 +5,21 @@ reads them again from L2 or memory, which is not modelled.  Gates go through mem
 products and what is done by elements: both products write theirs, as the product with x is one for
 all time steps, and that with h one for each (J. Appleyard et al., "Optimizing Performance of
 Recurrent Neural Networks on GPUs", arXiv 1604.01946, which cuDNN follows).  They count as bytes of
-the output.  Outputs of inner layers are not counted.
+the output.  Outputs of inner layers are not counted.  Steps of time follow one another, so that a
+network takes `WAITS` for each of them, however small its products are.
 """
 
 from __future__ import annotations
 
-from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.costs import Cost, Work
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import product_precision, stored_width, vector
+from rooftrace.costmodels.rules.common import (
+    product_precision,
+    stored_width,
+    vector,
+    vector_precision,
+)
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 POINTWISE = {
@@ -35,6 +41,12 @@ def _weights(op: OpView) -> tuple[tuple[TensorView, ...], int]:
     params = op.tensors("params") or op.tensors("weight")
     directions = 2 if op.attribute("bidirectional", False) else 1
     return params, max(len(params) // (int(op.attribute("num_layers", 1)) * directions), 1)
+
+
+WAITS = 20
+"""Waits for memory of a time step of a layer: two kernels in a row, a product and what is done by
+elements, each with a launch (about 5.6 us in all by `engines.WAIT`; a guess for cuDNN's plain
+algorithm, whose persistent ones may take less)."""
 
 
 def _sizes(op: OpView, mode: str) -> tuple[int, int]:
@@ -71,7 +83,12 @@ def _network(op: OpView, mode: str, backward: bool) -> Cost:
     each = POINTWISE[mode] + biases
     products = _products(op, params, group, steps, batch,
                          product_precision(op.needed("input", "data"), *matrices), backward)
-    pointwise = vector(op, steps * hidden * each * (2 if backward else 1))
+    each *= 2 if backward else 1
+    # A step waits for the one before, in every layer; directions go side by side.
+    inner = each / (int(op.attribute("num_layers", 1)) * WAITS)
+    flop = steps * hidden * each
+    turns = Work("vector", vector_precision(op), batch * hidden, inner=inner)
+    pointwise = Cost({turns: flop}) if flop else Cost()
     return products + pointwise + op.streamed() + _gates(op, steps * hidden * GATES[mode], backward)
 
 
