@@ -92,7 +92,7 @@ def test_nothing_that_traces_is_an_error() -> None:
 def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
     run = rt.load_run(next((ROOT / "measurements").glob("*.json.gz")))
     eager = [row for row in run.models if row.mode == "eager"]
-    few = [row for row in eager if row.model in ("lstm", "gpt2")][:6]
+    few = [row for row in eager if row.model in ("decoder", "gpt2")][:6]
     chip = rt.load_chip("rtx-3090")  # of which a CPU is a small share
     start = Knobs("a CPU", compute=0.004, memory=0.05)
     found = rt.calibrate(
