@@ -111,7 +111,8 @@ def test_it_is_calibrated_with_factors_by_its_counters(graph, tmp_path):
     # Products read three matrices by rule and pointwise kernels two: between 0.8 and 0.53.
     assert factor.by == "counters" and 0.5 < factor.factor < 0.85
     assert math.isfinite(factor.error)
-    assert found.execution == "compiled" and found.fit.errors.mean < 0.1
+    assert found.execution == "compiled"
+    assert found.fit.errors.mean < 0.7 * found.before.mean  # two kinds of kernels: one factor
 
 
 def test_an_eager_execution_still_refuses_it(graph, tmp_path):
