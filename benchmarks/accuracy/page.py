@@ -55,12 +55,13 @@ PARTS = (
         "products.png",
         """\
 Latencies of cuBLAS products under CUDA graphs, from the aiconfigurator performance
-database (Apache-2.0). Seven numbers a GPU and format are fitted to 200 rows, the rest
-is predicted, five seeds: sustained arithmetic, sustained bandwidth, launch, and four
-about tiles. The fp8 rows are of another library, and hold the kernel that quantises the
-activations too: it is a second row of each case, which reads them twice and writes them
-once. Part of what is left is that this library takes its tiles by the rows alone and does
-not split K, where the model takes what suits the product.""",
+database (Apache-2.0). *No fit* takes what comes along for the chip, for a product alone: that of
+A100, and one set for H100 and H200, were made from these files; nothing of L40S was. Then seven
+numbers a GPU and format are fitted to 200 rows, the rest is predicted, five seeds: sustained
+arithmetic, sustained bandwidth, launch, and four about tiles; on L40S how fast its cache is, too.
+The fp8 rows are of CUTLASS in vLLM, whose source says that tiles go by the number of rows and that
+K is not split. They hold the kernel that scales the activations, with a block for each row; what a
+block takes was chosen with these rows in sight, and two numbers of that kernel are fitted.""",
     ),
     Part(
         "Attention kernels",
@@ -68,12 +69,12 @@ not split K, where the model takes what suits the product.""",
         "attention-*.csv.gz",
         "attention.png",
         """\
-Latencies of FlashAttention 2 and 3 in vLLM, from the same database: prompts, and one
-query on a cache. Nine numbers a GPU (eight on A100) for both phases are fitted to 200
-rows of each: launch, bandwidth of the kernel that stores new entries, and seven about
-attention kernels. Steps take attention from the same formula wherever a library's kernel
-was called for. The last column is without a fit: the numbers that come along, and one
-launch and one store for all GPUs.""",
+Latencies of attention in vLLM, from the same database, by library: prompts, and one query on a
+cache. Nine numbers a GPU and library for both phases are fitted to 200 rows of each: launch,
+bandwidth of the kernel that stores new entries, and seven about attention kernels; on L40S how fast
+its cache is, too. Steps take attention from the same formula wherever a library's kernel was called
+for. The last column is without a fit: the numbers that come along for the library, which are from
+these files, and one launch and one store for all GPUs.""",
     ),
     Part(
         "Steps of image models",
