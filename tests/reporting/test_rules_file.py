@@ -57,7 +57,7 @@ def test_a_file_brings_a_source_of_measurements(folder: Path, run: Run) -> None:
     ran = run("validate", folder / "log", *said)
     assert ran.code == 0 and "1 ms" in ran.out.replace("1.00 ms", "1 ms")
     few = run("calibrate", folder / "log", *said, "--out", folder / "knobs.toml")
-    assert few.code and "1 measurements for 2 knobs" in few.err
+    assert few.code == 0 and "1 of 1 measured steps" in few.out  # one factor, near the typical
 
 
 @pytest.mark.parametrize(
