@@ -317,7 +317,7 @@ def _work_columns(
         matrix = matrix + np.where(larger, most, seconds)
         most = np.where(larger, seconds, most)
         widths = engines.stored_widths(work.key)
-        unit, odd = _unit_and_odd(work, chip, execution)
+        unit, odd = _unit_and_odd(work, whole, chip, execution)
         numbers = (work.flop, rate, *work.shape, _products(work), *widths, whole, unit, odd)
         largest = {
             name: np.where(larger, number, largest[name])
@@ -328,11 +328,10 @@ def _work_columns(
 
 
 def _unit_and_odd(
-    work: WorkColumns, chip: Chip, execution: ExecutionModel
+    work: WorkColumns, whole: Amount, chip: Chip, execution: ExecutionModel
 ) -> tuple[Amount, Amount]:
-    """The columns `unit` and `odd` of a product whose sizes are known."""
+    """The columns `unit` and `odd` of a product whose sizes are known; whole: that of `_rates`."""
     assert work.shape is not None
-    _, whole = _rates(work, chip, execution)
     tiled, streamed = engines.engine_of(work.key, chip, execution), engines.STREAMING
     on = tiled if tiled[0] == "vector" else streamed
     unit = np.where(np.asarray(whole) > 0, unit_of(*tiled), unit_of(*on))

@@ -220,15 +220,10 @@ class Knobs:
         (`Chip.sustained_compute` and `sustained_memory`).  sustained: False: without the latter, as
         a kernel alone runs.
         """
-        knobs = _typical(chip.kind, compiled, (chip.kind == "gpu" and generation(chip)) or "")
-        if not sustained:
-            return knobs
-        compute, memory = chip.sustained_compute, chip.sustained_memory
-        if compute is not None:
-            knobs = replace(knobs, compute=knobs.compute * compute.value)
-        if memory is not None:
-            knobs = replace(knobs, memory=knobs.memory * memory.value)
-        return knobs
+        facts = (chip.sustained_compute, chip.sustained_memory) if sustained else (None, None)
+        rates = [1.0 if fact is None else fact.value for fact in facts]
+        of = (chip.kind == "gpu" and generation(chip)) or ""
+        return _sustained(chip.kind, compiled, of, *rates)
 
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
@@ -319,6 +314,13 @@ def generation(chip: Chip) -> str | None:
         return None
     width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
     return next((name for name, least in GENERATIONS if width >= least), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sustained(kind: str, compiled: bool, of: str, compute: float, memory: float) -> Knobs:
+    """Typical numbers of a chip that sustains these shares of its rates."""
+    knobs = _typical(kind, compiled, of)
+    return replace(knobs, compute=knobs.compute * compute, memory=knobs.memory * memory)
 
 
 @functools.cache
