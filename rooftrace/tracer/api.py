@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rooftrace.tracer.asking import Options, Request
-    from rooftrace.tracer.phases import Capture
+    from rooftrace.tracer.phases.steps import Capture
 
 PathLike = os.PathLike[str]
 
@@ -98,9 +98,9 @@ def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Cap
     Tensors made inside are on meta.  Raises RequestError for a module that cannot move there.
     """
     from rooftrace.tracer.asking import Options
-    from rooftrace.tracer.phases import Capture
+    from rooftrace.tracer.phases import steps
 
-    return Capture(modules, Options(assume=dict(assume or {})))
+    return steps.Capture(modules, Options(assume=dict(assume or {})))
 
 
 def trace_target(

@@ -7,7 +7,7 @@ restores them in the order in which modes end.  These helpers touch the stacks o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,38 @@ def apart() -> Iterator[None]:
             if left != devices:  # the code has set another default device
                 around = [*left, *(mode for mode in around if mode not in devices)]
             _put_on(around)
+
+
+@contextlib.contextmanager
+def exchanging(owned: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside, of the modes of this thread only those that `owned` picks are on, and may change.
+
+    Afterwards those that are on then stand where they stood, and the others around them as before.
+    """
+    functions, ops = _taken_off(), _ops_taken_off()
+    _put_on([mode for mode in functions if owned(mode)])
+    for mode in ops:
+        if owned(mode):
+            push(mode)
+    try:
+        yield
+    finally:
+        _put_on(_among(functions, _taken_off(), owned))
+        for mode in _among(ops, _ops_taken_off(), owned):
+            push(mode)
+
+
+def _among(before: Sequence[Any], ours: Sequence[Any], owned: Callable[[Any], bool]) -> list[Any]:
+    """Other modes as they stood, and ours in the place of the first that was ours."""
+    first = next((place for place, mode in enumerate(before) if owned(mode)), 0)
+    others = [[m for m in part if not owned(m)] for part in (before[:first], before[first:])]
+    return [*others[0], *ours, *others[1]]
+
+
+def _ops_taken_off() -> list[Any]:
+    """The dispatch modes of this thread, the innermost last; none is on afterwards."""
+    count = torch._C._len_torch_dispatch_stack()
+    return [_dispatch._pop_mode() for _ in range(count)][::-1]
 
 
 def _taken_off() -> list[Any]:

@@ -22,17 +22,28 @@ class Scope:
     kept: what parts of the recording keep for these threads, by name.
     release: of PyTorch, whose kernels of CUDA run.
     apart: while an attention runs as several kernels, why it does; else "".
+    around: a scope whose replacements hold here too, where this one has none of its own.
     """
 
-    __slots__ = ("apart", "kept", "owner", "release", "replacements")
+    __slots__ = ("apart", "around", "kept", "owner", "release", "replacements")
 
-    def __init__(self, release: Release | None = None) -> None:
+    def __init__(self, release: Release | None = None, around: Scope | None = None) -> None:
         outer = _thread.current
+        self.around = around
         self.release = release or installed_release()
         self.apart = ""
         self.replacements: dict[tuple[int, str], Any] = {}
         self.owner: int = threading.get_ident() if outer is None else outer.owner
         self.kept: dict[str, Any] = {}
+
+    def replacement(self, key: tuple[int, str], otherwise: Any) -> Any:
+        """What stands for a name in the threads of this scope."""
+        scope: Scope | None = self
+        while scope is not None:
+            if key in scope.replacements:
+                return scope.replacements[key]
+            scope = scope.around
+        return otherwise
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

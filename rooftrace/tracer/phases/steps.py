@@ -56,7 +56,7 @@ class Capture:
     """A block of code that is recorded (`rooftrace.capture`); after it, `graph` is what ran."""
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
-        self._root = _root(modules)
+        self._root = container_of(modules)
         with depth_explained(self._root):
             check_request(self._root, (), options)
             check_traceable(self._root)
@@ -98,7 +98,7 @@ class Capture:
             undo.enter_context(contexts.claimed(list(self._root.modules())))
             undo.callback(self._recorder.close)
             memo = undo.enter_context(lending.lent(self._root)) if self._is_real else {}
-            _enter_modules(self._recorder, self._root)
+            enter_modules(self._recorder, self._root)
             self._block = undo.enter_context(contextlib.ExitStack())
             self._block.enter_context(self._open())
             self._block.enter_context(lending.inputs_lent(self._modules, self._recorder))
@@ -135,8 +135,7 @@ class Capture:
             if isinstance(exception[1], RecursionError):
                 raise exception[1]
             if exception[0] is None:
-                graph = _graph(self._recorder, self._root, self._learnt, None)
-                self._graph = graph.replace(outputs=(*graph.outputs, *_left_over(graph)))
+                self._graph = graph_of_step(self._recorder, self._root, self._learnt)
                 made = (assumption.facts for assumption in self._graph.assumptions)
                 assumptions.check_histograms(self._recorder.values.choices, made)
 
@@ -151,9 +150,9 @@ def trace_step(
     """
     name = getattr(step, "__name__", type(step).__name__)
     modules = _modules((tuple(args), dict(kwargs)))
-    with depth_explained(_root(modules)):
-        check_request(_root(modules), (), options)
-        check_traceable(_root(modules), tensors_in((tuple(args), dict(kwargs))))
+    with depth_explained(container_of(modules)):
+        check_request(container_of(modules), (), options)
+        check_traceable(container_of(modules), tensors_in((tuple(args), dict(kwargs))))
         try:
             step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:
@@ -171,12 +170,12 @@ def _traced_step(
     options: Options,
     name: str,
 ) -> OpGraph:
-    root = _root(_modules((args, kwargs)))
+    root = container_of(_modules((args, kwargs)))
 
     def run(recorder: Recorder) -> OpGraph:
         for tensor in tensors_in((args, kwargs)):
             arguments.learn(recorder.values, tensor)
-        _enter_modules(recorder, root)
+        enter_modules(recorder, root)
         for index, item in enumerate((*args, *kwargs.values())):
             for tensor in () if isinstance(item, Optimizer) else tensors_in(item):
                 recorder.enter(tensor, "input", f"input_{index}")
@@ -201,7 +200,7 @@ def _modules(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> list[nn.Modu
     return [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Module)]
 
 
-def _root(modules: Sequence[nn.Module]) -> nn.Module:
+def container_of(modules: Sequence[nn.Module]) -> nn.Module:
     """The only module, or a container of several under their class names."""
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -271,7 +270,7 @@ def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool
     return weighs or (tensor.is_leaf and tensor.requires_grad)
 
 
-def _enter_modules(recorder: Recorder, root: nn.Module) -> None:
+def enter_modules(recorder: Recorder, root: nn.Module) -> None:
     for module in root.modules():
         for tensor in own_tensors(module):
             arguments.learn(recorder.values, tensor)
@@ -285,7 +284,7 @@ def _enter_modules(recorder: Recorder, root: nn.Module) -> None:
 
 
 @dataclass
-class _Learnt:
+class Learnt:
     """Names of gradients by storage, and of the optimizers that stepped."""
 
     gradients: dict[int, str] = field(default_factory=dict)
@@ -293,9 +292,9 @@ class _Learnt:
 
 
 @contextlib.contextmanager
-def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
+def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
     """Record what runs inside, with its parts, on the meta device."""
-    learnt = _Learnt()
+    learnt = Learnt()
     recorder.own_step = True
     outer: list[tuple[str, str]] = []
 
@@ -303,12 +302,12 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
         if not recorder.here_recorded() or recorder.part == "optimizer":
             return None  # a thread of somebody else, or the step that makes the states
         outer.append((recorder.part, recorder.function))
-        _note_gradients(recorder, root, learnt)
+        note_gradients(recorder, root, learnt)
         recorder.part, recorder.function = "optimizer", type(optimizer).__name__
         learnt.optimizers.append(type(optimizer).__name__.lower())
         closures = bool(args[1:] or kwargs.get("closure"))
         _prepare(recorder, optimizer, closure=closures)
-        return _with_closures_outside(recorder, args, kwargs) if closures else None
+        return with_closures_outside(recorder, args, kwargs) if closures else None
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if outer and recorder.here_recorded() and recorder.recording:
@@ -318,13 +317,13 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
         stack.callback(register_optimizer_step_pre_hook(before).remove)
         stack.callback(register_optimizer_step_post_hook(after).remove)
         stack.enter_context(recorder)
-        stack.enter_context(_foreach_on_meta())
+        stack.enter_context(foreach_on_meta())
         stack.enter_context(torch.device(META))
         yield learnt
-    _note_gradients(recorder, root, learnt)
+    note_gradients(recorder, root, learnt)
 
 
-def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an optimizer's step; ops of its closure, which runs the model, are not
     the optimizer's."""
 
@@ -347,7 +346,7 @@ def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[
 
 
 @contextlib.contextmanager
-def _foreach_on_meta() -> Iterator[None]:
+def foreach_on_meta() -> Iterator[None]:
     """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
     homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
     name = "_get_foreach_kernels_supported_devices"
@@ -394,7 +393,7 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
                 recorder.enter(value, "optimizer", f"{name}.{state}")
 
 
-def _note_gradients(recorder: Recorder, root: nn.Module, learnt: _Learnt) -> None:
+def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
     for parameter in root.parameters():
         if parameter.grad is not None:
             storage = recorder.storage_of(parameter.grad)
@@ -402,8 +401,14 @@ def _note_gradients(recorder: Recorder, root: nn.Module, learnt: _Learnt) -> Non
                 learnt.gradients[storage] = f"{recorder.name_of(parameter)}.grad"
 
 
+def graph_of_step(recorder: Recorder, root: nn.Module, learnt: Learnt) -> OpGraph:
+    """The graph of what was recorded of code that used `root`; code after it may read its results."""
+    graph = _graph(recorder, root, learnt, None)
+    return graph.replace(outputs=(*graph.outputs, *_left_over(graph)))
+
+
 def _graph(
-    recorder: Recorder, root: nn.Module, learnt: _Learnt, output: Any, inputs: Sequence[Any] = ()
+    recorder: Recorder, root: nn.Module, learnt: Learnt, output: Any, inputs: Sequence[Any] = ()
 ) -> OpGraph:
     recorded = [node.meta.get(META_KEY) for node in recorder.graph.nodes]
     parts = {item.origin.part for item in recorded if isinstance(item, Recorded)}

@@ -1,6 +1,10 @@
 from rooftrace.tracer.recording.autocast import (
     followed as followed,
 )
+from rooftrace.tracer.recording.functions import (
+    Functions as Functions,
+    wait as wait,
+)
 from rooftrace.tracer.recording.gaps import (
     look_for_gaps as look_for_gaps,
 )

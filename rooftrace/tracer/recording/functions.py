@@ -18,7 +18,7 @@ from torch.utils._device import _device_constructors
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.tape import Tape, records
-from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.tensors import owners, trees
 from rooftrace.tracer.values import META, marks
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
@@ -67,7 +67,7 @@ class Functions(TorchFunctionMode):
             args = (args[0], self._indexed(args[1]), *args[2:])
         elif func is Tensor.__repr__:
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
-                _wait(tape, args[0])
+                wait(tape, args[0])
         elif func == _SET_DATA:
             data = tape.brought(args[1]) if args[0].is_meta else args[1]
             _set_data(args[0], data)
@@ -169,11 +169,11 @@ def _to_python(tape: Tape, tensor: Tensor, method: str) -> Any:
     if method == "numpy" and tensor.is_floating_point() and tape.recording:
         tape.entries.numpy_read = True
     tape.values.op = ""
-    _wait(tape, tensor, taint)
+    wait(tape, tensor, taint)
     return getattr(value.clone(), method)()
 
 
-def _wait(tape: Tape, tensor: Tensor, taint: frozenset[int] = records.NO_TAINT) -> None:
+def wait(tape: Tape, tensor: Tensor, taint: frozenset[int] = records.NO_TAINT) -> None:
     """Record that the host waits for the value of a meta tensor (also where it is printed)."""
     facts = {"elements": tensor.numel()}
     tape.record(Call.of(_SCALAR, tensor), [], sync=True, facts=facts, taint=taint)
@@ -183,6 +183,10 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     """`tensor.data = data`, also where a weight that the host brought goes back to meta."""
     if tensor.device.type == "cpu" and data.is_meta:
         kind: Any = type(tensor)
+        if isinstance(tensor, owners.LAZY):
+            gone = kind(tensor.requires_grad, META, tensor.dtype)
+            torch.utils.swap_tensors(tensor, gone)  # type: ignore[no-untyped-call]
+            return
         gone = data.detach().requires_grad_(tensor.requires_grad)
         torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
             tensor, gone if kind is Tensor else kind(gone, tensor.requires_grad)

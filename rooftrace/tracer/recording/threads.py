@@ -67,10 +67,18 @@ class Threads:
     """Follows one recording into other threads.
 
     dispatch: records an op, as `__torch_dispatch__` of the recorder does.  scope: the recording's.
+    functions: makes the function mode of a thread.
     """
 
-    def __init__(self, tape: Tape, dispatch: Dispatch, scope: Scope) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        dispatch: Dispatch,
+        scope: Scope,
+        functions: Callable[[torch.device], Functions],
+    ) -> None:
         self._tape, self._dispatch, self._scope = tape, dispatch, scope
+        self._functions = functions
         self._threads = tape.threads
 
     @contextlib.contextmanager
@@ -185,7 +193,7 @@ class Threads:
         undo = contextlib.ExitStack()
         undo.enter_context(self._scope.entered())
         undo.enter_context(carried_here())
-        undo.enter_context(Functions(tape, device))
+        undo.enter_context(self._functions(device))
         follower = _Follower(tape, self._dispatch)
         contexts.push(follower)
         undo.callback(contexts.pop, follower)

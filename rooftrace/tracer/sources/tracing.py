@@ -174,10 +174,10 @@ def _graph_of_step(job: Job) -> dict[str, OpGraph]:
     from torch import inference_mode
 
     from rooftrace.tracer.patches import contexts
-    from rooftrace.tracer.phases import trace_step
+    from rooftrace.tracer.phases import steps
 
     with collector_paused(), contexts.apart(), inference_mode(False):
-        graph = trace_step(job.source, job.args, job.kwargs, job.options)
+        graph = steps.trace_step(job.source, job.args, job.kwargs, job.options)
     return {graph.phase: graph}
 
 

@@ -89,6 +89,8 @@ class Entries:
 
     def enter(self, tensor: Tensor, kind: str, name: str) -> None:
         """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
+        if isinstance(tensor, owners.LAZY):
+            return  # it has no sizes yet
         storages: dict[int, int] = {}
         for part, suffix in subclasses.parts_of(tensor):
             tag = self._tags.of(part)

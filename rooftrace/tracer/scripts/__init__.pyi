@@ -1,0 +1,8 @@
+from rooftrace.tracer.scripts.records import (
+    Piece as Piece,
+    Script as Script,
+    Stretch as Stretch,
+)
+from rooftrace.tracer.scripts.running import (
+    Watch as Watch,
+)

@@ -1,0 +1,77 @@
+"""The graphs of a script's stretches: equal ones are kept once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+from torch import fx
+
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.phases import steps
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
+from rooftrace.tracer.scripts.records import Piece, Stretch
+from rooftrace.tracer.tape import META_KEY, Entry, Recorded
+
+
+class Book:
+    """The stretches of a run so far, and their graphs."""
+
+    def __init__(self) -> None:
+        self.graphs: list[OpGraph] = []
+        self.stretches: list[Stretch] = []
+        self._places: dict[int, int] = {}  # of graphs, by the print of what was recorded
+
+    def graph(self, recorder: ScriptRecorder, root: Any, learnt: Any) -> int:
+        """The place of the graph of what a recorder has recorded; the recorder is emptied."""
+        print_ = _print_of(recorder.graph)
+        place = self._places.get(print_)
+        if place is None:
+            place = self._places[print_] = len(self.graphs)
+            self.graphs.append(steps.graph_of_step(recorder, root, learnt))
+        recorder.entries.close()
+        recorder.tags.forget_places()
+        recorder.forget()
+        return place
+
+    def add(self, stretch: Stretch) -> None:
+        """One more turn, or several equal ones."""
+        before = self.stretches[-1] if self.stretches else None
+        same = before is not None and (before.kind, before.pieces, before.label) == (
+            stretch.kind,
+            stretch.pieces,
+            stretch.label,
+        )
+        if before is None or not same:
+            turns = sum(s.turns for s in self.stretches if s.kind == stretch.kind)
+            self.stretches.append(replace(stretch, first=turns + 1))
+            return
+        self.stretches[-1] = replace(
+            before,
+            **{
+                name: getattr(before, name) + getattr(stretch, name)
+                for name in ("turns", "run", "loading", "batches", "brought", "taken")
+            },
+        )
+
+
+def _print_of(graph: fx.Graph) -> int:
+    """A number that two recordings share if the same ops ran on the same sizes, in one order."""
+    places: dict[fx.Node, int] = {}
+    seen: list[Any] = []
+    for node in graph.nodes:
+        places[node] = len(places)
+        inputs = tuple(places.get(item, -1) for item in node.all_input_nodes)
+        noted = node.meta.get(META_KEY)
+        look: Any = None
+        if isinstance(noted, Recorded):
+            origin = noted.origin
+            place = origin.module, origin.part, origin.function
+            look = noted.specs, place, noted.stream, repr(noted.collective)
+        elif isinstance(noted, Entry):
+            spec = noted.spec
+            look = noted.kind, noted.name, spec.shape, spec.stride, spec.dtype
+        else:
+            look = id(getattr(noted, "block", None)) and type(noted).__name__
+        seen.append((node.op, str(node.target), inputs, look))
+    return hash(tuple(seen))

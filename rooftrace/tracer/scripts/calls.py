@@ -1,0 +1,133 @@
+"""Calls of modules from outside of any module: how one looks, and one that need not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.values import META, Values
+
+_PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a call looks: two calls that look alike run the same ops.
+
+    plain: that is so.  False where an argument is an object that may hold anything.
+    """
+
+    key: Any
+    plain: bool
+
+
+def look_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Look:
+    """How a call of a module with these arguments looks."""
+    opaque: list[Any] = []
+    inside = _look((tuple(args), dict(kwargs)), opaque)
+    state = (
+        id(module),
+        module.training,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        getattr(module, "require_backward_grad_sync", None),
+    )
+    return Look((state, inside), not opaque)
+
+
+def _look(item: Any, opaque: list[Any]) -> Any:
+    if isinstance(item, Tensor):
+        strided = item.layout is torch.strided
+        place = tuple(item.shape), item.stride() if strided else str(item.layout)
+        return place, item.dtype, item.device.type, item.requires_grad
+    if isinstance(item, float):
+        return float
+    if isinstance(item, _PLAIN):
+        return item
+    if isinstance(item, Mapping):
+        return tuple((str(key), _look(value, opaque)) for key, value in item.items())
+    if isinstance(item, (list, tuple)):
+        return type(item), tuple(_look(part, opaque) for part in item)
+    opaque.append(item)
+    return type(item), tuple(_look(tensor, opaque) for tensor in tensors_in(item))
+
+
+def says(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A call in words: the class of the module, and the sizes of the tensors."""
+    sizes = [str(list(tensor.shape)) for tensor in tensors_in((tuple(args), dict(kwargs)))]
+    more = f", {len(sizes) - 4} more" if len(sizes) > 4 else ""
+    return f"{type(module).__name__}({', '.join(sizes[:4])}{more})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor that a call returned."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    known: Any
+
+
+class Result:
+    """What a call returned, so that another that looks like it can be answered without running."""
+
+    def __init__(self, output: Any, values: Values) -> None:
+        leaves, self._spec = tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = all(isinstance(leaf, (*_PLAIN, float, Tensor)) for leaf in leaves)
+        strided = all(t.layout is torch.strided and type(t) is Tensor for t in tensors)
+        self.known = plain and strided and len(tensors) == len(tensors_in(output))
+        self._leaves: list[Any] = []
+        if self.known:
+            self._leaves = [_leaf(x, values) if isinstance(x, Tensor) else x for x in leaves]
+
+    def again(self, module: nn.Module, values: Values) -> Any:
+        """The output of such a call: new tensors of these sizes, which depend on the weights."""
+        wanted = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
+        with_grad = [leaf for leaf in wanted if leaf.grad]
+        weights = [p for p in module.parameters() if p.requires_grad] if with_grad else []
+        made: list[Tensor] = []
+        if weights:
+            out = _Depends.apply(with_grad, *weights)  # type: ignore[no-untyped-call]
+            made = list(out)
+        tensors: list[Any] = []
+        for leaf in self._leaves:
+            if not isinstance(leaf, _Leaf):
+                tensors.append(leaf)
+                continue
+            tensor = made.pop(0) if leaf.grad and weights else _empty(leaf)
+            if leaf.known is not None:
+                values.learn(tensor, leaf.known.value, leaf.known.taint)
+            tensors.append(tensor)
+        return tree_unflatten(tensors, self._spec)
+
+
+def _leaf(tensor: Tensor, values: Values) -> _Leaf:
+    place = tuple(tensor.shape), tensor.stride()
+    return _Leaf(*place, tensor.dtype, tensor.requires_grad, values.known(tensor))
+
+
+def _empty(leaf: _Leaf) -> Tensor:
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=META)
+
+
+class _Depends(torch.autograd.Function):
+    """Tensors that stand for the results of a call that was not run, and depend on its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[_Leaf], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*weights)
+        return tuple(_empty(leaf) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(torch.empty_like(weight) for weight in ctx.saved_tensors)

@@ -1,0 +1,121 @@
+"""The optimizers of a script: which there are, and which have stepped."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.phases import steps
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
+
+
+class Optimizers:
+    """The optimizers of a run that step on tensors of the device, each by its first weight."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
+
+    @property
+    def known(self) -> bool:
+        """Whether there are any."""
+        return bool(self.required())
+
+    def required(self) -> set[int]:
+        """Those that have weights of the device to step on."""
+        keys = (_key(optimizer) for optimizer in list(self._made))
+        return {key for key in keys if key is not None}
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether one of them steps on a weight of a module."""
+        own = {id(p) for p in module.parameters()}
+        return any(
+            id(p) in own for o in list(self._made) for group in _groups(o) for p in group["params"]
+        )
+
+    @contextlib.contextmanager
+    def watched(
+        self,
+        recorder: Callable[[], ScriptRecorder],
+        before: Callable[[], None],
+        learnt: Callable[[], steps.Learnt | None],
+    ) -> Iterator[None]:
+        """Inside, ops of optimizers are the optimizer part of a step.
+
+        before: is called before each step.  learnt: what is known of the open turn.
+        """
+        outer: list[tuple[str, str]] = []
+
+        def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            if not recorder().here_recorded() or recorder().part == "optimizer":
+                return None
+            with torch._C.DisableTorchFunction():
+                before()
+                tape = recorder()
+                _enter_states(tape, optimizer)
+                key = _key(optimizer)
+            outer.append((tape.part, tape.function))
+            self._made.add(optimizer)
+            if key is not None:
+                self.steps[key] += 1
+            tape.part, tape.function = "optimizer", type(optimizer).__name__
+            known = learnt()
+            if known is not None:
+                known.optimizers.append(type(optimizer).__name__.lower())
+            if args[1:] or kwargs.get("closure"):
+                return steps.with_closures_outside(tape, args, kwargs)
+            return None
+
+        def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
+            tape = recorder()
+            if outer and tape.here_recorded() and tape.part == "optimizer":
+                tape.part, tape.function = outer.pop()
+
+        made = original_of(Optimizer, "__init__")
+
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(register_optimizer_step_pre_hook(begins).remove)
+            undo.callback(register_optimizer_step_post_hook(ends).remove)
+            undo.enter_context(replaced(Optimizer, {"__init__": init}))
+            undo.enter_context(steps.foreach_on_meta())
+            yield
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return list(getattr(optimizer, "param_groups", ()))
+
+
+def _key(optimizer: Any) -> int | None:
+    """The identity of the first weight on the device that an optimizer steps on; None: of none."""
+    for group in _groups(optimizer):
+        for weight in group["params"]:
+            if weight.is_meta and weight.requires_grad:
+                return id(weight)
+    return None
+
+
+def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:
+    weights = [weight for group in _groups(optimizer) for weight in group["params"]]
+    kind = type(optimizer).__name__.lower()
+    for index, weight in enumerate(weights):
+        name = tape.name_of(weight) or f"{kind}.{index}"
+        tape.enter(weight, "parameter", name)
+        for state, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor):
+                tape.enter(value, "optimizer", f"{name}.{state}")

@@ -1,0 +1,101 @@
+"""The recorder of one stretch of a script: host tensors are real, those of the device on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.patches import Scope
+from rooftrace.tracer.recording import Functions, Recorder, wait
+from rooftrace.tracer.scripts.presenting import Presented, Shapes
+from rooftrace.tracer.values import META, UnknownValueError, Values, marks
+
+_TO = torch.ops.aten._to_copy.default
+_COPY = torch.ops.aten.copy_.default
+
+
+class ScriptRecorder(Recorder):
+    """Records what a script runs on the device that is not there.
+
+    values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
+    scope: of the run.  shown: the device that the script sees.  shapes: what is really on meta.
+    """
+
+    def __init__(
+        self, values: Values, record: bool, scope: Scope, shown: torch.device, shapes: Shapes
+    ) -> None:
+        self._shown, self._shapes = shown, shapes
+        self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
+        super().__init__(values, record, own_step=True, roll_loops=False, around=scope)
+
+    def functions(self, device: torch.device | None = None) -> Functions:
+        """The function mode of one thread, which shows the device."""
+        return Presented(self, device, self._shown, self._shapes)
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _TO and "device" in kwargs:
+            moved = self._moved(args[0], kwargs)
+            if moved is not None:
+                return moved
+        elif func is _COPY:
+            self._count(args[0], args[1])
+            if args[0].device.type == "cpu" and args[1].device.type == "meta":
+                return self._filled(args[0], args[1])
+        return super()._dispatched(func, args, kwargs)
+
+    def _count(self, to: Tensor, source: Tensor) -> None:
+        if source.device.type == to.device.type:
+            return
+        size = source.numel() * source.element_size()
+        if to.device.type == "cpu":
+            self.taken_bytes += size
+        else:
+            self.brought_bytes += size
+
+    def _moved(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The copy of a tensor that goes from the host to the device, or back; None for others."""
+        here, there = tensor.device.type, torch.device(kwargs["device"]).type
+        if {here, there} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
+            return None
+        dtype = kwargs.get("dtype") or tensor.dtype
+        size = tensor.numel() * tensor.element_size()
+        if there == "cpu":
+            self.taken_bytes += size
+            return self._value(tensor).to(dtype)
+        self.brought_bytes += size
+        made = torch.empty_like(tensor, dtype=dtype, device=META, requires_grad=False)
+        if marks.small(tensor):
+            self.values.learn(made, tensor.detach().to(dtype, copy=True))
+        self.enter_inputs([made])
+        return made
+
+    def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """What a step is given: those that the graph does not know become its inputs."""
+        if not self.recording:
+            return
+        self.tags.recognise([t for t in tensors if type(t) is Tensor])
+        for tensor in tensors:
+            new = tensor.is_meta and tensor.grad_fn is None and not self.tags.has(tensor)
+            if new and type(tensor) is Tensor and self.entries.storage_of(tensor) is None:
+                self.entries.inputs.append(tensor)
+                self.enter(tensor, "input", f"input_{len(self.entries.inputs)}")
+
+    def _filled(self, to: Tensor, source: Tensor) -> Tensor:
+        with torch.no_grad():
+            return to.copy_(self._value(source))
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """A host copy of a tensor of the device: its value where that is known, else a policy's."""
+        wait(self, tensor)
+        try:
+            value, _ = self.values.value_of(tensor, "a copy to the host")
+            return value.clone()
+        except UnknownValueError:
+            chosen = self.values.decision("value")
+            fill = 1 if chosen is None else chosen
+            text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
+            self.values.assume("value", text, fill)
+            return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)

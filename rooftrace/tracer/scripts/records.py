@@ -1,0 +1,82 @@
+"""What a run of a script was found to consist of: plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct, field
+
+from rooftrace.tracer.graph import OpGraph
+
+TRAINING, INFERENCE = "training", "inference"
+
+
+class Piece(Struct, frozen=True):
+    """A part of a stretch that has a graph of its own, and how often it ran in a row.
+
+    graph: the place in `Script.graphs`.
+    """
+
+    graph: int
+    times: int = 1
+
+
+class Stretch(Struct, frozen=True):
+    """Equal turns of the script in a row: training steps, or calls without gradients.
+
+    kind: training or inference.  first: the number of the first turn among those of its kind, from
+    1.  turns: how many there were.  run: how many of them were recorded; the others were called
+    with the same sizes, in the same order, as the last one recorded.  loading: seconds that the
+    host spent in data loaders; batches: how many batches they gave.  brought, taken: bytes copied
+    from the host to the device, and back.  label: what was called, in words.
+    """
+
+    kind: str
+    pieces: tuple[Piece, ...]
+    first: int = 1
+    turns: int = 1
+    run: int = 1
+    loading: float = 0.0
+    batches: int = 0
+    brought: int = 0
+    taken: int = 0
+    optimizers: tuple[str, ...] = ()
+    label: str = ""
+
+    @property
+    def last(self) -> int:
+        """The number of the last turn."""
+        return self.first + self.turns - 1
+
+
+class Script(Struct, frozen=True):
+    """A run of a script: its stretches in the order in which they ran, and their graphs.
+
+    ended: why it ended (steps, end, exit, error).  said: how the emulated device answered what no
+    trace can know, by kind.  compiled: torch.compile was called.  seconds: the run took here.
+    """
+
+    name: str
+    graphs: tuple[OpGraph, ...]
+    stretches: tuple[Stretch, ...]
+    ended: str = "end"
+    code: int = 0
+    compiled: bool = False
+    seconds: float = 0.0
+    said: Mapping[str, str] = field(default_factory=dict)
+    launch: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> tuple[Stretch, ...]:
+        """The stretches of one kind."""
+        return tuple(stretch for stretch in self.stretches if stretch.kind == kind)
+
+    @property
+    def steady(self) -> Stretch | None:
+        """The training steps that the others became alike: the longest stretch, the last of
+        equals; of a script that does not train, the calls.  None for a script without any."""
+        for kind in (TRAINING, INFERENCE):
+            found = self.of_kind(kind)
+            if found:
+                return max(reversed(found), key=lambda stretch: stretch.turns)
+        return None

@@ -1,0 +1,67 @@
+"""What a script does, told to the finder of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import dataloader
+
+from rooftrace.tracer.patches import current_scope, original_of, replaced
+from rooftrace.tracer.scripts.finding import Finder
+
+
+class _Depth(threading.local):
+    inside = 0  # how many calls of modules this thread is in
+
+
+@contextlib.contextmanager
+def watched(finder: Finder) -> Iterator[None]:
+    """Inside, in the threads of the current scope, a finder is told of calls and of batches."""
+    depth = _Depth()
+    main = threading.get_ident()
+    called = original_of(nn.Module, "__call__")
+    loaders: Any = dataloader._BaseDataLoaderIter
+    next_ = original_of(loaders, "__next__")
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if depth.inside or threading.get_ident() != main:
+            return called(module, *args, **kwargs)
+        depth.inside += 1
+        try:
+            return finder.call(module, args, kwargs, lambda: called(module, *args, **kwargs))
+        finally:
+            depth.inside -= 1
+
+    def batch(loader: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return next_(loader)
+        finally:
+            finder.loaded(time.perf_counter() - began)
+
+    assert current_scope() is not None
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(nn.Module, {"__call__": call}))
+        undo.enter_context(replaced(loaders, {"__next__": batch}))
+        yield
+
+
+@contextlib.contextmanager
+def compiling(said: list[str]) -> Iterator[None]:
+    """Inside, torch.compile leaves code as it is written, and `said` has a line for each call."""
+    compile_ = original_of(torch, "compile")
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: compiled(function, **options)
+        said.append(type(model).__name__ if isinstance(model, nn.Module) else repr(model))
+        return compile_(model, **options)
+
+    with replaced(torch, {"compile": compiled}):
+        yield
