@@ -42,7 +42,7 @@ class _Guard:
         scope = current_scope()
         if scope is None or not self.count:  # somebody may keep a reference to what was there
             return self.original
-        return scope.replacements.get((id(self.home), self.name), self.original)
+        return scope.replacement((id(self.home), self.name), self.original)
 
     def install(self) -> None:
         setattr(self.home, self.name, self.there)
