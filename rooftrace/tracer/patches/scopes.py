@@ -22,28 +22,21 @@ class Scope:
     kept: what parts of the recording keep for these threads, by name.
     release: of PyTorch, whose kernels of CUDA run.
     apart: while an attention runs as several kernels, why it does; else "".
-    around: a scope whose replacements hold here too, where this one has none of its own.
+    spans: whether what it replaces is replaced in scopes that are entered inside of it, too.
+    around: the scope that spans this one.
     """
 
-    __slots__ = ("apart", "around", "kept", "owner", "release", "replacements")
+    __slots__ = ("apart", "around", "kept", "owner", "release", "replacements", "spans")
 
-    def __init__(self, release: Release | None = None, around: Scope | None = None) -> None:
+    def __init__(self, release: Release | None = None) -> None:
         outer = _thread.current
-        self.around = around
         self.release = release or installed_release()
         self.apart = ""
         self.replacements: dict[tuple[int, str], Any] = {}
         self.owner: int = threading.get_ident() if outer is None else outer.owner
         self.kept: dict[str, Any] = {}
-
-    def replacement(self, key: tuple[int, str], otherwise: Any) -> Any:
-        """What stands for a name in the threads of this scope."""
-        scope: Scope | None = self
-        while scope is not None:
-            if key in scope.replacements:
-                return scope.replacements[key]
-            scope = scope.around
-        return otherwise
+        self.spans = False
+        self.around: Scope | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -56,6 +49,9 @@ class Scope:
 
     def enter(self) -> None:
         """From here on this thread belongs to this scope."""
+        outer = _thread.current
+        if self.around is None and outer is not None and outer is not self:
+            self.around = outer if outer.spans else outer.around
         _thread.scopes = (*_thread.scopes, self)
         _thread.current = self
 
@@ -63,6 +59,15 @@ class Scope:
         """This thread belongs to the scope that was around this one."""
         _thread.scopes = tuple([scope for scope in _thread.scopes if scope is not self])
         _thread.current = _thread.scopes[-1] if _thread.scopes else None
+
+    def replacement(self, key: tuple[int, str], otherwise: Any) -> Any:
+        """What stands in place of a name here, or in the scopes that span this one."""
+        scope: Scope | None = self
+        while scope is not None:
+            if key in scope.replacements:
+                return scope.replacements[key]
+            scope = scope.around
+        return otherwise
 
 
 class _Thread(threading.local):

@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode, Tape):
     (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
     of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
     first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run;
-    None for the one that is installed.  around: a scope whose replacements hold inside too.  After use, `close` takes our tags off tensors that
+    None for the one that is installed.  After use, `close` takes our tags off tensors that
     outlive the capture.
     """
 
@@ -81,7 +81,6 @@ class Recorder(TorchDispatchMode, Tape):
         repeat_calls: bool = True,
         run_apart: Collection[str] = (),
         release: Release | None = None,
-        around: Scope | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record)
@@ -96,7 +95,7 @@ class Recorder(TorchDispatchMode, Tape):
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
-        self.scope = Scope(release, around)
+        self.scope = Scope(release)
         self.storages = Storages(self)
         self._followers = Threads(self, self.__torch_dispatch__, self.scope, self.functions)
         self._exit = contextlib.ExitStack()

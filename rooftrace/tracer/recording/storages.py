@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.sharded import current_stream
+from rooftrace.tracer.sharded import streams
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 
 
@@ -29,7 +29,7 @@ class Storages:
         held = records.picked_in(tape.graph, tag)
         made = tape.graph.create_node("call_function", op, (held, size))
         origin = tape.origins.origin(op.name(), tape.rolling.label)
-        made.meta[META_KEY] = Recorded((), origin, stream=current_stream())
+        made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
         tape.tags.last = made
 
     def gathered(self, whole: Tensor, shard: Tensor) -> None:

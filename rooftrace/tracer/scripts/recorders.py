@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.recording import Functions, Recorder, wait
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
@@ -21,15 +20,15 @@ class ScriptRecorder(Recorder):
     """Records what a script runs on the device that is not there.
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
-    scope: of the run.  shown: the device that the script sees.  shapes: what is really on meta.
+    shown: the device that the script sees.  shapes: what is really on meta.
     """
 
     def __init__(
-        self, values: Values, record: bool, scope: Scope, shown: torch.device, shapes: Shapes
+        self, values: Values, record: bool, shown: torch.device, shapes: Shapes
     ) -> None:
         self._shown, self._shapes = shown, shapes
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
-        super().__init__(values, record, own_step=True, roll_loops=False, around=scope)
+        super().__init__(values, record, own_step=True, roll_loops=False)
 
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread, which shows the device."""

@@ -31,6 +31,7 @@ class Watch:
         assume: Any = None,
     ) -> None:
         self.scope = Scope()
+        self.scope.spans = True
         self.values = Values(assume=assume or {})
         self.shapes = Shapes()
         self.shown = torch.device("cuda", index)
@@ -41,7 +42,7 @@ class Watch:
         self.finder = Finder(self.stage, self.shapes, self.optimizers, wanted, stop)
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(self.values, record, self.scope, self.shown, self.shapes)
+        return ScriptRecorder(self.values, record, self.shown, self.shapes)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

@@ -3,10 +3,8 @@ from rooftrace.tracer.sharded import (
     fsdp as fsdp,
     huggingface as huggingface,
     meshes as meshes,
+    streams as streams,
 )
 from rooftrace.tracer.sharded.processes import (
     fake_mesh as fake_mesh,
-)
-from rooftrace.tracer.sharded.streams import (
-    current_stream as current_stream,
 )

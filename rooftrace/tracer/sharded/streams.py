@@ -124,6 +124,11 @@ def current_stream() -> str:
     return _here.stream.name
 
 
+def select(stream: Stream) -> None:
+    """From here on the running thread puts work on this stream."""
+    _here.stream = stream
+
+
 class Device:
     """Stands for the module of a device (`torch.cuda`) in what a mesh runs."""
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.sharded import current_stream
+from rooftrace.tracer.sharded import streams
 from rooftrace.tracer.tape.entries import Entries
 from rooftrace.tracer.tape.generators import Generators
 from rooftrace.tracer.tape.here import Here, RecordedThreads
@@ -197,7 +197,7 @@ class Tape:
                 self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
         info = call.info
         origin = self.origins.origin(info.name, self.rolling.label)
-        where = current_stream(), self.shards.exchanged(together)
+        where = streams.current_stream(), self.shards.exchanged(together)
         noted = facts or {}, taint | sparse
         node.meta[META_KEY] = Recorded(specs, origin, info.view, sync, *noted, *where)
         self.tags.last = node

@@ -1,0 +1,5 @@
+"""The CUDA device that is not there: what torch.cuda says of a chip, for the threads of one scope."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,70 @@
+"""torch.accelerator: the same device, asked by its general name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.memory import free
+
+_cuda: Any = torch.cuda
+_c: Any = torch._C
+
+
+def names(here: Here, of_cuda: dict[str, Any]) -> dict[str, Any]:
+    """Functions of torch._C that every build has, and that know no device.
+
+    of_cuda: those of the emulated device.
+    """
+    kind = torch.device("cuda")
+    exchange = of_cuda["_cuda_exchangeDevice"]
+    asked = {
+        "getAccelerator": lambda: kind,
+        "getDeviceIndex": lambda: here.current,
+        "setDeviceIndex": here.choose,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "getStream": lambda index: _cuda.current_stream(index),
+        "setStream": lambda stream: _cuda.set_stream(stream),
+        "synchronizeDevice": lambda index=None: here.clock.synchronize(),
+        "isAllocatorInitialized": lambda: True,
+        "emptyCache": of_cuda["_cuda_emptyCache"],
+        "emptyHostCache": lambda: None,
+        "getDeviceStats": of_cuda["_cuda_memoryStats"],
+        "resetPeakStats": of_cuda["_cuda_resetPeakMemoryStats"],
+        "resetAccumulatedStats": of_cuda["_cuda_resetAccumulatedMemoryStats"],
+        "getMemoryInfo": lambda index: (free(here), here.device.memory),
+        "getDeviceCapability": lambda index: {"supported_dtypes": _precisions(here)},
+        "setAllocatorSettings": lambda text: here.settings.__setitem__("allocator", text),
+        "getAllocatorSettings": lambda: here.settings.get("allocator", ""),
+        "hooks_device_count": lambda: here.count,
+        "hooks_get_current_device": lambda: here.current,
+        "hooks_set_current_device": here.choose,
+        "hooks_exchange_device": exchange,
+        "hooks_maybe_exchange_device": exchange,
+    }
+    found = {f"_accelerator_{name}": item for name, item in asked.items()}
+    return {**found, "_get_accelerator": lambda check=None: kind}
+
+
+def _precisions(here: Here) -> set[torch.dtype]:
+    """Precisions that tensors of the device may have."""
+    newer = {name: getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
+    eight = set(newer.values()) if here.device.capability >= (8, 9) else set()
+    plain = {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+    return plain | eight

@@ -1,0 +1,185 @@
+"""What torch says of its libraries for CUDA: versions, switches, NVTX, NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.refused import refusal
+
+_c: Any = torch._C
+_CUDA_UNTIL = (2, 11)
+_CUDNN = 91002
+_NCCL = (2, 27, 5)
+
+
+def cuda_version() -> str:
+    """The CUDA of PyTorch's wheel on PyPI, of the installed release."""
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return "12.8" if release < _CUDA_UNTIL else "13.0"
+
+
+def version(here: Here) -> dict[str, Any]:
+    """Attributes of torch.version."""
+    return {"cuda": None, "hip": "6.4.0"} if here.device.is_rocm else {"cuda": cuda_version()}
+
+
+def names(here: Here) -> dict[str, Any]:
+    """Attributes of torch._C: which libraries torch was built with."""
+    major, minor = (int(part) for part in cuda_version().split("."))
+    nccl, nccl_minor, patch = _NCCL
+    return {
+        "_has_cuda": True,
+        "_has_cudnn": True,
+        "_cuda_getCompiledVersion": lambda: 1000 * major + 10 * minor,
+        "_nccl_version": lambda: nccl << 32 | nccl_minor << 16 | patch,
+        "_nccl_version_suffix": lambda: b"",
+        "_is_flash_attention_available": lambda: here.device.capability >= (8, 0),
+    }
+
+
+def cudnn_functions(here: Here) -> dict[str, Any]:
+    """Functions of torch.backends.cudnn."""
+
+    def version() -> int:
+        here.assume("cuDNN", f"torch.backends.cudnn.version() says {_CUDNN}")
+        return _CUDNN
+
+    return {"version": version, "_init": lambda: True}
+
+
+def nvtx_functions() -> dict[str, Any]:
+    """Functions of NVTX, as torch.cuda.nvtx calls them; nobody listens."""
+    depth = [0]
+
+    def push(message: str) -> int:
+        depth[0] += 1
+        return depth[0] - 1
+
+    def pop() -> int:
+        depth[0] = max(depth[0] - 1, 0)
+        return depth[0]
+
+    def nothing(*args: Any) -> None:
+        pass
+
+    return {
+        "rangePushA": staticmethod(push),
+        "rangePop": staticmethod(pop),
+        "rangeStartA": staticmethod(lambda message: 1),
+        "rangeEnd": staticmethod(nothing),
+        "markA": staticmethod(nothing),
+        "deviceRangeStart": staticmethod(lambda message, stream=0: 1),
+        "deviceRangeEnd": staticmethod(nothing),
+    }
+
+
+# -- switches --------------------------------------------------------------------------------------
+
+_SWITCHES = (
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
+    ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
+)
+_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+)
+_REDUCTIONS = ("fp16", "bf16")
+_TF32 = (
+    ("_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
+    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+)
+
+
+@contextlib.contextmanager
+def switches_put_back() -> Iterator[None]:
+    """Switches of the whole process that a script for CUDA sets are as before at the end."""
+    undo = [restore for restore in _restorers() if restore is not None]
+    try:
+        yield
+    finally:
+        for restore in undo:
+            with contextlib.suppress(RuntimeError):
+                restore()
+
+
+def _restorers() -> Iterator[Callable[[], Any] | None]:
+    for read, write in _SWITCHES:
+        yield _restorer(read, write)
+    for kind in _REDUCTIONS:
+        name = f"cublas_allow_{kind}_reduced_precision_reduction"
+        yield _restorer(f"_get_{name}", f"_set_{name}")
+    if hasattr(_c, "_get_fp32_precision_getter"):
+        for where in _PRECISIONS:
+            yield _restorer("_get_fp32_precision_getter", "_set_fp32_precision_setter", *where)
+    else:
+        for read, write in _TF32:
+            yield _restorer(read, write)
+        yield _restorer("_get_float32_matmul_precision", "_set_float32_matmul_precision")
+
+
+def _restorer(read: str, write: str, *where: Any) -> Callable[[], Any] | None:
+    """What sets a switch as it is now; None where this release has none."""
+    get, put = getattr(_c, read, None), getattr(_c, write, None)
+    if get is None or put is None:
+        return None
+    try:
+        value = get(*where)
+    except RuntimeError:
+        return None
+
+    def restore() -> None:
+        if get(*where) != value:
+            put(*where, *(value if isinstance(value, tuple) else (value,)))
+
+    return restore
+
+
+def distributed(here: Here) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules of torch.distributed, and functions of theirs."""
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_nccl_available"):
+            yield module, {"is_nccl_available": lambda: True}
+
+
+def collective_names() -> dict[str, Any]:
+    """Functions of torch._C that copy between devices of one process."""
+    reason = "one device is emulated for each process"
+    instead = "Run one process for each device (torchrun, DistributedDataParallel)"
+    return {
+        name: refusal(f"torch._C.{name} (torch.cuda.comm, DataParallel)", reason, instead)
+        for name in (
+            "_broadcast",
+            "_broadcast_out",
+            "_broadcast_coalesced",
+            "_scatter",
+            "_scatter_out",
+            "_gather",
+            "_gather_out",
+            "_nccl_all_reduce",
+            "_nccl_all_gather",
+            "_nccl_broadcast",
+            "_nccl_reduce",
+            "_nccl_reduce_scatter",
+            "_nccl_init_rank",
+            "_nccl_unique_id",
+        )
+    }

@@ -1,0 +1,128 @@
+"""Which devices there are, and which one a thread uses: what torch.cuda asks of its C half."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rooftrace.tracer.emulation import memory
+from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.refused import refusal
+
+_BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+"""Architectures of PyTorch's own wheels."""
+
+
+def names(here: Here) -> dict[str, Any]:
+    """Functions of torch._C that a build without CUDA lacks."""
+    settings = here.settings
+
+    def exchange(index: int) -> int:
+        if index < 0:
+            return -1
+        before = here.current
+        here.choose(index)
+        return before
+
+    def architectures() -> str:
+        own = here.device.architecture
+        return own if here.device.is_rocm else " ".join(dict.fromkeys((*_BUILT_FOR, own)))
+
+    def set_mode(mode: int) -> None:
+        settings["sync_debug_mode"] = mode
+
+    return {
+        "_cuda_getDeviceCount": lambda: here.count,
+        "_cuda_init": lambda: None,
+        "_cuda_getDevice": lambda: here.current,
+        "_cuda_setDevice": here.choose,
+        "_cuda_exchangeDevice": exchange,
+        "_cuda_maybeExchangeDevice": exchange,
+        "_cuda_hasPrimaryContext": lambda index: here.initialized and index == here.current,
+        "_cuda_isInBadFork": lambda: False,
+        "_cuda_getArchFlags": architectures,
+        "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
+        "_cuda_synchronize": here.clock.synchronize,
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_get_sync_debug_mode": lambda: settings.get("sync_debug_mode", 0),
+        "_cuda_set_sync_debug_mode": set_mode,
+        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_getCompiledVersion": lambda: 12080,
+    }
+
+
+def functions(here: Here) -> dict[str, Any]:
+    """Functions of torch.cuda that ask more than its C half."""
+    exchange = names(here)["_cuda_exchangeDevice"]
+
+    def initialize() -> None:
+        here.initialized = True
+
+    def call(function: Any, **kwargs: Any) -> None:
+        function()  # nothing has to wait until there is a device
+
+    def runtime() -> Any:
+        initialize()
+        return library
+
+    library = Runtime(here)
+    nvml = refusal(
+        "what NVML measures (torch.cuda.utilization, temperature, power_draw, clock_rate, "
+        "memory_usage, device_memory_used, list_gpu_processes)",
+        "no sensor of a device can be read",
+        "Leave these calls out of the run, for example behind a flag",
+    )
+    return {
+        "_lazy_init": initialize,
+        "is_initialized": lambda: here.initialized,
+        "_lazy_call": call,
+        "cudart": runtime,
+        "check_error": _check,
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
+        "_get_device_properties": here.device.properties,
+        "_device_count_nvml": lambda: -1,
+        "_get_pynvml_handler": nvml,
+        "list_gpu_processes": nvml,
+        "_sleep": refusal("torch.cuda._sleep", "nothing counts the cycles"),
+    }
+
+
+class Runtime:
+    """Stands for the CUDA runtime library: `torch.cuda.cudart()`."""
+
+    cudaError = SimpleNamespace(success=0)  # noqa: N815
+    cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)  # noqa: N815
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
+        """Bytes that are free, and in total."""
+        return memory.free(self._here), self._here.device.memory
+
+    def cudaGetErrorString(self, error: Any) -> str:  # noqa: N802
+        """What an error is called."""
+        return "no error" if not error else f"CUDA error {error}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _NOTHING:
+            return lambda *args, **kwargs: 0
+        return refusal(f"torch.cuda.cudart().{name}", "no CUDA runtime runs")
+
+
+_NOTHING = (
+    "cudaProfilerStart",
+    "cudaProfilerStop",
+    "cudaProfilerInitialize",
+    "cudaHostRegister",
+    "cudaHostUnregister",
+)
+"""Calls of the runtime that succeed and change nothing that is counted."""
+
+
+def _check(result: Any) -> None:
+    if result:
+        raise RuntimeError(f"CUDA error {result}")

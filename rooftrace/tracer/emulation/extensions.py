@@ -1,0 +1,193 @@
+"""Code compiled for a GPU: extensions, libraries of ops, Triton's kernels.  Each fails by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ExtensionFileLoader
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rooftrace.tracer.emulation.refused import (
+    MissingExtensionError,
+    MissingLibraryError,
+    kernel_refused,
+    refusal,
+)
+from rooftrace.tracer.patches import Scope, original_of, replaced
+from rooftrace.tracer.source import spec_after
+
+_LIBRARIES = ("libcuda", "libcudart", "libc10_cuda", "libtorch_cuda", "libnv", "libcu", "libamdhip")
+"""Shared libraries that only an installation for a GPU has."""
+_TRITON = "triton.runtime.jit"
+_CPP = "torch.utils.cpp_extension"
+
+
+def _is_about_cuda(error: Exception) -> bool:
+    text = str(error)
+    return any(name in text for name in _LIBRARIES) or (
+        "undefined symbol" in text and "cuda" in text
+    )
+
+
+def _library_loader() -> Callable[..., Any]:
+    kind: Any = type(torch.ops)
+    original = original_of(kind, "load_library")
+
+    def load_library(self: Any, path: Any) -> Any:
+        try:
+            return original(self, path)
+        except OSError as error:
+            if not _is_about_cuda(error):
+                raise
+            what = f"torch.ops.load_library({str(path)!r})"
+            raise kernel_refused(what, MissingLibraryError) from error
+
+    return load_library
+
+
+def _module_loader() -> Callable[..., Any]:
+    original = original_of(ExtensionFileLoader, "create_module")
+
+    def create_module(self: Any, spec: Any) -> Any:
+        try:
+            return original(self, spec)
+        except ImportError as error:
+            if not _is_about_cuda(error):
+                raise
+            raise kernel_refused(f"import {spec.name}", MissingExtensionError) from error
+
+    return create_module
+
+
+def _compilers(module: Any) -> dict[str, Any]:
+    """Functions of torch.utils.cpp_extension that compile for a GPU."""
+    load, load_inline = original_of(module, "load"), original_of(module, "load_inline")
+
+    def compiled(name: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [sources] if isinstance(sources, str) else list(sources)
+        if kwargs.get("with_cuda") or any(str(path).endswith((".cu", ".hip")) for path in listed):
+            raise kernel_refused(f"torch.utils.cpp_extension.load({name!r})")
+        return load(name, sources, *args, **kwargs)
+
+    def compiled_inline(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("with_cuda") or kwargs.get("cuda_sources"):
+            raise kernel_refused(f"torch.utils.cpp_extension.load_inline({name!r})")
+        return load_inline(name, *args, **kwargs)
+
+    def described(name: Any, *args: Any, **kwargs: Any) -> Any:
+        raise kernel_refused(f"CUDAExtension({name!r})")
+
+    return {"load": compiled, "load_inline": compiled_inline, "CUDAExtension": described}
+
+
+def _launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    name = getattr(kernel, "__name__", None) or getattr(kernel, "fn", kernel)
+    raise kernel_refused(f"the Triton kernel {name}")
+
+
+def _of_module(module: ModuleType) -> tuple[Any, dict[str, Any]]:
+    """What is replaced in a module once it is there, and where."""
+    if module.__name__ == _TRITON:
+        return module.JITFunction, {"run": _launch}
+    return module, _compilers(module)
+
+
+class _Watching:
+    """A loader that tells when its module has run."""
+
+    def __init__(self, loader: Any, loaded: Callable[[ModuleType], None]) -> None:
+        self._loader, self._loaded = loader, loaded
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._loaded(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Finder:
+    """Finds the modules that are watched, wherever others find them."""
+
+    def __init__(self, loaded: Callable[[ModuleType], None]) -> None:
+        self._loaded = loaded
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in (_TRITON, _CPP):
+            return None
+        spec: Any = spec_after(self, name, path, target)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Watching(spec.loader, self._loaded)
+        return spec
+
+
+@contextlib.contextmanager
+def compiled_code_refused(scope: Scope) -> Iterator[None]:
+    """Inside, code for a GPU fails with an error that says what to do, in threads of the scope."""
+    with contextlib.ExitStack() as undo:
+
+        def watch(module: ModuleType) -> None:
+            home, replacements = _of_module(module)
+            with scope.entered():  # a recording may be on, whose scope ends before this one
+                undo.enter_context(replaced(home, replacements))
+
+        undo.enter_context(replaced(type(torch.ops), {"load_library": _library_loader()}))
+        undo.enter_context(replaced(ExtensionFileLoader, {"create_module": _module_loader()}))
+        for name in (_TRITON, _CPP):
+            if name in sys.modules:
+                watch(sys.modules[name])
+        finder: Any = _Finder(watch)
+        sys.meta_path.insert(0, finder)
+        undo.callback(sys.meta_path.remove, finder)
+        yield
+
+
+def refused_names() -> dict[str, Any]:
+    """Functions of torch._C for CUDA that no emulated device answers, each with its error."""
+    pools = "memory pools are the allocator's, which is not run"
+    raw = "there is no memory of the device to point to"
+    handle = "there is no library of the device to hold"
+    tuning = "there is nothing to tune"
+    table = {
+        "_cuda_cudaCachingAllocator_raw_alloc": ("torch.cuda.caching_allocator_alloc", raw),
+        "_cuda_cudaCachingAllocator_raw_delete": ("torch.cuda.caching_allocator_delete", raw),
+        "_cuda_customAllocator": ("torch.cuda.memory.CUDAPluggableAllocator", pools),
+        "_cuda_changeCurrentAllocator": ("torch.cuda.memory.change_current_allocator", pools),
+        "_cuda_getAllocator": ("torch.cuda.memory._get_current_allocator", pools),
+        "_cuda_cudaHostAllocator": ("torch.cuda.memory._host_allocator", pools),
+        "_cuda_getCurrentBlasHandle": ("torch.cuda.current_blas_handle", handle),
+        "_cuda_getCurrentSolverHandle": ("torch.cuda.current_solver_handle", handle),
+        "_cuda_jiterator_compile_and_launch_kernel": (
+            "torch.cuda.jiterator",
+            "its kernels cannot be seen",
+        ),
+        **{
+            f"_cuda_tunableop_{name}": ("torch.cuda.tunable", tuning)
+            for name in (
+                "enable",
+                "tuning_enable",
+                "set_filename",
+                "get_filename",
+                "get_results",
+                "get_validators",
+                "read_file",
+                "set_max_tuning_duration",
+                "get_max_tuning_duration",
+                "set_max_tuning_iterations",
+                "get_max_tuning_iterations",
+                "set_rotating_buffer_size",
+                "get_rotating_buffer_size",
+                "set_numerical_check_tolerances",
+            )
+        },
+        "_gds_register_buffer": ("torch.cuda.gds", raw),
+        "_gds_register_handle": ("torch.cuda.gds", raw),
+    }
+    return {name: refusal(call, reason) for name, (call, reason) in table.items()}

@@ -1,0 +1,67 @@
+"""Names of old scripts: `torch.cuda.FloatTensor(...)`, and `tensor.type("torch.cuda.FloatTensor")`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PRECISIONS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "BoolTensor": torch.bool,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "ShortTensor": torch.int16,
+}
+_DEVICE = torch.device("cuda")
+_original_type: Any = Tensor.type
+
+
+class _Typed(type):
+    """Tensors of the device in one precision are instances of these classes."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        data = args[0] if len(args) == 1 else None
+        if data is None or isinstance(data, (int, torch.Size)):
+            return torch.empty(*args, dtype=cls.dtype, device=_DEVICE)
+        if isinstance(data, Tensor):
+            return data.to(_DEVICE, cls.dtype)
+        return torch.tensor(data, dtype=cls.dtype, device=_DEVICE)
+
+
+def classes() -> dict[str, Any]:
+    """The classes of torch.cuda, by name."""
+    made = {
+        name: _Typed(name, (), {"dtype": dtype, "is_cuda": True, "is_sparse": False})
+        for name, dtype in _PRECISIONS.items()
+    }
+    for kind in made.values():
+        kind.__module__ = "torch.cuda"
+    return made
+
+
+def methods(own: dict[str, Any]) -> dict[str, Any]:
+    """Methods of tensors that take these classes or their names."""
+    named = {f"torch.cuda.{name}": kind for name, kind in own.items()}
+    names = {kind.dtype: name for name, kind in named.items()}
+
+    def type_(tensor: Tensor, dtype: Any = None, non_blocking: bool = False, **kw: Any) -> Any:
+        if dtype is None and tensor.is_cuda:
+            return names.get(tensor.dtype, f"torch.cuda.{tensor.dtype}")
+        kind = named.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        if isinstance(kind, _Typed):
+            return tensor.to(_DEVICE, kind.dtype, non_blocking=non_blocking)
+        return _original_type(tensor, *(() if dtype is None else (dtype,)), **kw)
+
+    return {"type": type_}

@@ -1,0 +1,102 @@
+"""Memory of the host that is pinned, and what else tensors do only where there is a device.
+
+Pinning copies a tensor of the host into memory that the device may read by itself.  Here that
+memory is ordinary: it is noted which storages are pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.patches import contexts
+
+_is_pinned: Any = Tensor.is_pinned
+_type: Any = Tensor.type
+_record_stream: Any = Tensor.record_stream
+
+
+class Pinned:
+    """Which storages of the host are pinned."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+        self._storages: dict[int, Any] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """The memory of a tensor of the host is pinned from here on."""
+        storage = tensor.untyped_storage()
+        key, storages = id(storage), self._storages
+        storages[key] = weakref.ref(storage, lambda gone: storages.pop(key, None))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor is pinned."""
+        storage = tensor.untyped_storage()
+        found = self._storages.get(id(storage))
+        return found is not None and found() is storage
+
+    def methods(self) -> dict[str, Any]:
+        """Methods of tensors that a build without a device refuses."""
+
+        def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+            with _plainly():
+                if _on_device(tensor):
+                    raise RuntimeError(
+                        f"cannot pin 'torch.cuda.{tensor.dtype}': only dense CPU tensors can be pinned"
+                    )
+                if not _plain(tensor):
+                    return tensor
+                if self.has(tensor):
+                    return tensor
+                copy: Tensor = tensor.detach().clone(memory_format=torch.preserve_format)
+                self.add(copy)
+            return copy
+
+        def is_pinned(tensor: Tensor, device: Any = None) -> bool:
+            with _plainly():
+                return _plain(tensor) and self.has(tensor)
+
+        def record_stream(tensor: Tensor, stream: Any) -> None:
+            """Nothing frees memory early here: each tensor lives as long as its last user."""
+
+        return {"pin_memory": pin_memory, "is_pinned": is_pinned, "record_stream": record_stream}
+
+
+class PinnedFactories(TorchFunctionMode):
+    """Makes `torch.empty(..., pin_memory=True)` and its like on the host, and notes the pinning."""
+
+    def __init__(self, pinned: Pinned) -> None:
+        super().__init__()
+        self._pinned = pinned
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs or "pin_memory" not in kwargs:
+            return func(*args, **(kwargs or {}))
+        asked = kwargs["pin_memory"]
+        made = func(*args, **{name: x for name, x in kwargs.items() if name != "pin_memory"})
+        if asked and isinstance(made, Tensor) and _plain(made):
+            self._pinned.add(made)
+        return made
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    with _disable_current_modes(), contexts.without_functions():
+        yield
+
+
+def _on_device(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("cpu",)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is numbers in the memory of the host."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided

@@ -1,0 +1,231 @@
+"""Streams and events of torch.cuda: queues that a recording tells apart, and times of its clock.
+
+Work on a stream is recorded under its name, and an event that one stream waits for keeps the order
+(see `sharded.streams`).  The classes stay those of torch, with other methods, so that what user
+code imported before is what it gets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.sharded import streams as queues
+
+_CUDA = 1
+"""torch's number for the type of the device."""
+_TICK = 0.0005
+"""Milliseconds that two events are apart at least: the resolution of CUDA's timers."""
+_cuda: Any = torch.cuda
+_Queue = queues.Stream
+
+
+class Queues:
+    """The queues behind the streams of one emulation, by the numbers that torch gives streams."""
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+        self._by_id: dict[int, _Queue] = {0: queues.MAIN}
+
+    def new(self) -> int:
+        """A queue of its own."""
+        number = len(self._by_id)
+        self._by_id[number] = _Queue(name=f"stream {number}")
+        return number
+
+    def of(self, number: int) -> _Queue:
+        """The queue of a stream; one of another library is new the first time."""
+        if number not in self._by_id:
+            self._by_id[number] = _Queue(name=f"stream {number:#x}")
+        return self._by_id[number]
+
+    def current(self) -> int:
+        """The stream of the running thread."""
+        queue = queues.Device.current_stream()
+        return next((number for number, own in self._by_id.items() if own is queue), 0)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than the default stream."""
+        return len(self._by_id) > 1
+
+
+def names(own: Queues) -> dict[str, Any]:
+    """Functions of torch._C that a build without CUDA lacks."""
+    here = own.here
+
+    def choose(stream_id: int, device_index: int = 0, device_type: int = _CUDA) -> None:
+        here.choose(device_index)
+        queues.select(own.of(stream_id))
+
+    return {
+        "_cuda_getCurrentStream": lambda index: (own.current(), index, _CUDA),
+        "_cuda_getDefaultStream": lambda index: (0, index, _CUDA),
+        "_cuda_getStreamFromExternal": lambda pointer, index: (pointer, index, _CUDA),
+        "_cuda_getCurrentRawStream": lambda index: own.current(),
+        "_cuda_setStream": choose,
+        "_cuda_isCurrentStreamCapturing": lambda: bool(here.settings.get("capturing")),
+    }
+
+
+def stream_methods(own: Queues) -> dict[str, Any]:
+    """Methods of `torch.cuda.Stream`."""
+    here = own.here
+
+    def new(
+        kind: Any,
+        device: Any = None,
+        priority: int = 0,
+        stream_id: int | None = None,
+        device_index: int | None = None,
+        device_type: int = _CUDA,
+        stream_ptr: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        made = _made(kind, Stream)
+        number = stream_ptr if stream_id is None else stream_id
+        if device_index is None:
+            index = _cuda._utils._get_device_index(device, optional=True)
+            device_index = here.current if index < 0 else index
+        made.stream_id = own.new() if number is None else number
+        made.device_index, made.device_type, made.priority = device_index, device_type, priority
+        return made
+
+    class Stream:
+        __new__ = new
+        __init__ = _nothing
+        device = property(lambda self: torch.device("cuda", self.device_index))
+        cuda_stream = property(lambda self: self.stream_id)
+
+        def synchronize(self) -> None:
+            here.clock.synchronize()
+
+        def query(self) -> bool:
+            _say_done(here)
+            return True
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: Any) -> None:
+            if stream.stream_id != self.stream_id:
+                self.wait_event(stream.record_event())
+
+        def record_event(self, event: Any = None) -> Any:
+            event = _cuda.Event() if event is None else event
+            event.record(self)
+            return event
+
+        @property
+        def _as_parameter_(self) -> Any:
+            return ctypes.c_void_p(self.stream_id)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, _cuda.Stream) and _key(self) == _key(other)
+
+        def __hash__(self) -> int:
+            return hash(_key(self))
+
+        def __repr__(self) -> str:
+            return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
+
+    return _methods(Stream)
+
+
+def event_methods(own: Queues) -> dict[str, Any]:
+    """Methods of `torch.cuda.Event`."""
+    here = own.here
+
+    def new(
+        kind: Any,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> Any:
+        made = _made(kind, Event)
+        made._timed, made._seconds, made._mark = enable_timing, None, queues.Event()
+        return made
+
+    class Event:
+        __new__ = new
+        __init__ = _nothing
+        device = property(lambda self: torch.device("cuda", here.current))
+        cuda_event = property(lambda self: 0 if self._seconds is None else id(self))
+
+        def record(self, stream: Any = None) -> None:
+            self._seconds = here.clock.device_seconds()
+            if (
+                own.several or not self._timed
+            ):  # a timer among the work of one stream orders nothing
+                self._mark.record(None if stream is None else own.of(stream.stream_id))
+
+        def wait(self, stream: Any = None) -> None:
+            self._mark.wait(None if stream is None else own.of(stream.stream_id))
+
+        def query(self) -> bool:
+            _say_done(here)
+            return True
+
+        def synchronize(self) -> None:
+            here.clock.synchronize()
+
+        def elapsed_time(self, end_event: Any) -> float:
+            if not (self._timed and end_event._timed):
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if self._seconds is None or end_event._seconds is None:
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+            return max((end_event._seconds - self._seconds) * 1e3, _TICK)
+
+        @property
+        def _as_parameter_(self) -> Any:
+            return ctypes.c_void_p(self.cuda_event)
+
+        def __repr__(self) -> str:
+            return f"<torch.cuda.Event {self.cuda_event:#x}>"
+
+        ipc_handle = from_ipc_handle = refusal(
+            "torch.cuda.Event.ipc_handle", "no other process has the device"
+        )
+
+    return _methods(Event)
+
+
+def _say_done(here: Here) -> None:
+    here.assume("queries", "stream.query() and event.query() say that all work is done")
+
+
+def _key(stream: Any) -> tuple[int, int]:
+    return stream.stream_id, stream.device_index
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+_OWN = ("__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__firstlineno__")
+
+
+def _methods(face: type) -> dict[str, Any]:
+    """What a class defines, as it can stand in another class."""
+    found = {name: item for name, item in vars(face).items() if name not in _OWN}
+    found.pop("__static_attributes__", None)
+    new = found["__new__"]
+    return {**found, "__new__": new if isinstance(new, staticmethod) else staticmethod(new)}
+
+
+def _made(kind: Any, face: type) -> Any:
+    """An instance of one of torch's classes without a device.
+
+    In builds for a GPU these classes are written in C: then it is one of `face`, which says that
+    it is an instance of torch's class.
+    """
+    try:
+        return object.__new__(kind)
+    except TypeError:
+        stand_in = type(kind.__name__, (face,), {"__class__": property(lambda self: kind)})
+        return object.__new__(stand_in)
