@@ -108,6 +108,9 @@ def stream_methods(own: Queues) -> dict[str, Any]:
             _say_done(here)
             return True
 
+        def is_capturing(self) -> bool:
+            return bool(here.settings.get("capturing"))
+
         def wait_event(self, event: Any) -> None:
             event.wait(self)
 

@@ -307,7 +307,7 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
         learnt.optimizers.append(type(optimizer).__name__.lower())
         closures = bool(args[1:] or kwargs.get("closure"))
         _prepare(recorder, optimizer, closure=closures)
-        return with_closures_outside(recorder, args, kwargs) if closures else None
+        return with_closures_outside(lambda: recorder, args, kwargs) if closures else None
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if outer and recorder.here_recorded() and recorder.recording:
@@ -323,9 +323,14 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
     note_gradients(recorder, root, learnt)
 
 
-def with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def with_closures_outside(
+    current: Callable[[], Recorder], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """The arguments of an optimizer's step; ops of its closure, which runs the model, are not
-    the optimizer's."""
+    the optimizer's.
+
+    current: gives the recorder that is on, which may be another after the closure.
+    """
 
     def outside(item: Any) -> Any:
         if not callable(item) or isinstance(item, (Optimizer, Tensor)):
@@ -333,11 +338,13 @@ def with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[A
 
         @functools.wraps(item)
         def closure(*args: Any, **kwargs: Any) -> Any:
+            recorder = current()
             before = recorder.part, recorder.function
             recorder.part, recorder.function, recorder.after_backward = "forward", "", False
             try:
                 return item(*args, **kwargs)
             finally:
+                recorder = current()
                 recorder.part, recorder.function = before
 
         return closure

@@ -216,6 +216,10 @@ class Recorder(TorchDispatchMode, Tape):
         if not here.stack and here.leave is not None:
             here.leave()
 
+    def _settle(self) -> None:
+        """Wait for threads of the code that it did not join."""
+        self._followers.settle()
+
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread; device: where it makes tensors, if no mode decides."""
         return Functions(self, device)
@@ -266,7 +270,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def __exit__(self, *exception: Any) -> Any:
         try:
-            self._followers.settle()
+            self._settle()
         finally:
             with self.lock:
                 self.live = False

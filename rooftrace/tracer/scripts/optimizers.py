@@ -75,7 +75,7 @@ class Optimizers:
             if known is not None:
                 known.optimizers.append(type(optimizer).__name__.lower())
             if args[1:] or kwargs.get("closure"):
-                return steps.with_closures_outside(tape, args, kwargs)
+                return steps.with_closures_outside(recorder, args, kwargs)
             return None
 
         def ends(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -34,6 +34,9 @@ class ScriptRecorder(Recorder):
         """The function mode of one thread, which shows the device."""
         return Presented(self, device, self._shown, self._shapes)
 
+    def _settle(self) -> None:
+        """Threads of a script, as those of data loaders, go on."""
+
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
             moved = self._moved(args[0], kwargs)
