@@ -21,7 +21,7 @@ _EITHER = ("aten.logical_or", "aten.bitwise_or")
 _NOT = ("aten.logical_not", "aten.bitwise_not")
 _KEEPS = frozenset(
     f"aten.{name}"
-    for name in ("all", "any", "view", "reshape", "_to_copy", "clone", "alias", "detach", "stack")
+    for name in ("all", "any", "_is_all_true", "_is_any_true", "view", "reshape", "_to_copy", "clone", "alias", "detach", "stack")
 )
 
 
@@ -51,5 +51,5 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
         return None
     if name in _NOT:
         return not truths[0]
-    some = name in _EITHER or name == "aten.any"
+    some = name in _EITHER or name in ("aten.any", "aten._is_any_true")
     return any(truths) if some else all(truths)

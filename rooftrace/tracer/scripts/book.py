@@ -29,10 +29,14 @@ class Book:
         if place is None:
             place = self._places[print_] = len(self.graphs)
             self.graphs.append(steps.graph_of_step(recorder, root, learnt))
+        self.discard(recorder)
+        return place
+
+    def discard(self, recorder: ScriptRecorder) -> None:
+        """Empty a recorder that is no more on."""
         recorder.entries.close()
         recorder.tags.forget_places()
         recorder.forget()
-        return place
 
     def add(self, stretch: Stretch) -> None:
         """One more turn, or several equal ones."""

@@ -130,4 +130,6 @@ class _Depends(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(torch.empty_like(weight) for weight in ctx.saved_tensors)
+        # One that has a gradient keeps it: adding to it would change nothing that is seen.
+        weights = ctx.saved_tensors
+        return None, *(torch.empty_like(w) if w.grad is None else None for w in weights)

@@ -29,6 +29,9 @@ _ALIKE = 2
 _WAITS_FOR_OTHERS = 8
 """An optimizer may step so often in one training step while another has not stepped at all."""
 
+_LONG = 1000
+"""Ops that a recorder may hold of turns that need no graph, before another takes its place."""
+
 
 @dataclass
 class _Turn:
@@ -41,10 +44,16 @@ class _Turn:
     calls: list[Look] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
-    repeated: int = 0  # calls of the last piece that were not run
-    answered: int = 0  # calls of a turn that is not recorded
+    repeating: bool = False  # what runs is taken to be like the last piece
     loading: float = 0.0
     batches: int = 0
+    brought: int = 0
+    taken: int = 0
+
+    def repeat(self) -> None:
+        """The last piece ran once more."""
+        last = self.pieces[-1]
+        self.pieces[-1] = Piece(last.graph, last.times + 1)
 
 
 @dataclass
@@ -78,6 +87,7 @@ class Finder:
         self._roots: list[nn.Module] = []
         self._turn: _Turn | None = None
         self._steady: dict[Any, _Steady] = {}
+        self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.trained = 0  # training steps so far
         self.called = 0  # calls without gradients so far
@@ -120,11 +130,13 @@ class Finder:
                 return (result.again(module, self._stage.recorder.values),)
             turn = self._record_after_all(turn)
         if self._accumulates(turn, look):
-            turn.repeated += 1
+            if not turn.repeating:
+                self._close_piece(turn)
+                turn.repeating = True
+            turn.repeat()
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            self._stage.recorder.here.paused = True  # until another piece begins
             return (result.again(module, self._stage.recorder.values),)
         turn.calls.append(look)
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
@@ -133,7 +145,7 @@ class Finder:
     def before_step(self) -> None:
         """An optimizer is about to step."""
         turn = self._turn
-        if turn is not None and turn.recorded and turn.repeated:
+        if turn is not None and turn.repeating:
             self._next_piece(turn)
 
     def loaded(self, seconds: float) -> None:
@@ -219,8 +231,10 @@ class Finder:
         turn = self._turn = _Turn(kind, label, steps.Learnt(), recorded=not known)
         self._optimizers.steps.clear()
         self._results = []
+        if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
+            self.book.discard(self._stage.change(record=True))
+        self._unread = not turn.recorded
         if turn.recorded:
-            self._stage.change(record=True)
             self._name()
         return turn
 
@@ -241,12 +255,11 @@ class Finder:
         calls = tuple(look.key for look in turn.calls)
         plain = all(look.plain for look in turn.calls) and all(r.known for r in self._results)
         pieces = tuple(turn.pieces)
-        recorder = self._stage.recorder
         stretch = Stretch(
             kind=turn.kind,
             pieces=pieces,
-            brought=recorder.brought_bytes,
-            taken=recorder.taken_bytes,
+            brought=turn.brought,
+            taken=turn.taken,
             optimizers=tuple(dict.fromkeys(turn.learnt.optimizers)),
             label=turn.label,
         )
@@ -277,7 +290,7 @@ class Finder:
     def _record_after_all(self, turn: _Turn) -> _Turn:
         """A turn that was taken to be like others is not: the rest of it is recorded."""
         turn.recorded = True
-        self._stage.change(record=True)
+        self.book.discard(self._stage.change(record=True))
         self._name()
         return turn
 
@@ -291,12 +304,12 @@ class Finder:
         """
         done = len(turn.calls)
         if turn.kind != TRAINING or done < 2 or not look.plain or turn.backwards != done:
-            if turn.repeated:
+            if turn.repeating:
                 self._next_piece(turn)
             return False
         same = all(other.key == look.key for other in turn.calls[-2:])
         if not same:
-            if turn.repeated or done > 2:
+            if turn.repeating or done > 2:
                 self._next_piece(turn)
             return False
         if done == 2:
@@ -306,17 +319,18 @@ class Finder:
 
     def _next_piece(self, turn: _Turn) -> None:
         self._close_piece(turn)
-        self._stage.change(record=True)
         self._name()
 
     def _close_piece(self, turn: _Turn) -> None:
+        """What was recorded becomes a piece; what was taken to be like the last one does not."""
         recorder = self._stage.recorder
         root = steps.container_of(self._roots)
-        recorder.here.paused = False
         steps.note_gradients(recorder, root, turn.learnt)
-        old = self._stage.change(record=False)
-        place = self.book.graph(old, root, turn.learnt)
-        self._stage.recorder.brought_bytes += old.brought_bytes
-        self._stage.recorder.taken_bytes += old.taken_bytes
-        turn.pieces.append(Piece(place, 1 + turn.repeated))
-        turn.repeated = 0
+        old = self._stage.change(record=True)
+        turn.brought += old.brought_bytes
+        turn.taken += old.taken_bytes
+        if turn.repeating:
+            turn.repeating = False
+            self.book.discard(old)
+        else:
+            turn.pieces.append(Piece(self.book.graph(old, root, turn.learnt)))
