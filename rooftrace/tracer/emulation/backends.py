@@ -11,6 +11,7 @@ import torch
 
 from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.patches import original_of
 
 _c: Any = torch._C
 _CUDA_UNTIL = (2, 11)
@@ -79,8 +80,30 @@ def nvtx_functions() -> dict[str, Any]:
     }
 
 
+def profilers(here: Here) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Classes of torch's profilers, and methods that would watch a device."""
+    home: Any = torch.autograd.profiler
+    make = original_of(home.profile, "__init__")
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
+            here.assume(
+                "profiler",
+                "torch.profiler sees what this host does: its trace has no kernels",
+            )
+            kwargs = {**kwargs, "use_device": None, "use_cuda": False}
+        make(self, *args, **kwargs)
+
+    yield home.profile, {"__init__": init}
+    yield (
+        home.emit_nvtx,
+        {"__enter__": lambda self: self, "__exit__": lambda self, *exception: None},
+    )
+
+
 # -- switches --------------------------------------------------------------------------------------
 
+_OPS = ("all", "matmul", "conv", "rnn")
 _SWITCHES = (
     ("_get_cudnn_enabled", "_set_cudnn_enabled"),
     ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
@@ -94,60 +117,65 @@ _SWITCHES = (
     ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
     ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
 )
-_PRECISIONS = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-)
 _REDUCTIONS = ("fp16", "bf16")
-_TF32 = (
+_LEGACY = (
+    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
     ("_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
     ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
 )
+_LIBRARIES = {"generic": ("all",), "cuda": _OPS, "mkldnn": _OPS}
+"""For which torch 2.9 and later keep precisions of fp32, and of which ops."""
 
 
 @contextlib.contextmanager
 def switches_put_back() -> Iterator[None]:
     """Switches of the whole process that a script for CUDA sets are as before at the end."""
-    undo = [restore for restore in _restorers() if restore is not None]
+    undo = [_restorer(read, write) for read, write in _SWITCHES]
+    for kind in _REDUCTIONS:
+        name = f"cublas_allow_{kind}_reduced_precision_reduction"
+        undo.append(_restorer(f"_get_{name}", f"_set_{name}"))
+    precisions = _precisions()
     try:
         yield
     finally:
         for restore in undo:
-            with contextlib.suppress(RuntimeError):
-                restore()
+            restore()
+        if _precisions() != precisions:
+            _set_precisions(precisions)
 
 
-def _restorers() -> Iterator[Callable[[], Any] | None]:
-    for read, write in _SWITCHES:
-        yield _restorer(read, write)
-    for kind in _REDUCTIONS:
-        name = f"cublas_allow_{kind}_reduced_precision_reduction"
-        yield _restorer(f"_get_{name}", f"_set_{name}")
-    if hasattr(_c, "_get_fp32_precision_getter"):
-        for where in _PRECISIONS:
-            yield _restorer("_get_fp32_precision_getter", "_set_fp32_precision_setter", *where)
-    else:
-        for read, write in _TF32:
-            yield _restorer(read, write)
-        yield _restorer("_get_float32_matmul_precision", "_set_float32_matmul_precision")
+def _precisions() -> dict[tuple[str, ...], Any]:
+    """What products of fp32 may be computed in, as each of torch's ways to ask says it."""
+    found: dict[tuple[str, ...], Any] = {}
+    for read, write in _LEGACY:
+        with contextlib.suppress(RuntimeError):  # asked one way, what was set another way
+            found[write,] = getattr(_c, read)()
+    get = getattr(_c, "_get_fp32_precision_getter", None)
+    if get is not None:
+        for library, ops in _LIBRARIES.items():
+            found.update({(library, op): get(library, op) for op in ops})
+    return found
 
 
-def _restorer(read: str, write: str, *where: Any) -> Callable[[], Any] | None:
-    """What sets a switch as it is now; None where this release has none."""
+def _set_precisions(precisions: dict[tuple[str, ...], Any]) -> None:
+    """Set them the older way first, which sets some of the newer ones."""
+    for where, value in precisions.items():
+        if len(where) == 1:
+            getattr(_c, where[0])(value)
+        else:
+            _c._set_fp32_precision_setter(*where, value)
+
+
+def _restorer(read: str, write: str) -> Callable[[], Any]:
+    """What sets a switch as it is now; nothing where this release has none."""
     get, put = getattr(_c, read, None), getattr(_c, write, None)
     if get is None or put is None:
-        return None
-    try:
-        value = get(*where)
-    except RuntimeError:
-        return None
+        return lambda: None
+    value = get()
 
     def restore() -> None:
-        if get(*where) != value:
-            put(*where, *(value if isinstance(value, tuple) else (value,)))
+        if get() != value:
+            put(*(value if isinstance(value, tuple) else (value,)))
 
     return restore
 

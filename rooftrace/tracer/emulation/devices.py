@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from rooftrace.tracer.emulation import memory
 from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
@@ -66,12 +68,6 @@ def functions(here: Here) -> dict[str, Any]:
         return library
 
     library = Runtime(here)
-    nvml = refusal(
-        "what NVML measures (torch.cuda.utilization, temperature, power_draw, clock_rate, "
-        "memory_usage, device_memory_used, list_gpu_processes)",
-        "no sensor of a device can be read",
-        "Leave these calls out of the run, for example behind a flag",
-    )
     return {
         "_lazy_init": initialize,
         "is_initialized": lambda: here.initialized,
@@ -82,26 +78,42 @@ def functions(here: Here) -> dict[str, Any]:
         "_maybe_exchange_device": exchange,
         "_get_device_properties": here.device.properties,
         "_device_count_nvml": lambda: -1,
-        "_get_pynvml_handler": nvml,
-        "list_gpu_processes": nvml,
+        **{name: refusal(f"torch.cuda.{name}", *_SENSORS) for name in _MEASURED},
         "_sleep": refusal("torch.cuda._sleep", "nothing counts the cycles"),
     }
+
+
+_MEASURED = (
+    "utilization",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "memory_usage",
+    "device_memory_used",
+    "list_gpu_processes",
+    "_get_pynvml_handler",
+)
+"""Functions of torch.cuda that NVML answers."""
+_SENSORS = (
+    "NVML has no sensor to read",
+    "Leave this call out of the run, for example behind a flag",
+)
 
 
 class Runtime:
     """Stands for the CUDA runtime library: `torch.cuda.cudart()`."""
 
-    cudaError = SimpleNamespace(success=0)  # noqa: N815
-    cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)  # noqa: N815
+    cudaError = SimpleNamespace(success=0)
+    cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)
 
     def __init__(self, here: Here) -> None:
         self._here = here
 
-    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
         """Bytes that are free, and in total."""
         return memory.free(self._here), self._here.device.memory
 
-    def cudaGetErrorString(self, error: Any) -> str:  # noqa: N802
+    def cudaGetErrorString(self, error: Any) -> str:
         """What an error is called."""
         return "no error" if not error else f"CUDA error {error}"
 
@@ -125,4 +137,13 @@ _NOTHING = (
 
 def _check(result: Any) -> None:
     if result:
-        raise RuntimeError(f"CUDA error {result}")
+        raise torch.cuda.CudaError(result)
+
+
+def error_methods() -> dict[str, Any]:
+    """Methods of `torch.cuda.CudaError`, which asks the runtime for the error's name."""
+
+    def init(self: Any, code: int) -> None:
+        RuntimeError.__init__(self, f"CUDA error ({code})")
+
+    return {"__init__": init}

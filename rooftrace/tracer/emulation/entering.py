@@ -73,10 +73,10 @@ def emulated(
         undo.callback(_forget_answers)
         undo.callback(queues.select, queues.Device.current_stream())
         undo.enter_context(backends.switches_put_back())
-        pinned, own = Pinned(here), streams.Queues(here)
-        for module, values in _answers(here, own):
+        pinned, own, types = Pinned(here), streams.Queues(here), legacy.classes()
+        for module, values in _answers(here, own, types):
             undo.enter_context(shared.answered(module, values))
-        for home, replacements in _replacements(here, own, pinned):
+        for home, replacements in _replacements(here, own, pinned, types):
             undo.enter_context(replaced(home, replacements))
         undo.enter_context(extensions.compiled_code_refused(scope))
         undo.enter_context(_followed(scope))
@@ -98,7 +98,9 @@ def _say(here: Here) -> None:
 # -- what is answered, and what is replaced --------------------------------------------------------
 
 
-def _answers(here: Here, own: streams.Queues) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
+def _answers(
+    here: Here, own: streams.Queues, types: dict[str, Any]
+) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
     of_cuda = {
         **extensions.refused_names(),
         **backends.collective_names(),
@@ -112,14 +114,12 @@ def _answers(here: Here, own: streams.Queues) -> Iterator[tuple[ModuleType, dict
     )
     yield _torch.version, backends.version(here)
     yield _torch, {"Generator": generators.kind(here)}
-    yield (
-        _cuda,
-        {"default_generators": generators.default(here)},
-    )
+    own_names = {"default_generators": generators.default(here)}
+    yield _cuda, {**own_names, **types, **legacy.storages()}
 
 
 def _replacements(
-    here: Here, own: streams.Queues, pinned: Pinned
+    here: Here, own: streams.Queues, pinned: Pinned, types: dict[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield from _wherever_bound(
         _cuda,
@@ -136,7 +136,9 @@ def _replacements(
     if not isinstance(_cuda.nvtx._nvtx, ModuleType):
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
-    types = legacy.classes()
+    yield from backends.profilers(here)
+    yield from extensions.refused_classes()
+    yield _cuda.CudaError, devices.error_methods()
     yield Tensor, {**pinned.methods(), **legacy.methods(types)}
 
 

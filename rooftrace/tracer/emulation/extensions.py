@@ -159,7 +159,6 @@ def refused_names() -> dict[str, Any]:
         "_cuda_cudaCachingAllocator_raw_alloc": ("torch.cuda.caching_allocator_alloc", raw),
         "_cuda_cudaCachingAllocator_raw_delete": ("torch.cuda.caching_allocator_delete", raw),
         "_cuda_customAllocator": ("torch.cuda.memory.CUDAPluggableAllocator", pools),
-        "_cuda_changeCurrentAllocator": ("torch.cuda.memory.change_current_allocator", pools),
         "_cuda_getAllocator": ("torch.cuda.memory._get_current_allocator", pools),
         "_cuda_cudaHostAllocator": ("torch.cuda.memory._host_allocator", pools),
         "_cuda_getCurrentBlasHandle": ("torch.cuda.current_blas_handle", handle),
@@ -191,3 +190,13 @@ def refused_names() -> dict[str, Any]:
         "_gds_register_handle": ("torch.cuda.gds", raw),
     }
     return {name: refusal(call, reason) for name, (call, reason) in table.items()}
+
+
+def refused_classes() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Classes of torch.cuda that no emulated device can make, and methods that say so."""
+    cuda: Any = torch.cuda
+    for name in ("MemPool", "CUDAPluggableAllocator", "GreenContext"):
+        kind = getattr(cuda, name, None)
+        if kind is not None:
+            refuse = refusal(f"torch.cuda.{name}", "the driver and its allocator are not run")
+            yield kind, {"__new__": staticmethod(refuse), "create": refuse}

@@ -73,7 +73,7 @@ class Here:
         names = [name.strip() for name in asked.split(",")]
         seen = 0
         for name in names:
-            if name.isdigit() and int(name) >= self.device.count or name in ("", "-1"):
+            if (name.isdigit() and int(name) >= self.device.count) or name in ("", "-1"):
                 break  # as CUDA does: what follows an unknown device is not seen
             seen += 1
         return seen

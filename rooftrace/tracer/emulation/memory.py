@@ -104,6 +104,7 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
         "_cuda_hostMemoryStats": pinned,
         "_cuda_emptyCache": empty,
+        "_host_emptyCache": lambda: None,
         "_cuda_setMemoryFraction": set_fraction,
         "_cuda_getMemoryFraction": lambda device: settings.get("memory_fraction", 1.0),
         "_cuda_getAllocatorBackend": lambda: "native",
@@ -138,7 +139,12 @@ def functions(here: Here) -> dict[str, Any]:
         ]
         return "\n".join(lines)
 
-    return {"memory_summary": memory_summary}
+    pools = "memory pools are the allocator's, which is not run"
+    return {
+        "memory_summary": memory_summary,
+        "change_current_allocator": refusal("torch.cuda.memory.change_current_allocator", pools),
+        "use_mem_pool": refusal("torch.cuda.use_mem_pool", pools),
+    }
 
 
 class Statistics(OrderedDict[str, Any]):

@@ -19,10 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.patches import contexts
 
-_is_pinned: Any = Tensor.is_pinned
-_type: Any = Tensor.type
-_record_stream: Any = Tensor.record_stream
-
 
 class Pinned:
     """Which storages of the host are pinned."""
@@ -50,11 +46,10 @@ class Pinned:
             with _plainly():
                 if _on_device(tensor):
                     raise RuntimeError(
-                        f"cannot pin 'torch.cuda.{tensor.dtype}': only dense CPU tensors can be pinned"
+                        f"cannot pin a tensor of {tensor.dtype} on the device: "
+                        "only dense CPU tensors can be pinned"
                     )
-                if not _plain(tensor):
-                    return tensor
-                if self.has(tensor):
+                if not _plain(tensor) or self.has(tensor):
                     return tensor
                 copy: Tensor = tensor.detach().clone(memory_format=torch.preserve_format)
                 self.add(copy)
@@ -94,7 +89,7 @@ def _plainly() -> Iterator[None]:
 
 
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.device.type not in ("cpu",)
+    return tensor.device.type != "cpu"
 
 
 def _plain(tensor: Tensor) -> bool:
