@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,26 +16,33 @@ from rooftrace.tracer.patches import original_of
 
 _c: Any = torch._C
 _CUDA_UNTIL = (2, 11)
+_HIP = "6.4.0"
 _CUDNN = 91002
 _NCCL = (2, 27, 5)
+_BUILT_WITH: str | None = torch.version.cuda
 
 
 def cuda_version() -> str:
-    """The CUDA of PyTorch's wheel on PyPI, of the installed release."""
+    """The CUDA that torch was built with; else that of PyTorch's wheel on PyPI, of this release."""
+    if _BUILT_WITH is not None:
+        return _BUILT_WITH
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return "12.8" if release < _CUDA_UNTIL else "13.0"
 
 
 def version(here: Here) -> dict[str, Any]:
     """Attributes of torch.version."""
-    return {"cuda": None, "hip": "6.4.0"} if here.device.is_rocm else {"cuda": cuda_version()}
+    if here.device.is_rocm:
+        return {"cuda": None, "hip": _HIP}
+    here.assume("CUDA", f"torch.version.cuda says {cuda_version()}, as PyTorch's wheels do")
+    return {"cuda": cuda_version()}
 
 
 def names(here: Here) -> dict[str, Any]:
     """Attributes of torch._C: which libraries torch was built with."""
     major, minor = (int(part) for part in cuda_version().split("."))
     nccl, nccl_minor, patch = _NCCL
-    return {
+    told = {
         "_has_cuda": True,
         "_has_cudnn": True,
         "_cuda_getCompiledVersion": lambda: 1000 * major + 10 * minor,
@@ -42,10 +50,32 @@ def names(here: Here) -> dict[str, Any]:
         "_nccl_version_suffix": lambda: b"",
         "_is_flash_attention_available": lambda: here.device.capability >= (8, 0),
     }
+    return told if _BUILT_WITH is None else {}
+
+
+_KEPT = {
+    "_cuda_{}_cudnn_benchmark_limit": ("get", "set", 10),
+    "_cuda_{}CublasWorkspaceSize": ("get", "set", 0),
+    "_cuda_{}CublasLtWorkspaceSize": ("get", "set", 0),
+    "_cuda_{}_conv_benchmark_empty_cache": ("get", "set", True),
+}
+"""Settings of libraries that change no op: their names, and what they are at first."""
+
+
+def settings(here: Here) -> dict[str, Any]:
+    """Functions of torch._C that read and write settings of libraries."""
+    kept = here.settings
+    found: dict[str, Any] = {}
+    for name, (read, write, first) in _KEPT.items():
+        found[name.format(read)] = functools.partial(kept.get, name, first)
+        found[name.format(write)] = functools.partial(kept.__setitem__, name)
+    return found
 
 
 def cudnn_functions(here: Here) -> dict[str, Any]:
-    """Functions of torch.backends.cudnn."""
+    """Functions of torch.backends.cudnn; a build for CUDA has its own."""
+    if _BUILT_WITH is not None:
+        return {}
 
     def version() -> int:
         here.assume("cuDNN", f"torch.backends.cudnn.version() says {_CUDNN}")

@@ -40,7 +40,7 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_setDevice": here.choose,
         "_cuda_exchangeDevice": exchange,
         "_cuda_maybeExchangeDevice": exchange,
-        "_cuda_hasPrimaryContext": lambda index: here.initialized and index == here.current,
+        "_cuda_hasPrimaryContext": lambda index: here.used and index == here.current,
         "_cuda_isInBadFork": lambda: False,
         "_cuda_getArchFlags": architectures,
         "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
@@ -49,6 +49,9 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_get_sync_debug_mode": lambda: settings.get("sync_debug_mode", 0),
         "_cuda_set_sync_debug_mode": set_mode,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_tunableop_is_enabled": lambda: False,
+        "_cuda_tunableop_tuning_is_enabled": lambda: False,
+        "_cuda_record_untuned_is_enabled": lambda: False,
         "_cuda_getCompiledVersion": lambda: 12080,
     }
 
@@ -70,7 +73,7 @@ def functions(here: Here) -> dict[str, Any]:
     library = Runtime(here)
     return {
         "_lazy_init": initialize,
-        "is_initialized": lambda: here.initialized,
+        "is_initialized": lambda: here.used,
         "_lazy_call": call,
         "cudart": runtime,
         "check_error": _check,
@@ -79,7 +82,6 @@ def functions(here: Here) -> dict[str, Any]:
         "_get_device_properties": here.device.properties,
         "_device_count_nvml": lambda: -1,
         **{name: refusal(f"torch.cuda.{name}", *_SENSORS) for name in _MEASURED},
-        "_sleep": refusal("torch.cuda._sleep", "nothing counts the cycles"),
     }
 
 

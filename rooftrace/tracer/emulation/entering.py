@@ -28,11 +28,12 @@ from rooftrace.tracer.emulation import (
     graphs,
     legacy,
     memory,
+    scaler,
     streams,
 )
 from rooftrace.tracer.emulation.facts import Device
 from rooftrace.tracer.emulation.here import Assume, Clock, Here, Meter
-from rooftrace.tracer.emulation.pinning import Pinned, PinnedFactories
+from rooftrace.tracer.emulation.pinning import Calls, Pinned
 from rooftrace.tracer.patches import (
     Scope,
     contexts,
@@ -63,6 +64,7 @@ def emulated(
     """
     here = Here(device, meter, clock, index, assume)
     with contextlib.ExitStack() as undo:
+        undo.callback(here.end)
         scope = current_scope()
         if scope is None:
             scope = Scope()
@@ -81,7 +83,7 @@ def emulated(
         undo.enter_context(extensions.compiled_code_refused(scope))
         undo.enter_context(_followed(scope))
         undo.enter_context(_as_it_was(_cuda.graphs.graph, "default_capture_stream"))
-        undo.enter_context(contexts.functions_on([PinnedFactories(pinned)]))
+        undo.enter_context(contexts.functions_on([Calls(pinned)]))
         _say(here)
         yield
 
@@ -104,6 +106,7 @@ def _answers(
     of_cuda = {
         **extensions.refused_names(),
         **backends.collective_names(),
+        **backends.settings(here),
         **devices.names(here),
         **memory.names(here),
         **streams.names(own),
@@ -137,6 +140,7 @@ def _replacements(
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
     yield from backends.profilers(here)
+    yield torch.amp.GradScaler, scaler.methods(here)
     yield from extensions.refused_classes()
     yield _cuda.CudaError, devices.error_methods()
     yield Tensor, {**pinned.methods(), **legacy.methods(types)}

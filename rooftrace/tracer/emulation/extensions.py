@@ -1,4 +1,4 @@
-"""Code compiled for a GPU: extensions, libraries of ops, Triton's kernels.  Each fails by its name."""
+"""Code compiled for a GPU: extensions, libraries, Triton's kernels.  Each fails by its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CPP = "torch.utils.cpp_extension"
 
 
 def _is_about_cuda(error: Exception) -> bool:
-    text = str(error)
+    text = f"{error} {error.__cause__ or ''}"
     return any(name in text for name in _LIBRARIES) or (
         "undefined symbol" in text and "cuda" in text
     )
@@ -172,6 +172,8 @@ def refused_names() -> dict[str, Any]:
             for name in (
                 "enable",
                 "tuning_enable",
+                "write_file_on_exit",
+                "write_file",
                 "set_filename",
                 "get_filename",
                 "get_results",
@@ -186,6 +188,9 @@ def refused_names() -> dict[str, Any]:
                 "set_numerical_check_tolerances",
             )
         },
+        "_cuda_record_untuned_enable": ("torch.cuda.tunable", tuning),
+        "_cuda_sleep": ("torch.cuda._sleep", "nothing counts the cycles"),
+        "_cuda_changeCurrentAllocator": ("torch.cuda.memory.change_current_allocator", pools),
         "_gds_register_buffer": ("torch.cuda.gds", raw),
         "_gds_register_handle": ("torch.cuda.gds", raw),
     }
