@@ -1,4 +1,4 @@
-"""The CUDA device that is not there: what torch.cuda says of a chip, for the threads of one scope."""
+"""The CUDA device that is not there: what torch.cuda says of a chip, for some threads."""
 
 from rooftrace._face import face
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,29 +12,37 @@ import torch
 
 from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.patches import original_of
 
 _c: Any = torch._C
 _CUDA_UNTIL = (2, 11)
+_HIP = "6.4.0"
 _CUDNN = 91002
 _NCCL = (2, 27, 5)
+_BUILT_WITH: str | None = torch.version.cuda
 
 
 def cuda_version() -> str:
-    """The CUDA of PyTorch's wheel on PyPI, of the installed release."""
+    """The CUDA that torch was built with; else that of PyTorch's wheel on PyPI, of this release."""
+    if _BUILT_WITH is not None:
+        return _BUILT_WITH
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return "12.8" if release < _CUDA_UNTIL else "13.0"
 
 
 def version(here: Here) -> dict[str, Any]:
     """Attributes of torch.version."""
-    return {"cuda": None, "hip": "6.4.0"} if here.device.is_rocm else {"cuda": cuda_version()}
+    if here.device.is_rocm:
+        return {"cuda": None, "hip": _HIP}
+    here.assume("CUDA", f"torch.version.cuda says {cuda_version()}, as PyTorch's wheels do")
+    return {"cuda": cuda_version()}
 
 
 def names(here: Here) -> dict[str, Any]:
     """Attributes of torch._C: which libraries torch was built with."""
     major, minor = (int(part) for part in cuda_version().split("."))
     nccl, nccl_minor, patch = _NCCL
-    return {
+    told = {
         "_has_cuda": True,
         "_has_cudnn": True,
         "_cuda_getCompiledVersion": lambda: 1000 * major + 10 * minor,
@@ -41,10 +50,32 @@ def names(here: Here) -> dict[str, Any]:
         "_nccl_version_suffix": lambda: b"",
         "_is_flash_attention_available": lambda: here.device.capability >= (8, 0),
     }
+    return told if _BUILT_WITH is None else {}
+
+
+_KEPT = {
+    "_cuda_{}_cudnn_benchmark_limit": ("get", "set", 10),
+    "_cuda_{}CublasWorkspaceSize": ("get", "set", 0),
+    "_cuda_{}CublasLtWorkspaceSize": ("get", "set", 0),
+    "_cuda_{}_conv_benchmark_empty_cache": ("get", "set", True),
+}
+"""Settings of libraries that change no op: their names, and what they are at first."""
+
+
+def settings(here: Here) -> dict[str, Any]:
+    """Functions of torch._C that read and write settings of libraries."""
+    kept = here.settings
+    found: dict[str, Any] = {}
+    for name, (read, write, first) in _KEPT.items():
+        found[name.format(read)] = functools.partial(kept.get, name, first)
+        found[name.format(write)] = functools.partial(kept.__setitem__, name)
+    return found
 
 
 def cudnn_functions(here: Here) -> dict[str, Any]:
-    """Functions of torch.backends.cudnn."""
+    """Functions of torch.backends.cudnn; a build for CUDA has its own."""
+    if _BUILT_WITH is not None:
+        return {}
 
     def version() -> int:
         here.assume("cuDNN", f"torch.backends.cudnn.version() says {_CUDNN}")
@@ -79,8 +110,30 @@ def nvtx_functions() -> dict[str, Any]:
     }
 
 
+def profilers(here: Here) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Classes of torch's profilers, and methods that would watch a device."""
+    home: Any = torch.autograd.profiler
+    make = original_of(home.profile, "__init__")
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
+            here.assume(
+                "profiler",
+                "torch.profiler sees what this host does: its trace has no kernels",
+            )
+            kwargs = {**kwargs, "use_device": None, "use_cuda": False}
+        make(self, *args, **kwargs)
+
+    yield home.profile, {"__init__": init}
+    yield (
+        home.emit_nvtx,
+        {"__enter__": lambda self: self, "__exit__": lambda self, *exception: None},
+    )
+
+
 # -- switches --------------------------------------------------------------------------------------
 
+_OPS = ("all", "matmul", "conv", "rnn")
 _SWITCHES = (
     ("_get_cudnn_enabled", "_set_cudnn_enabled"),
     ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
@@ -94,60 +147,65 @@ _SWITCHES = (
     ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
     ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
 )
-_PRECISIONS = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-)
 _REDUCTIONS = ("fp16", "bf16")
-_TF32 = (
+_LEGACY = (
+    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
     ("_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
     ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
 )
+_LIBRARIES = {"generic": ("all",), "cuda": _OPS, "mkldnn": _OPS}
+"""For which torch 2.9 and later keep precisions of fp32, and of which ops."""
 
 
 @contextlib.contextmanager
 def switches_put_back() -> Iterator[None]:
     """Switches of the whole process that a script for CUDA sets are as before at the end."""
-    undo = [restore for restore in _restorers() if restore is not None]
+    undo = [_restorer(read, write) for read, write in _SWITCHES]
+    for kind in _REDUCTIONS:
+        name = f"cublas_allow_{kind}_reduced_precision_reduction"
+        undo.append(_restorer(f"_get_{name}", f"_set_{name}"))
+    precisions = _precisions()
     try:
         yield
     finally:
         for restore in undo:
-            with contextlib.suppress(RuntimeError):
-                restore()
+            restore()
+        if _precisions() != precisions:
+            _set_precisions(precisions)
 
 
-def _restorers() -> Iterator[Callable[[], Any] | None]:
-    for read, write in _SWITCHES:
-        yield _restorer(read, write)
-    for kind in _REDUCTIONS:
-        name = f"cublas_allow_{kind}_reduced_precision_reduction"
-        yield _restorer(f"_get_{name}", f"_set_{name}")
-    if hasattr(_c, "_get_fp32_precision_getter"):
-        for where in _PRECISIONS:
-            yield _restorer("_get_fp32_precision_getter", "_set_fp32_precision_setter", *where)
-    else:
-        for read, write in _TF32:
-            yield _restorer(read, write)
-        yield _restorer("_get_float32_matmul_precision", "_set_float32_matmul_precision")
+def _precisions() -> dict[tuple[str, ...], Any]:
+    """What products of fp32 may be computed in, as each of torch's ways to ask says it."""
+    found: dict[tuple[str, ...], Any] = {}
+    for read, write in _LEGACY:
+        with contextlib.suppress(RuntimeError):  # asked one way, what was set another way
+            found[write,] = getattr(_c, read)()
+    get = getattr(_c, "_get_fp32_precision_getter", None)
+    if get is not None:
+        for library, ops in _LIBRARIES.items():
+            found.update({(library, op): get(library, op) for op in ops})
+    return found
 
 
-def _restorer(read: str, write: str, *where: Any) -> Callable[[], Any] | None:
-    """What sets a switch as it is now; None where this release has none."""
+def _set_precisions(precisions: dict[tuple[str, ...], Any]) -> None:
+    """Set them the older way first, which sets some of the newer ones."""
+    for where, value in precisions.items():
+        if len(where) == 1:
+            getattr(_c, where[0])(value)
+        else:
+            _c._set_fp32_precision_setter(*where, value)
+
+
+def _restorer(read: str, write: str) -> Callable[[], Any]:
+    """What sets a switch as it is now; nothing where this release has none."""
     get, put = getattr(_c, read, None), getattr(_c, write, None)
     if get is None or put is None:
-        return None
-    try:
-        value = get(*where)
-    except RuntimeError:
-        return None
+        return lambda: None
+    value = get()
 
     def restore() -> None:
-        if get(*where) != value:
-            put(*where, *(value if isinstance(value, tuple) else (value,)))
+        if get() != value:
+            put(*(value if isinstance(value, tuple) else (value,)))
 
     return restore
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from rooftrace.tracer.emulation import memory
 from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
@@ -38,7 +40,7 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_setDevice": here.choose,
         "_cuda_exchangeDevice": exchange,
         "_cuda_maybeExchangeDevice": exchange,
-        "_cuda_hasPrimaryContext": lambda index: here.initialized and index == here.current,
+        "_cuda_hasPrimaryContext": lambda index: here.used and index == here.current,
         "_cuda_isInBadFork": lambda: False,
         "_cuda_getArchFlags": architectures,
         "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
@@ -47,6 +49,9 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_get_sync_debug_mode": lambda: settings.get("sync_debug_mode", 0),
         "_cuda_set_sync_debug_mode": set_mode,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_tunableop_is_enabled": lambda: False,
+        "_cuda_tunableop_tuning_is_enabled": lambda: False,
+        "_cuda_record_untuned_is_enabled": lambda: False,
         "_cuda_getCompiledVersion": lambda: 12080,
     }
 
@@ -66,15 +71,9 @@ def functions(here: Here) -> dict[str, Any]:
         return library
 
     library = Runtime(here)
-    nvml = refusal(
-        "what NVML measures (torch.cuda.utilization, temperature, power_draw, clock_rate, "
-        "memory_usage, device_memory_used, list_gpu_processes)",
-        "no sensor of a device can be read",
-        "Leave these calls out of the run, for example behind a flag",
-    )
     return {
         "_lazy_init": initialize,
-        "is_initialized": lambda: here.initialized,
+        "is_initialized": lambda: here.used,
         "_lazy_call": call,
         "cudart": runtime,
         "check_error": _check,
@@ -82,26 +81,41 @@ def functions(here: Here) -> dict[str, Any]:
         "_maybe_exchange_device": exchange,
         "_get_device_properties": here.device.properties,
         "_device_count_nvml": lambda: -1,
-        "_get_pynvml_handler": nvml,
-        "list_gpu_processes": nvml,
-        "_sleep": refusal("torch.cuda._sleep", "nothing counts the cycles"),
+        **{name: refusal(f"torch.cuda.{name}", *_SENSORS) for name in _MEASURED},
     }
+
+
+_MEASURED = (
+    "utilization",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "memory_usage",
+    "device_memory_used",
+    "list_gpu_processes",
+    "_get_pynvml_handler",
+)
+"""Functions of torch.cuda that NVML answers."""
+_SENSORS = (
+    "NVML has no sensor to read",
+    "Leave this call out of the run, for example behind a flag",
+)
 
 
 class Runtime:
     """Stands for the CUDA runtime library: `torch.cuda.cudart()`."""
 
-    cudaError = SimpleNamespace(success=0)  # noqa: N815
-    cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)  # noqa: N815
+    cudaError = SimpleNamespace(success=0)
+    cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)
 
     def __init__(self, here: Here) -> None:
         self._here = here
 
-    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
         """Bytes that are free, and in total."""
         return memory.free(self._here), self._here.device.memory
 
-    def cudaGetErrorString(self, error: Any) -> str:  # noqa: N802
+    def cudaGetErrorString(self, error: Any) -> str:
         """What an error is called."""
         return "no error" if not error else f"CUDA error {error}"
 
@@ -125,4 +139,13 @@ _NOTHING = (
 
 def _check(result: Any) -> None:
     if result:
-        raise RuntimeError(f"CUDA error {result}")
+        raise torch.cuda.CudaError(result)
+
+
+def error_methods() -> dict[str, Any]:
+    """Methods of `torch.cuda.CudaError`, which asks the runtime for the error's name."""
+
+    def init(self: Any, code: int) -> None:
+        RuntimeError.__init__(self, f"CUDA error ({code})")
+
+    return {"__init__": init}

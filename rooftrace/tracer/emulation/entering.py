@@ -28,11 +28,12 @@ from rooftrace.tracer.emulation import (
     graphs,
     legacy,
     memory,
+    scaler,
     streams,
 )
 from rooftrace.tracer.emulation.facts import Device
 from rooftrace.tracer.emulation.here import Assume, Clock, Here, Meter
-from rooftrace.tracer.emulation.pinning import Pinned, PinnedFactories
+from rooftrace.tracer.emulation.pinning import Calls, Pinned
 from rooftrace.tracer.patches import (
     Scope,
     contexts,
@@ -63,6 +64,7 @@ def emulated(
     """
     here = Here(device, meter, clock, index, assume)
     with contextlib.ExitStack() as undo:
+        undo.callback(here.end)
         scope = current_scope()
         if scope is None:
             scope = Scope()
@@ -73,15 +75,15 @@ def emulated(
         undo.callback(_forget_answers)
         undo.callback(queues.select, queues.Device.current_stream())
         undo.enter_context(backends.switches_put_back())
-        pinned, own = Pinned(here), streams.Queues(here)
-        for module, values in _answers(here, own):
+        pinned, own, types = Pinned(here), streams.Queues(here), legacy.classes()
+        for module, values in _answers(here, own, types):
             undo.enter_context(shared.answered(module, values))
-        for home, replacements in _replacements(here, own, pinned):
+        for home, replacements in _replacements(here, own, pinned, types):
             undo.enter_context(replaced(home, replacements))
         undo.enter_context(extensions.compiled_code_refused(scope))
         undo.enter_context(_followed(scope))
         undo.enter_context(_as_it_was(_cuda.graphs.graph, "default_capture_stream"))
-        undo.enter_context(contexts.functions_on([PinnedFactories(pinned)]))
+        undo.enter_context(contexts.functions_on([Calls(pinned)]))
         _say(here)
         yield
 
@@ -98,10 +100,13 @@ def _say(here: Here) -> None:
 # -- what is answered, and what is replaced --------------------------------------------------------
 
 
-def _answers(here: Here, own: streams.Queues) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
+def _answers(
+    here: Here, own: streams.Queues, types: dict[str, Any]
+) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
     of_cuda = {
         **extensions.refused_names(),
         **backends.collective_names(),
+        **backends.settings(here),
         **devices.names(here),
         **memory.names(here),
         **streams.names(own),
@@ -112,14 +117,12 @@ def _answers(here: Here, own: streams.Queues) -> Iterator[tuple[ModuleType, dict
     )
     yield _torch.version, backends.version(here)
     yield _torch, {"Generator": generators.kind(here)}
-    yield (
-        _cuda,
-        {"default_generators": generators.default(here)},
-    )
+    own_names = {"default_generators": generators.default(here)}
+    yield _cuda, {**own_names, **types, **legacy.storages()}
 
 
 def _replacements(
-    here: Here, own: streams.Queues, pinned: Pinned
+    here: Here, own: streams.Queues, pinned: Pinned, types: dict[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield from _wherever_bound(
         _cuda,
@@ -136,7 +139,10 @@ def _replacements(
     if not isinstance(_cuda.nvtx._nvtx, ModuleType):
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
-    types = legacy.classes()
+    yield from backends.profilers(here)
+    yield torch.amp.GradScaler, scaler.methods(here)
+    yield from extensions.refused_classes()
+    yield _cuda.CudaError, devices.error_methods()
     yield Tensor, {**pinned.methods(), **legacy.methods(types)}
 
 

@@ -1,4 +1,4 @@
-"""Code compiled for a GPU: extensions, libraries of ops, Triton's kernels.  Each fails by its name."""
+"""Code compiled for a GPU: extensions, libraries, Triton's kernels.  Each fails by its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CPP = "torch.utils.cpp_extension"
 
 
 def _is_about_cuda(error: Exception) -> bool:
-    text = str(error)
+    text = f"{error} {error.__cause__ or ''}"
     return any(name in text for name in _LIBRARIES) or (
         "undefined symbol" in text and "cuda" in text
     )
@@ -159,7 +159,6 @@ def refused_names() -> dict[str, Any]:
         "_cuda_cudaCachingAllocator_raw_alloc": ("torch.cuda.caching_allocator_alloc", raw),
         "_cuda_cudaCachingAllocator_raw_delete": ("torch.cuda.caching_allocator_delete", raw),
         "_cuda_customAllocator": ("torch.cuda.memory.CUDAPluggableAllocator", pools),
-        "_cuda_changeCurrentAllocator": ("torch.cuda.memory.change_current_allocator", pools),
         "_cuda_getAllocator": ("torch.cuda.memory._get_current_allocator", pools),
         "_cuda_cudaHostAllocator": ("torch.cuda.memory._host_allocator", pools),
         "_cuda_getCurrentBlasHandle": ("torch.cuda.current_blas_handle", handle),
@@ -173,6 +172,8 @@ def refused_names() -> dict[str, Any]:
             for name in (
                 "enable",
                 "tuning_enable",
+                "write_file_on_exit",
+                "write_file",
                 "set_filename",
                 "get_filename",
                 "get_results",
@@ -187,7 +188,20 @@ def refused_names() -> dict[str, Any]:
                 "set_numerical_check_tolerances",
             )
         },
+        "_cuda_record_untuned_enable": ("torch.cuda.tunable", tuning),
+        "_cuda_sleep": ("torch.cuda._sleep", "nothing counts the cycles"),
+        "_cuda_changeCurrentAllocator": ("torch.cuda.memory.change_current_allocator", pools),
         "_gds_register_buffer": ("torch.cuda.gds", raw),
         "_gds_register_handle": ("torch.cuda.gds", raw),
     }
     return {name: refusal(call, reason) for name, (call, reason) in table.items()}
+
+
+def refused_classes() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Classes of torch.cuda that no emulated device can make, and methods that say so."""
+    cuda: Any = torch.cuda
+    for name in ("MemPool", "CUDAPluggableAllocator", "GreenContext"):
+        kind = getattr(cuda, name, None)
+        if kind is not None:
+            refuse = refusal(f"torch.cuda.{name}", "the driver and its allocator are not run")
+            yield kind, {"__new__": staticmethod(refuse), "create": refuse}

@@ -60,7 +60,7 @@ def kind(here: Here) -> Any:
     class Generator(metaclass=_Kind):
         def __new__(cls, device: Any = "cpu") -> Any:
             place = torch.device(device)
-            if place.type != "cuda":
+            if place.type != "cuda" or here.ended:
                 return _Original(device)
             return made(here.current if place.index is None else place.index, _SEED)
 

@@ -1,4 +1,4 @@
-"""What one emulation knows while it lasts: its device, who measures memory and time, what it assumed."""
+"""What one emulation knows while it lasts: its device, its meter and clock, what it assumed."""
 
 from __future__ import annotations
 
@@ -43,26 +43,35 @@ class _Thread(threading.local):
 class Here:
     """One emulation.  index: the device of this process, of `device.count`.
 
-    initialized: whether torch.cuda would have been by now.  settings: what the code set and may
-    read again, by name.
+    initialized: whether a call has initialized torch.cuda.  ended: whether it is over.
+    settings: what the code set and may read again, by name.
     """
 
     def __init__(
         self, device: Device, meter: Meter, clock: Clock, index: int, assume: Assume | None
     ) -> None:
         self.device, self.meter, self.clock, self.index = device, meter, clock, index
-        self.initialized = False
+        self.initialized, self.ended = False, False
         self.settings: dict[str, object] = {}
         self._assume = assume
         self._assumed: set[str] = set()
         self._thread = _Thread()
         self._visible = os.environ.get(_VISIBLE)
 
+    def end(self) -> None:
+        """The device is gone; code may have kept something of it."""
+        self.ended = True
+
     def assume(self, kind: str, text: str) -> None:
         """Tell of an answer that follows a policy, once for each kind."""
         if self._assume is not None and kind not in self._assumed:
             self._assumed.add(kind)
             self._assume(kind, text)
+
+    @property
+    def used(self) -> bool:
+        """Whether torch.cuda is initialized: a first call or a first tensor does that."""
+        return self.initialized or self.meter.allocated() > 0
 
     @property
     def count(self) -> int:
@@ -73,7 +82,7 @@ class Here:
         names = [name.strip() for name in asked.split(",")]
         seen = 0
         for name in names:
-            if name.isdigit() and int(name) >= self.device.count or name in ("", "-1"):
+            if (name.isdigit() and int(name) >= self.device.count) or name in ("", "-1"):
                 break  # as CUDA does: what follows an unknown device is not seen
             seen += 1
         return seen

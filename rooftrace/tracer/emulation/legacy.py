@@ -1,4 +1,4 @@
-"""Names of old scripts: `torch.cuda.FloatTensor(...)`, and `tensor.type("torch.cuda.FloatTensor")`."""
+"""Names of old scripts: `torch.cuda.FloatTensor(...)`, `tensor.type("torch.cuda.FloatTensor")`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rooftrace.tracer.emulation.refused import refusal
 
 _PRECISIONS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -49,6 +51,15 @@ def classes() -> dict[str, Any]:
     for kind in made.values():
         kind.__module__ = "torch.cuda"
     return made
+
+
+def storages() -> dict[str, Any]:
+    """The classes of storages of torch.cuda, by name: their memory cannot be given."""
+    names = [name for name in torch.cuda.__all__ if name.endswith("Storage")]
+    return {
+        name: refusal(f"torch.cuda.{name}", "there is no memory of the device to hold")
+        for name in names
+    }
 
 
 def methods(own: dict[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def _read(here: Here) -> tuple[int, int, int, int]:
     settings: Any = here.settings
     allocated = here.meter.allocated()
     peak = max(here.meter.peak(), allocated)
-    reserved = max(settings.get("reserved", 0), _in_segments(peak))
-    settings["reserved"] = reserved
+    most = peak if peak > settings.get("peak_when_emptied", 0) else allocated
+    reserved = settings["reserved"] = max(settings.get("reserved", 0), _in_segments(most))
     top = settings["reserved_peak"] = max(settings.get("reserved_peak", 0), reserved)
     return allocated, peak, reserved, top
 
@@ -69,9 +69,11 @@ def names(here: Here) -> dict[str, Any]:
     def reset_peak(device: int = 0) -> None:
         here.meter.reset_peak()
         settings.pop("reserved_peak", None)
+        settings.pop("peak_when_emptied", None)
 
     def empty() -> None:
-        settings["reserved"] = _in_segments(here.meter.allocated())
+        allocated, peak, *_ = _read(here)
+        settings["reserved"], settings["peak_when_emptied"] = _in_segments(allocated), peak
 
     def set_fraction(fraction: float, device: int = 0) -> None:
         settings["memory_fraction"] = fraction
@@ -104,12 +106,15 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
         "_cuda_hostMemoryStats": pinned,
         "_cuda_emptyCache": empty,
+        "_host_emptyCache": lambda: None,
         "_cuda_setMemoryFraction": set_fraction,
         "_cuda_getMemoryFraction": lambda device: settings.get("memory_fraction", 1.0),
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_memorySnapshot": snapshot,
         "_cuda_record_memory_history": history,
         "_cuda_record_memory_history_legacy": history,
+        "_cuda_isHistoryEnabled": lambda: False,
+        "_cuda_attach_out_of_memory_observer": lambda observer: None,
         "_cuda_allocationTraceback": snapshot,
         "_cuda_setMemoryMetadata": lambda text: settings.__setitem__("memory_metadata", text),
         "_cuda_getMemoryMetadata": lambda: settings.get("memory_metadata", ""),
@@ -138,7 +143,12 @@ def functions(here: Here) -> dict[str, Any]:
         ]
         return "\n".join(lines)
 
-    return {"memory_summary": memory_summary}
+    pools = "memory pools are the allocator's, which is not run"
+    return {
+        "memory_summary": memory_summary,
+        "change_current_allocator": refusal("torch.cuda.memory.change_current_allocator", pools),
+        "use_mem_pool": refusal("torch.cuda.use_mem_pool", pools),
+    }
 
 
 class Statistics(OrderedDict[str, Any]):

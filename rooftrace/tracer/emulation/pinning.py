@@ -19,10 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.patches import contexts
 
-_is_pinned: Any = Tensor.is_pinned
-_type: Any = Tensor.type
-_record_stream: Any = Tensor.record_stream
-
 
 class Pinned:
     """Which storages of the host are pinned."""
@@ -50,11 +46,10 @@ class Pinned:
             with _plainly():
                 if _on_device(tensor):
                     raise RuntimeError(
-                        f"cannot pin 'torch.cuda.{tensor.dtype}': only dense CPU tensors can be pinned"
+                        f"cannot pin a tensor of {tensor.dtype} on the device: "
+                        "only dense CPU tensors can be pinned"
                     )
-                if not _plain(tensor):
-                    return tensor
-                if self.has(tensor):
+                if not _plain(tensor) or self.has(tensor):
                     return tensor
                 copy: Tensor = tensor.detach().clone(memory_format=torch.preserve_format)
                 self.add(copy)
@@ -70,21 +65,34 @@ class Pinned:
         return {"pin_memory": pin_memory, "is_pinned": is_pinned, "record_stream": record_stream}
 
 
-class PinnedFactories(TorchFunctionMode):
-    """Makes `torch.empty(..., pin_memory=True)` and its like on the host, and notes the pinning."""
+class Calls(TorchFunctionMode):
+    """Answers calls of one thread that torch's C half refuses without a device.
+
+    These are `torch.empty(..., pin_memory=True)` and its like, and devices by their number:
+    `torch.device(0)`, `module.to(0)`.
+    """
 
     def __init__(self, pinned: Pinned) -> None:
         super().__init__()
         self._pinned = pinned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs or "pin_memory" not in kwargs:
-            return func(*args, **(kwargs or {}))
-        asked = kwargs["pin_memory"]
-        made = func(*args, **{name: x for name, x in kwargs.items() if name != "pin_memory"})
-        if asked and isinstance(made, Tensor) and _plain(made):
-            self._pinned.add(made)
-        return made
+        kwargs = kwargs or {}
+        if func in _PLACING:
+            if args and type(args[0]) is int:
+                args = (torch.device("cuda", args[0]), *args[1:])
+        elif "pin_memory" in kwargs:
+            kwargs = {**kwargs}
+            asked = kwargs.pop("pin_memory")
+            made = func(*args, **kwargs)
+            if asked and isinstance(made, Tensor) and _plain(made):
+                self._pinned.add(made)
+            return made
+        return func(*args, **kwargs)
+
+
+_PLACING = frozenset({torch.device, torch._C._nn._parse_to})
+"""Calls whose first argument may be the number of a device."""
 
 
 @contextlib.contextmanager
@@ -94,7 +102,7 @@ def _plainly() -> Iterator[None]:
 
 
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.device.type not in ("cpu",)
+    return tensor.device.type != "cpu"
 
 
 def _plain(tensor: Tensor) -> bool:

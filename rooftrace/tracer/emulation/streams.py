@@ -8,6 +8,7 @@ code imported before is what it gets.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def stream_methods(own: Queues) -> dict[str, Any]:
         __new__ = new
         __init__ = _nothing
         device = property(lambda self: torch.device("cuda", self.device_index))
-        cuda_stream = property(lambda self: self.stream_id)
+        cuda_stream = native_handle = property(lambda self: self.stream_id)
 
         def synchronize(self) -> None:
             here.clock.synchronize()
@@ -122,6 +123,14 @@ def stream_methods(own: Queues) -> dict[str, Any]:
             event = _cuda.Event() if event is None else event
             event.record(self)
             return event
+
+        def __enter__(self) -> Any:
+            vars(self).setdefault("_outer", []).append(_cuda.current_stream())
+            _cuda.set_stream(self)
+            return self
+
+        def __exit__(self, *exception: Any) -> None:
+            _cuda.set_stream(self._outer.pop())
 
         @property
         def _as_parameter_(self) -> Any:
@@ -158,6 +167,7 @@ def event_methods(own: Queues) -> dict[str, Any]:
         __new__ = new
         __init__ = _nothing
         device = property(lambda self: torch.device("cuda", here.current))
+        event_id = property(lambda self: self.cuda_event)
         cuda_event = property(lambda self: 0 if self._seconds is None else id(self))
 
         def record(self, stream: Any = None) -> None:
@@ -230,5 +240,9 @@ def _made(kind: Any, face: type) -> Any:
     try:
         return object.__new__(kind)
     except TypeError:
-        stand_in = type(kind.__name__, (face,), {"__class__": property(lambda self: kind)})
-        return object.__new__(stand_in)
+        return object.__new__(_stand_in(face, kind))
+
+
+@functools.cache
+def _stand_in(face: type, kind: type) -> type:
+    return type(kind.__name__, (face,), {"__class__": property(lambda self: kind)})

@@ -56,8 +56,12 @@ class Scope:
         _thread.current = self
 
     def leave(self) -> None:
-        """This thread belongs to the scope that was around this one."""
-        _thread.scopes = tuple([scope for scope in _thread.scopes if scope is not self])
+        """This thread belongs to the scope that was around this one, as it last entered it."""
+        scopes = list(_thread.scopes)
+        place = next((i for i in reversed(range(len(scopes))) if scopes[i] is self), None)
+        if place is not None:
+            del scopes[place]
+        _thread.scopes = tuple(scopes)
         _thread.current = _thread.scopes[-1] if _thread.scopes else None
 
     def replacement(self, key: tuple[int, str], otherwise: Any) -> Any:
