@@ -42,7 +42,12 @@ class _Guard:
         scope = current_scope()
         if scope is None or not self.count:  # somebody may keep a reference to what was there
             return self.original
-        return scope.replacements.get((id(self.home), self.name), self.original)
+        key = id(self.home), self.name
+        while scope is not None:
+            if key in scope.replacements:
+                return scope.replacements[key]
+            scope = scope.beneath
+        return self.original
 
     def install(self) -> None:
         setattr(self.home, self.name, self.there)

@@ -22,12 +22,17 @@ class Scope:
     kept: what parts of the recording keep for these threads, by name.
     release: of PyTorch, whose kernels of CUDA run.
     apart: while an attention runs as several kernels, why it does; else "".
+    lasting: what it replaces is replaced in scopes that begin inside of it, too: a program that
+    runs is one in all its recordings.
+    beneath: the lasting scope around it.
     """
 
-    __slots__ = ("apart", "kept", "owner", "release", "replacements")
+    __slots__ = ("apart", "beneath", "kept", "lasting", "owner", "release", "replacements")
 
-    def __init__(self, release: Release | None = None) -> None:
+    def __init__(self, release: Release | None = None, lasting: bool = False) -> None:
         outer = _thread.current
+        self.lasting = lasting
+        self.beneath: Scope | None = None
         self.release = release or installed_release()
         self.apart = ""
         self.replacements: dict[tuple[int, str], Any] = {}
@@ -45,6 +50,9 @@ class Scope:
 
     def enter(self) -> None:
         """From here on this thread belongs to this scope."""
+        outer = _thread.current
+        if outer is not None and outer is not self:  # in threads that it follows there is none
+            self.beneath = outer if outer.lasting else outer.beneath
         _thread.scopes = (*_thread.scopes, self)
         _thread.current = self
 
