@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from rooftrace.tracer.launching import ending, environment, kept
 from rooftrace.tracer.launching.distributed import AXIS, Processes
 from rooftrace.tracer.launching.program import Program, prepared
 from rooftrace.tracer.launching.records import Ended, HardExit, Launch, Ranks, Stopped
+from rooftrace.tracer.launching.scratch import redirected
 from rooftrace.tracer.launching.starting import Starts
 from rooftrace.tracer.patches import Scope, current_scope
 
@@ -77,8 +79,6 @@ class Run:
         except Exception as error:
             reason, raised = "error", error
             _from_here(error)
-        import sys
-
         sys.settrace(None)
         threads = ending.threads_of(before)
         self._exits.run()
@@ -141,6 +141,8 @@ def _entered(
     undo.enter_context(processes.alone())
     undo.enter_context(Starts(launch, processes).here())
     undo.enter_context(exits.collected())
+    if scratch is not None:
+        undo.enter_context(redirected(scratch))
     return run
 
 
