@@ -1,6 +1,6 @@
 from rooftrace.tracer.launching.records import (
+    CommandLine as CommandLine,
     Ended as Ended,
-    Launch as Launch,
     Ranks as Ranks,
     Stopped as Stopped,
 )

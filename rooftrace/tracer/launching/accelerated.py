@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import logging
@@ -14,21 +15,21 @@ from typing import Any
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.launchers import parsed
-from rooftrace.tracer.launching.records import Launch
+from rooftrace.tracer.launching.records import CommandLine
 
 _PORT = 29500
+_COMMAND = "accelerate.commands.launch"
+"""A module of the user's environment, which is asked where it is there."""
 
 
-def accelerate(words: Sequence[str]) -> Launch:
+def accelerate(words: Sequence[str]) -> CommandLine:
     """`accelerate launch`: the variables are those that accelerate itself would set."""
     if importlib.util.find_spec("accelerate") is None:
         raise RequestError(
             f"accelerate launch {' '.join(words)}: accelerate is not installed; "
             "install it, or name the script and --ranks"
         )
-    from importlib import import_module
-
-    launch: Any = import_module("accelerate.commands.launch")
+    launch: Any = importlib.import_module(_COMMAND)
     args = parsed("accelerate launch", launch.launch_command_parser(), words)
     asked = args.num_processes
     try:
@@ -42,7 +43,7 @@ def accelerate(words: Sequence[str]) -> Launch:
     many = args.multi_gpu or args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
     total = args.num_processes if asked or args.config_file or args.num_processes else None
     total = total if many or total != 0 else None
-    return Launch(
+    return CommandLine(
         program=args.training_script,
         module=bool(args.module),
         arguments=tuple(args.training_script_args),

@@ -27,8 +27,8 @@ OBJECTS = (
 )
 AXIS = (
     "ranks",
-    "the program made no device mesh with names: all its ranks are taken to work on data, along one "
-    "axis dp",
+    "the program made no device mesh with names: all its ranks are taken to work on data, along "
+    "one axis dp",
 )
 _BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl", "fake")
 
@@ -152,8 +152,8 @@ class Processes:
         local = min(local_world or world, world)
         if self.ranks.rank >= world:
             raise RequestError(
-                f"rank {self.ranks.rank}: the program starts {world} processes; expected a rank from "
-                f"0 to {world - 1}"
+                f"rank {self.ranks.rank}: the program starts {world} processes; expected a rank "
+                f"from 0 to {world - 1}"
             )
         self.ranks = Ranks(self.ranks.rank, world, self.ranks.rank % local, local)
 

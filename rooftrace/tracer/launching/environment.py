@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rooftrace.tracer.launching.records import Launch, Ranks
+from rooftrace.tracer.launching.records import CommandLine, Ranks
 
 OFFLINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -40,7 +40,7 @@ _READ_ONCE = (
 _YES = ("1", "ON", "YES", "TRUE")
 
 
-def of_ranks(launch: Launch, ranks: Ranks) -> dict[str, str]:
+def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
     """The variables by which a launcher tells a process its rank; {} where there is one process.
 
     A program without a launcher gets those of torchrun where it is one of several.

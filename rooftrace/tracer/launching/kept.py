@@ -1,7 +1,7 @@
 """State of the process that a program may change, and that is as before after it.
 
-Each `Kept` is one such state: how it is read, and how it is put back.  Those of torch and of other
-libraries are in `keptlibraries`.
+Each `KeptState` is one such state: how it is read, and how it is put back.  Those of torch and of
+other libraries are in `keptlibraries`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptState:
     """One state of the process.  read: what it is now.  restore: makes it what it was."""
 
     name: str
@@ -33,24 +33,7 @@ class Kept:
     restore: Callable[[Any], object]
 
 
-@contextlib.contextmanager
-def all_kept() -> Iterator[None]:
-    """After the block every state of `kept_states()` is as before it."""
-    from rooftrace.tracer.launching.keptlibraries import LIBRARIES
-
-    with contextlib.ExitStack() as undo:
-        for kept in (*PROCESS, *LIBRARIES):
-            undo.callback(_put_back, kept, kept.read())
-        yield
-
-
-def _put_back(kept: Kept, before: Any) -> None:
-    """Restore a state; one that the operating system no longer allows stays."""
-    with contextlib.suppress(OSError):
-        kept.restore(before)
-
-
-def attribute(owner: Any, *names: str) -> Kept:
+def attribute(owner: Any, *names: str) -> KeptState:
     """Attributes of a module or an object, as one state."""
 
     def restore(before: dict[str, Any]) -> None:
@@ -59,7 +42,7 @@ def attribute(owner: Any, *names: str) -> Kept:
                 setattr(owner, name, value)
 
     shown = getattr(owner, "__name__", type(owner).__name__)
-    return Kept(
+    return KeptState(
         f"{shown}.{names[0]}",
         lambda: {name: getattr(owner, name) for name in names if hasattr(owner, name)},
         restore,
@@ -79,12 +62,12 @@ def _same_mapping(owner: Any) -> Callable[[dict[Any, Any]], None]:
     return restore
 
 
-def _same_list(owner: Callable[[], list[Any]]) -> Kept:
+def _same_list(owner: Callable[[], list[Any]]) -> KeptState:
     def restore(before: list[Any]) -> None:
         if owner() != before:
             owner()[:] = before
 
-    return Kept("", lambda: list(owner()), restore)
+    return KeptState("", lambda: list(owner()), restore)
 
 
 # -- the operating system --------------------------------------------------------------------------
@@ -206,32 +189,32 @@ def _restore_folder(before: str) -> None:
 _start_method: Any = multiprocessing.context._default_context  # type: ignore[attr-defined]
 
 PROCESS = (
-    Kept("working directory", _folder, _restore_folder),
-    Kept("environment", lambda: dict(os.environ), _same_mapping(os.environ)),
-    Kept("umask", _umask, os.umask),
-    Kept("signal handlers", _signals, _restore_signals),
-    Kept("limits", _limits, _restore_limits),
-    Kept("processors", _processors, _restore_processors),
-    Kept("locale", _locale, _restore_locale),
-    Kept("builtins", lambda: dict(vars(builtins)), _same_mapping(vars(builtins))),
+    KeptState("working directory", _folder, _restore_folder),
+    KeptState("environment", lambda: dict(os.environ), _same_mapping(os.environ)),
+    KeptState("umask", _umask, os.umask),
+    KeptState("signal handlers", _signals, _restore_signals),
+    KeptState("limits", _limits, _restore_limits),
+    KeptState("processors", _processors, _restore_processors),
+    KeptState("locale", _locale, _restore_locale),
+    KeptState("builtins", lambda: dict(vars(builtins)), _same_mapping(vars(builtins))),
     attribute(sys, "argv", "stdout", "stderr", "stdin", "excepthook", "displayhook"),
     attribute(sys, "unraisablehook", "breakpointhook", "dont_write_bytecode", "path", "meta_path"),
     attribute(sys, "ps1", "pycache_prefix", "tracebacklimit"),
     _same_list(lambda: sys.argv),
     _same_list(lambda: sys.path_hooks),
-    Kept("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Kept("switch interval", sys.getswitchinterval, sys.setswitchinterval),
-    Kept("tracing", lambda: (sys.gettrace(), sys.getprofile()), _restore_tracing),
+    KeptState("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    KeptState("switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    KeptState("tracing", lambda: (sys.gettrace(), sys.getprofile()), _restore_tracing),
     attribute(threading, "excepthook", "_trace_hook", "_profile_hook"),
-    Kept("stack size", threading.stack_size, threading.stack_size),
-    Kept("collector", lambda: (gc.isenabled(), gc.get_threshold()), _restore_collector),
+    KeptState("stack size", threading.stack_size, threading.stack_size),
+    KeptState("collector", lambda: (gc.isenabled(), gc.get_threshold()), _restore_collector),
     _same_list(lambda: warnings.filters),  # type: ignore[attr-defined,return-value,arg-type]
     attribute(warnings, "showwarning", "formatwarning", "filters"),
-    Kept("loggers", _loggers, _restore_loggers),
+    KeptState("loggers", _loggers, _restore_loggers),
     attribute(logging.root.manager, "disable", "loggerClass"),
     attribute(logging, "_loggerClass", "_logRecordFactory", "raiseExceptions", "lastResort"),
-    Kept("random numbers", random.getstate, random.setstate),
+    KeptState("random numbers", random.getstate, random.setstate),
     attribute(_start_method, "_actual_context"),
-    Kept("time limit of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout),
+    KeptState("time limit of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout),
 )
 """States of the operating system's process and of Python."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from rooftrace.tracer.launching.kept import Kept, attribute
+from rooftrace.tracer.launching.kept import PROCESS, KeptState, attribute
 
 
-def _of(module: str, read: Callable[[Any], Any], restore: Callable[[Any, Any], object]) -> Kept:
+def _of(
+    module: str, read: Callable[[Any], Any], restore: Callable[[Any, Any], object]
+) -> KeptState:
     """A state of a library that may not be imported."""
 
     def now() -> Any:
@@ -26,17 +28,17 @@ def _of(module: str, read: Callable[[Any], Any], restore: Callable[[Any, Any], o
         if before is not None:
             restore(*before)
 
-    return Kept(module, now, put_back)
+    return KeptState(module, now, put_back)
 
 
-def _changed(read: Callable[[], Any], write: Callable[[Any], object], name: str) -> Kept:
+def _changed(read: Callable[[], Any], write: Callable[[Any], object], name: str) -> KeptState:
     """A state that is written only where it has changed."""
 
     def restore(before: Any) -> None:
         if read() != before:
             write(before)
 
-    return Kept(name, read, restore)
+    return KeptState(name, read, restore)
 
 
 _loose: Any = torch
@@ -159,7 +161,7 @@ def _end_group(was_none: bool) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _config(module: str) -> Kept:
+def _config(module: str) -> KeptState:
     """The settings of a part of the compiler."""
 
     def read(home: Any) -> Any:
@@ -192,22 +194,22 @@ def _restore_backend(home: Any, before: Any) -> None:
 _printed: Any = torch._tensor_str.PRINT_OPTS
 
 LIBRARIES = (
-    Kept("default process group", _no_group, _end_group),
+    KeptState("default process group", _no_group, _end_group),
     _changed(torch.get_default_dtype, torch.set_default_dtype, "default dtype"),
     _changed(_default_device, torch.set_default_device, "default device"),
-    Kept("random numbers of torch", torch.get_rng_state, torch.set_rng_state),
+    KeptState("random numbers of torch", torch.get_rng_state, torch.set_rng_state),
     _changed(torch.is_grad_enabled, torch.set_grad_enabled, "gradients"),
     _changed(
         _deterministic,
         lambda was: torch.use_deterministic_algorithms(was[0], warn_only=was[1]),
         "deterministic algorithms",
     ),
-    Kept(
+    KeptState(
         "precision of products",
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    Kept("flags of torch.backends", _flags, _restore_flags),
+    KeptState("flags of torch.backends", _flags, _restore_flags),
     _changed(_attention, _restore_attention, "kernels of attention"),
     _changed(_autocast, _restore_autocast, "autocast"),
     _changed(torch.get_num_threads, torch.set_num_threads, "threads of torch"),
@@ -215,7 +217,7 @@ LIBRARIES = (
     _changed(torch.is_warn_always_enabled, torch.set_warn_always, "warnings of torch"),
     attribute(_printed, "precision", "threshold", "edgeitems", "linewidth", "sci_mode"),
     attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
-    Kept("global hooks of modules", _global_hooks, _restore_global_hooks),
+    KeptState("global hooks of modules", _global_hooks, _restore_global_hooks),
     _changed(
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,
@@ -232,3 +234,18 @@ LIBRARIES = (
     ),
 )
 """States of torch, numpy and matplotlib."""
+
+
+@contextlib.contextmanager
+def all_kept() -> Iterator[None]:
+    """After the block every state of `PROCESS` and `LIBRARIES` is as before it."""
+    with contextlib.ExitStack() as undo:
+        for kept in (*PROCESS, *LIBRARIES):
+            undo.callback(_put_back, kept, kept.read())
+        yield
+
+
+def _put_back(kept: KeptState, before: Any) -> None:
+    """Restore a state; one that the operating system no longer allows stays."""
+    with contextlib.suppress(OSError):
+        kept.restore(before)

@@ -1,12 +1,13 @@
 """Launchers of many processes: what each makes of its words.
 
-Each takes the words after its name and gives a Launch whose program is as it was written.  The
+Each takes the words after its name and gives a CommandLine whose program is as it was written.  The
 launcher's own parser is asked where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
@@ -14,9 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching.records import Launch
+from rooftrace.tracer.launching.records import CommandLine
 
 _PORT = "29500"
+_RUNNER = "deepspeed.launcher.runner"
+"""A module of the user's environment, which is asked where it is there."""
 
 
 def parsed(launcher: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
@@ -46,14 +49,14 @@ def count(launcher: str, option: str, value: Any) -> int | None:
     return int(text)
 
 
-def torchrun(words: Sequence[str]) -> Launch:
+def torchrun(words: Sequence[str]) -> CommandLine:
     """`torchrun`, and `python -m torch.distributed.run`."""
     from torch.distributed.run import get_args_parser
 
     return of_torchrun("torchrun", parsed("torchrun", get_args_parser(), words), words)
 
 
-def torch_launch(words: Sequence[str]) -> Launch:
+def torch_launch(words: Sequence[str]) -> CommandLine:
     """`python -m torch.distributed.launch`, which tells each program its rank by an option."""
     from torch.distributed.run import get_args_parser
 
@@ -64,7 +67,7 @@ def torch_launch(words: Sequence[str]) -> Launch:
     return of_torchrun("torch.distributed.launch", args, words, told)
 
 
-def of_torchrun(launcher: str, args: Any, words: Sequence[str], told: str = "") -> Launch:
+def of_torchrun(launcher: str, args: Any, words: Sequence[str], told: str = "") -> CommandLine:
     """The launch of arguments that torchrun's parser has read."""
     if args.no_python:
         raise RequestError(f"{launcher} --no-python: only programs of Python can be run here")
@@ -73,7 +76,7 @@ def of_torchrun(launcher: str, args: Any, words: Sequence[str], told: str = "") 
     nodes = count(launcher, "--nnodes", args.nnodes) if _written(words, "nnodes") else None
     address = args.master_addr or args.rdzv_endpoint.partition(":")[0]
     run = args.rdzv_id if args.rdzv_id and args.rdzv_id != "none" else "none"
-    return Launch(
+    return CommandLine(
         program=args.training_script,
         module=bool(args.module),
         arguments=tuple(args.training_script_args),
@@ -98,7 +101,7 @@ def _written(words: Sequence[str], *names: str) -> bool:
     return any(word.partition("=")[0] in starts for word in words)
 
 
-def deepspeed(words: Sequence[str]) -> Launch:
+def deepspeed(words: Sequence[str]) -> CommandLine:
     """`deepspeed`, which tells each program its rank by `--local_rank` too."""
     args = _deepspeed_arguments(words)
     if getattr(args, "no_python", False):
@@ -108,7 +111,7 @@ def deepspeed(words: Sequence[str]) -> Launch:
     else:
         processes = None if args.num_gpus in (-1, 0) else args.num_gpus
         nodes = None if args.num_nodes in (-1, 0) else args.num_nodes
-    return Launch(
+    return CommandLine(
         program=args.user_script,
         module=bool(args.module),
         arguments=tuple(args.user_args),
@@ -134,9 +137,7 @@ def _included(text: str) -> tuple[int | None, int]:
 
 def _deepspeed_arguments(words: Sequence[str]) -> Any:
     if importlib.util.find_spec("deepspeed") is not None:
-        from importlib import import_module
-
-        runner: Any = import_module("deepspeed.launcher.runner")
+        runner: Any = importlib.import_module(_RUNNER)
         try:
             return runner.parse_args(args=list(words))
         except SystemExit:
@@ -187,7 +188,7 @@ def _deepspeed_arguments(words: Sequence[str]) -> Any:
     return parsed("deepspeed", parser, words)
 
 
-def lightning(words: Sequence[str]) -> Launch:
+def lightning(words: Sequence[str]) -> CommandLine:
     """`fabric run`, `lightning run model`: torchrun, with variables for Fabric."""
     words = list(words[1:] if words[:1] == ["model"] else words)
     parser = argparse.ArgumentParser(prog="fabric run", add_help=False, allow_abbrev=False)
@@ -217,7 +218,7 @@ def lightning(words: Sequence[str]) -> Launch:
         "LT_NUM_NODES": str(args.num_nodes),
         "LT_PRECISION": args.precision,
     }
-    return Launch(
+    return CommandLine(
         program=args.script,
         arguments=tuple(args.script_args),
         launcher="fabric run",

@@ -30,8 +30,8 @@ class _Here(threading.local):
     plain = False  # this thread's calls are not ours to redirect
 
 
-class Overlay:
-    """The functions of `os` as a program with a scratch folder sees them.
+class Layer:
+    """Which file a program with a scratch folder means by a path.
 
     Paths in the scratch folder, those below /dev, /proc and /sys, and what `tempfile` makes in the
     folder for temporary files are left alone; file descriptors are, too.
@@ -127,7 +127,9 @@ class Overlay:
         finally:
             self.here.plain = False
 
-    # -- functions of os ---------------------------------------------------------------------------
+
+class Overlay(Layer):
+    """The functions of `os` as a program with a scratch folder sees them."""
 
     def reading(self, name: str) -> Any:
         """A function of `os` that reads what is at its first argument."""

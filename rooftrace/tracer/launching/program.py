@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib.util
 import importlib.machinery
+import importlib.util
 import io
 import os
 import sys
@@ -16,23 +16,23 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching.records import Launch
+from rooftrace.tracer.launching.records import CommandLine
 from rooftrace.tracer.targets import isolation
 
 
-class Program:
+class MainModule:
     """The module `__main__` of a launch, and its code."""
 
     def __init__(self, module: ModuleType, code: CodeType) -> None:
         self._module, self._code = module, code
 
     def run(self) -> None:
-        """Run the code; raises what it raises."""
+        """ProgramRun the code; raises what it raises."""
         exec(self._code, vars(self._module))
 
 
 @contextlib.contextmanager
-def prepared(launch: Launch, arguments: tuple[str, ...]) -> Iterator[Program]:
+def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> Iterator[MainModule]:
     """Inside, `__main__`, `sys.argv` and `sys.path` are the program's.
 
     Modules of its folder are imported afresh and go away with it; installed ones stay.  Raises
@@ -67,7 +67,7 @@ def prepared(launch: Launch, arguments: tuple[str, ...]) -> Iterator[Program]:
                 vars(module).update(__file__=shown, __loader__=loader, __cached__=None)
             sys.argv = [shown, *arguments]
             sys.modules["__main__"] = module
-            yield Program(module, code)
+            yield MainModule(module, code)
         finally:
             sys.modules["__main__"] = before
 

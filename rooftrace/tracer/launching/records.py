@@ -29,7 +29,7 @@ class HardExit(BaseException):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class CommandLine:
     """A command line, understood.
 
     program: a script's path, or the dotted name of a module.  module: whether it is a module.
@@ -82,7 +82,11 @@ class Ranks:
 
     @classmethod
     def of(
-        cls, launch: Launch, world: int | None = None, rank: int = 0, per_node: int | None = None
+        cls,
+        launch: CommandLine,
+        world: int | None = None,
+        rank: int = 0,
+        per_node: int | None = None,
     ) -> Ranks:
         """The ranks of a launch, where the user asked for `world` processes, and to run `rank`.
 

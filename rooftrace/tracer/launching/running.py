@@ -7,25 +7,24 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import ending, environment, kept
+from rooftrace.tracer.launching import ending, environment, keptlibraries
 from rooftrace.tracer.launching.distributed import AXIS, Processes
-from rooftrace.tracer.launching.program import Program, prepared
-from rooftrace.tracer.launching.records import Ended, HardExit, Launch, Ranks, Stopped
+from rooftrace.tracer.launching.program import MainModule, prepared
+from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
 from rooftrace.tracer.launching.scratch import redirected
-from rooftrace.tracer.launching.starting import Starts
+from rooftrace.tracer.launching.starting import OtherProcesses
 from rooftrace.tracer.patches import Scope, current_scope
 
 _RUNNING = threading.Lock()
 
 
-class Run:
+class ProgramRun:
     """A launch whose process is ready: calling it runs the program, once."""
 
-    def __init__(self, program: Program, processes: Processes, exits: ending.AtExit) -> None:
+    def __init__(self, program: MainModule, processes: Processes, exits: ending.AtExit) -> None:
         self._program, self._processes, self._exits = program, processes, exits
         self._stopping = ending.Stopping()
         self._assumed: dict[tuple[str, str], None] = {}
@@ -59,7 +58,7 @@ class Run:
         self._stopping.stop()
 
     def __call__(self) -> Ended:
-        """Run the program and what it registered for its exit.
+        """ProgramRun the program and what it registered for its exit.
 
         What it raises is in the result; KeyboardInterrupt of the user is raised.
         """
@@ -97,8 +96,8 @@ class Run:
 
 @contextlib.contextmanager
 def launched(
-    launch: Launch, ranks: Ranks | None = None, scratch: str | os.PathLike[str] | None = None
-) -> Iterator[Run]:
+    launch: CommandLine, ranks: Ranks | None = None, scratch: str | os.PathLike[str] | None = None
+) -> Iterator[ProgramRun]:
     """Inside, this process is the one that `launch` starts for a rank: `run()` runs the program.
 
     ranks: which of how many runs (`Ranks.of`).  scratch: a folder in which the program's files
@@ -120,9 +119,9 @@ def launched(
 
 
 def _entered(
-    undo: contextlib.ExitStack, launch: Launch, ranks: Ranks, scratch: Any
-) -> Run:
-    undo.enter_context(kept.all_kept())
+    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, scratch: Any
+) -> ProgramRun:
+    undo.enter_context(keptlibraries.all_kept())
     if current_scope() is None:
         undo.enter_context(Scope(lasting=True).entered())
     os.chdir(launch.folder or os.getcwd())
@@ -135,11 +134,11 @@ def _entered(
     notes: list[Any] = []
     processes = Processes(ranks, fixed, lambda assumption: notes[0].assume(assumption))
     exits = ending.AtExit()
-    run = Run(program, processes, exits)
+    run = ProgramRun(program, processes, exits)
     notes.append(run)
     run.assume(("environment", environment.OFFLINE_TEXT))
     undo.enter_context(processes.alone())
-    undo.enter_context(Starts(launch, processes).here())
+    undo.enter_context(OtherProcesses(launch, processes).here())
     undo.enter_context(exits.collected())
     if scratch is not None:
         undo.enter_context(redirected(scratch))
@@ -147,7 +146,7 @@ def _entered(
 
 
 @contextlib.contextmanager
-def _told(launch: Launch, ranks: Ranks) -> Iterator[None]:
+def _told(launch: CommandLine, ranks: Ranks) -> Iterator[None]:
     """Inside, the environment is that of a rank, without a network."""
     before = dict(os.environ)
     os.environ.update(launch.environment)

@@ -135,7 +135,7 @@ def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
         serialize = getattr(home, "serialize_file", None)
         if serialize is not None:
             yield home, {"serialize_file": _saving(overlay, serialize)}
-    opening = importlib.import_module("safetensors").safe_open
+    opening = vars(sys.modules["safetensors"])["safe_open"]
 
     def open_safe(filename: Any, *args: Any, **kwargs: Any) -> Any:
         return opening(overlay.seen(filename), *args, **kwargs)

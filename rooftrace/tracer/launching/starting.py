@@ -15,7 +15,7 @@ from torch.utils.data import dataloader
 
 from rooftrace.tracer.launching import environment
 from rooftrace.tracer.launching.distributed import Processes
-from rooftrace.tracer.launching.records import HardExit, Launch
+from rooftrace.tracer.launching.records import CommandLine, HardExit
 from rooftrace.tracer.patches import original_of, replaced
 
 OTHERS = ("ranks", "processes that the program starts for other ranks do not run")
@@ -25,16 +25,26 @@ WORKERS = (
     "(num_workers=0)",
 )
 _RANK_NAMES = frozenset(
-    ("rank", "local_rank", "gpu", "gpu_id", "process_index", "proc_id", "process_id", "index", "idx")
+    (
+        "rank",
+        "local_rank",
+        "gpu",
+        "gpu_id",
+        "process_index",
+        "proc_id",
+        "process_id",
+        "index",
+        "idx",
+    )
     + ("rank_id", "worker_rank", "device_id", "i", "local_process_index")
 )
 """What the first parameter of a function of one rank is called."""
 
 
-class Starts:
+class OtherProcesses:
     """What a program starts, by the processes that it has."""
 
-    def __init__(self, launch: Launch, processes: Processes) -> None:
+    def __init__(self, launch: CommandLine, processes: Processes) -> None:
         self._launch, self._processes = launch, processes
 
     @contextlib.contextmanager
@@ -86,7 +96,7 @@ class Starts:
         if not processes.fixed and world > processes.ranks.world:
             processes.spread(world, int(config.nproc_per_node))
         processes.say(OTHERS)
-        launch = Launch(program="", launcher="torchrun", master=self._launch.master)
+        launch = CommandLine(program="", launcher="torchrun", master=self._launch.master)
         with _variables(environment.of_ranks(launch, processes.ranks)):
             return {processes.ranks.local_rank: launcher._entrypoint(*args)}
 

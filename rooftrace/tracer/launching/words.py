@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.launching import accelerated, launchers
-from rooftrace.tracer.launching.records import Launch
+from rooftrace.tracer.launching.records import CommandLine
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _FLAGS = frozenset("bBdEiIOPqsSuvx")
@@ -21,7 +21,7 @@ _RUNNERS = frozenset({"uv", "poetry", "pipenv", "pdm", "hatch", "rye"})
 _SCHEDULERS = frozenset({"srun", "mpirun", "mpiexec", "jsrun", "horovodrun", "torchx", "ray"})
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
-_BY_NAME: dict[str, Callable[[Sequence[str]], Launch]] = {
+_BY_NAME: dict[str, Callable[[Sequence[str]], CommandLine]] = {
     "torchrun": launchers.torchrun,
     "deepspeed": launchers.deepspeed,
     "deepspeed.launcher.runner": launchers.deepspeed,
@@ -38,7 +38,7 @@ _WITH_COMMAND = {
 }
 
 
-def understood(words: Sequence[str], folder: str | os.PathLike[str] | None = None) -> Launch:
+def understood(words: Sequence[str], folder: str | os.PathLike[str] | None = None) -> CommandLine:
     """The program of a command line: `["torchrun", "--nproc_per_node=8", "train.py", "a.yaml"]`.
 
     folder: the working directory; None for that of this process.  Understood are a script, `python`
@@ -58,7 +58,7 @@ def understood(words: Sequence[str], folder: str | os.PathLike[str] | None = Non
     program = launch.program if launch.module else _script(launch.program, here)
     if launch.module and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", launch.program):
         raise RequestError(f"-m {launch.program}: expected the dotted name of a module, as in a.b")
-    return Launch(
+    return CommandLine(
         program=program,
         module=launch.module,
         arguments=launch.arguments,
@@ -88,7 +88,7 @@ def _start(words: list[str], environment: dict[str, str]) -> list[str]:
     return words
 
 
-def _understood(words: Sequence[str]) -> Launch:
+def _understood(words: Sequence[str]) -> CommandLine:
     first, name = words[0], Path(words[0]).name
     if _PYTHON.fullmatch(name):
         return _python(words)
@@ -105,11 +105,13 @@ def _understood(words: Sequence[str]) -> Launch:
     if known and name in _BY_NAME:
         return _BY_NAME[name](words[1:])
     if first.startswith("-"):
-        raise RequestError(f"{first}: expected a program before its options, as in train.py {first}")
-    return Launch(program=first, arguments=tuple(words[1:]))
+        raise RequestError(
+            f"{first}: expected a program before its options, as in train.py {first}"
+        )
+    return CommandLine(program=first, arguments=tuple(words[1:]))
 
 
-def _python(words: Sequence[str]) -> Launch:
+def _python(words: Sequence[str]) -> CommandLine:
     """What `python ...` runs."""
     place = 1
     while place < len(words):
@@ -118,7 +120,9 @@ def _python(words: Sequence[str]) -> Launch:
             return _module(words[place + 1 :] if word == "-m" else [word[2:], *words[place + 1 :]])
         if word in ("-W", "-X", "--check-hash-based-pycs"):
             place += 2
-        elif word.startswith(("-W", "-X")) or (word[:1] == "-" and set(word[1:]) <= _FLAGS != set()):
+        elif word.startswith(("-W", "-X")) or (
+            word[:1] == "-" and set(word[1:]) <= _FLAGS != set()
+        ):
             if word == "-":
                 break
             place += 1
@@ -134,21 +138,21 @@ def _python(words: Sequence[str]) -> Launch:
     raise RequestError(f"{' '.join(words)}: expected a script, or -m with a module, after Python")
 
 
-def _understood_script(words: Sequence[str]) -> Launch:
+def _understood_script(words: Sequence[str]) -> CommandLine:
     """A script after `python`, which may be a launcher's own: `python /usr/bin/torchrun`."""
     if not Path(words[0]).suffix and Path(words[0]).name in (*_BY_NAME, "accelerate"):
         return _understood([Path(words[0]).name, *words[1:]])
-    return Launch(program=words[0], arguments=tuple(words[1:]))
+    return CommandLine(program=words[0], arguments=tuple(words[1:]))
 
 
-def _module(words: Sequence[str]) -> Launch:
+def _module(words: Sequence[str]) -> CommandLine:
     if not words:
         raise RequestError("-m: expected the name of a module after it")
     if (words[0], *words[1:2]) in _WITH_COMMAND:
         return _WITH_COMMAND[words[0], words[1]](words[2:])
     if words[0] in _BY_NAME:
         return _BY_NAME[words[0]](words[1:])
-    return Launch(program=words[0], module=True, arguments=tuple(words[1:]))
+    return CommandLine(program=words[0], module=True, arguments=tuple(words[1:]))
 
 
 def _script(word: str, folder: str) -> str:

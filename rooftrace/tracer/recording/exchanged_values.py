@@ -1,7 +1,7 @@
 """Known values that processes exchange where one of them is run and the others are not there.
 
 Every process is taken to hold the same values: a sum over them is the value times their number, a
-maximum is the value.  What the ops of the fake process group leave in real memory is set right, too.
+maximum is the value.  What ops of the fake process group leave in real memory is set right, too.
 """
 
 from __future__ import annotations

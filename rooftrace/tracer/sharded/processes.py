@@ -11,6 +11,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.sharded.ddp import replicas_on_meta
 
+
 @contextlib.contextmanager
 def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
     """A `DeviceMesh` of processes that are not there, for the length of the block.
