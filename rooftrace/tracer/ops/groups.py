@@ -35,6 +35,11 @@ def is_collective(func: Any) -> bool:
     return bool(_places(func))
 
 
+def kind_of(func: Any) -> str:
+    """What a collective does, in the words of nccl; "" for any other op."""
+    return _KINDS.get(func._opname, "") if is_collective(func) else ""
+
+
 def written(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of what an op of c10d or of FSDP writes, where its schema is silent."""
     if (func.namespace, func._opname) == ("fsdp", "all_gather_copy_in"):

@@ -28,14 +28,14 @@ class Scope:
 
     __slots__ = ("apart", "around", "kept", "owner", "release", "replacements", "spans")
 
-    def __init__(self, release: Release | None = None) -> None:
+    def __init__(self, release: Release | None = None, spans: bool = False) -> None:
         outer = _thread.current
         self.release = release or installed_release()
         self.apart = ""
         self.replacements: dict[tuple[int, str], Any] = {}
         self.owner: int = threading.get_ident() if outer is None else outer.owner
         self.kept: dict[str, Any] = {}
-        self.spans = False
+        self.spans = spans
         self.around: Scope | None = None
 
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.formulas import functions
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.recording.exchanged_values import own_place
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import distinct
@@ -62,7 +63,7 @@ def _expected(
     Equal layers get the same tensors, so that what follows from them is computed once.
     """
     results = tape.values.results
-    own = _own(ranks)
+    own = own_place(ranks)
     key = ("counts of others", str(dict(choice)), str(sent.tolist()), sent.dtype, len(ranks), own)
     kept = results.memo.get(key)
     if kept is None:
@@ -99,13 +100,6 @@ def _choice(
     if not exact and counts == processes:
         exact = [facts for facts in choices if not facts["classes"] % processes]
     return max(exact, key=lambda facts: int(facts["classes"]), default=None)
-
-
-def _own(ranks: tuple[int, ...]) -> int:
-    """The place of the traced process in a group."""
-    import torch.distributed as dist
-
-    return ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
 
 
 def _rows(choice: Mapping[str, Any], counts: Tensor) -> int:

@@ -17,11 +17,17 @@ from torch.utils.flop_counter import flop_registry
 from rooftrace.tracer.ops import Call, groups, info_of, traits
 from rooftrace.tracer.recording.by_value import by_value
 from rooftrace.tracer.recording.exchanged_counts import expect_counts_of_others
+from rooftrace.tracer.recording.exchanged_values import (
+    after_exchange,
+    before_exchange,
+    exchanged_on_host,
+)
 from rooftrace.tracer.recording.facts import learn_facts
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
+from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.whole import whole_entry
@@ -61,6 +67,8 @@ class Runner:
             if not _of_the_step(tape, call):
                 if tape.generators is not None and traits.is_random(func):
                     return tape.generators.run(func, args, kwargs)
+                if meshes.running and groups.is_collective(func):
+                    return exchanged_on_host(tape, call)
                 return func(*args, **kwargs)
         if name in traits.IDENTITIES and call.tensors:
             return _same_value(tape, call)
@@ -70,6 +78,7 @@ class Runner:
     def _on_meta(self, call: Call) -> Any:
         """Run and record an op that depends on no value."""
         tape, facts = self._tape, dict[str, Any]()
+        sent = before_exchange(tape, call)
         try:
             out = self._computed(call)
         except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -86,6 +95,7 @@ class Runner:
         if together is not None:
             facts["group_size"] = together[1].size
             taint |= expect_counts_of_others(tape, call, outputs, together)
+            taint |= after_exchange(tape, call, outputs, sent, together)
         if outputs and call.info.mutated and call.func.namespace != "aten":
             facts["writes"] = tuple(name for _, name in call.info.mutated)  # beside what it returns
         tape.record(call, outputs, single=single, facts=facts, taint=taint, together=together)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rooftrace.tracer.patches import replaced
+
 HOOKED = (
     "a hook of the user's exchanges the gradients of DistributedDataParallel: they are counted as "
     "they are exchanged without it"
@@ -64,7 +66,7 @@ class _Bucket:
         self.missing = len(self.parameters)
         self.views = views
         sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = torch.empty(sum(sizes), dtype=self.parameters[0].dtype, device="meta")
+        self.flat = self.parameters[0].detach().new_empty(sum(sizes))
         parts = zip(torch.split(self.flat, sizes), self.parameters, strict=True)
         self.places = {id(p): part.view(p.shape) for part, p in parts}
 
@@ -313,3 +315,33 @@ def replicas_on_meta() -> Iterator[None]:
     finally:
         for place, name, original in reversed(changed):
             setattr(place, name, original)
+
+
+@contextlib.contextmanager
+def replicas_of_program(say: Callable[[str, str], object]) -> Iterator[None]:
+    """Inside, each DistributedDataParallel that is made exchanges by ops that a recording sees.
+
+    Its processes are not there, so it compares and sends no weights, wherever these are.  say:
+    called with the kind and the text of each assumption.  Requires a scope.
+    """
+    import torch.nn.parallel.distributed as home
+
+    def init_helper(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        wrapper.reducer = wrapper.logger = _NoReducer()
+        how = replication_of(wrapper)
+        exchange = _Exchange(Reducer(wrapper.module, how))
+        trained = [p for p in wrapper.module.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(exchange.ready)
+        wrapper.reducer = exchange
+        wrapper._sync_buffers = functools.partial(share_buffers, wrapper.module, how)
+
+    def hooked(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        say("communication", HOOKED)
+
+    methods = {"_ddp_init_helper": init_helper, "register_comm_hook": hooked}
+    checks = dict.fromkeys(
+        ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *_, **__: None
+    )
+    with replaced(home.DistributedDataParallel, methods), replaced(home, checks):
+        yield

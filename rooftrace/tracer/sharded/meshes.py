@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from rooftrace.tracer.sharded import fsdp
+
+_BACKENDS = "cpu:fake,cuda:fake,meta:fake"
+"""Collectives of these devices return at once, with what is there."""
+
+
+def begin_group(init: Callable[..., Any], world: int, rank: int, **options: Any) -> None:
+    """Let this process be one of `world` that are not there: it gets a default process group.
+
+    init: torch's own `init_process_group`.  options: further ones of it.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shown = sys.excepthook
+    init(_BACKENDS, store=FakeStore(), rank=rank, world_size=world, **options)
+    sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
+    # A group finds its backend where it is asked for hooks; else torch warns at the end.
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    dist.distributed_c10d._get_default_group()._set_default_backend(kind)
+
 
 running: list[Mapping[str, int]] = []
 """The meshes that stand for processes that are not there, innermost last."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.sharded.ddp import replicas_on_meta
-
-_BACKENDS = "cpu:fake,cuda:fake,meta:fake"
-"""Collectives of these devices return at once, with what is there."""
 
 
 @contextlib.contextmanager
@@ -28,7 +24,6 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = _world(sizes, rank)
     if dist.is_initialized():
@@ -37,10 +32,7 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
             f"{dist.get_world_size()} already; call torch.distributed.destroy_process_group() "
             "before, or shard the module over that group yourself and trace it"
         )
-    shown = sys.excepthook
-    dist.init_process_group(_BACKENDS, store=FakeStore(), rank=rank, world_size=world)
-    sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
-    _with_hooks(dist)
+    meshes.begin_group(dist.init_process_group, world, rank)
     meshes.running.append(sizes)
     try:
         with replicas_on_meta():
@@ -57,12 +49,6 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
         meshes.axes.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _with_hooks(dist: Any) -> None:
-    """Let a group find its backend where it is asked for hooks; else torch warns at the end."""
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    dist.distributed_c10d._get_default_group()._set_default_backend(kind)
 
 
 def _world(sizes: Mapping[str, int], rank: int) -> int:

@@ -1,0 +1,86 @@
+"""Variables of the environment that a program sees: those of its launcher, and no network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rooftrace.tracer.launching.records import CommandLine, Ranks
+
+OFFLINE: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "MPLBACKEND": "Agg",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What a program is told unless the user has said otherwise: it downloads and sends nothing, and
+opens no window."""
+OFFLINE_TEXT = (
+    "nothing is downloaded or logged to a service: the program runs with "
+    + ", ".join(f"{name}={value}" for name, value in OFFLINE.items())
+    + ", but for those that were set before"
+)
+
+_READ_ONCE = (
+    ("huggingface_hub.constants", "HF_HUB_OFFLINE", "HF_HUB_OFFLINE"),
+    ("transformers.utils.hub", "_is_offline_mode", "TRANSFORMERS_OFFLINE"),
+    ("datasets.config", "HF_DATASETS_OFFLINE", "HF_DATASETS_OFFLINE"),
+    ("datasets.config", "HF_HUB_OFFLINE", "HF_HUB_OFFLINE"),
+)
+"""Constants that libraries read from the environment when they are imported."""
+_YES = ("1", "ON", "YES", "TRUE")
+
+
+def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
+    """The variables by which a launcher tells a process its rank; {} where there is one process.
+
+    A program without a launcher gets those of torchrun where it is one of several.
+    """
+    if ranks.world == 1 and not launch.launcher:
+        return {}
+    if ranks.world == 1 and launch.launcher == "accelerate":
+        return {}
+    address, port = launch.master
+    told = {
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    if launch.launcher == "deepspeed":
+        told |= {"CROSS_RANK": ranks.node, "CROSS_SIZE": ranks.nodes}
+        told |= {"LOCAL_SIZE": ranks.local_world}
+    else:
+        told |= {
+            "GROUP_RANK": ranks.node,
+            "GROUP_WORLD_SIZE": ranks.nodes,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": ranks.rank,
+            "ROLE_WORLD_SIZE": ranks.world,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+        }
+    return {name: str(value) for name, value in told.items()} | dict(launch.environment)
+
+
+def offline_constants(environment: Mapping[str, str]) -> list[tuple[Any, str, bool]]:
+    """(module, constant, what the environment says) of libraries that are imported now."""
+    return [
+        (vars(sys.modules[module]), name, environment.get(variable, "").upper() in _YES)
+        for module, name, variable in _READ_ONCE
+        if name in vars(sys.modules.get(module, sys))
+    ]

@@ -1,0 +1,108 @@
+"""A program runs as `__main__`, as if Python had been started with it."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.launching.records import CommandLine
+from rooftrace.tracer.targets import isolation
+
+
+class MainModule:
+    """The module `__main__` of a launch, and its code."""
+
+    def __init__(self, module: ModuleType, code: CodeType) -> None:
+        self._module, self._code = module, code
+
+    def run(self) -> None:
+        """ProgramRun the code; raises what it raises."""
+        exec(self._code, vars(self._module))
+
+
+@contextlib.contextmanager
+def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> Iterator[MainModule]:
+    """Inside, `__main__`, `sys.argv` and `sys.path` are the program's.
+
+    Modules of its folder are imported afresh and go away with it; installed ones stay.  Raises
+    RequestError for a module that is not there, and for a file that is no program of Python.
+    """
+    program = Path(launch.program)
+    if launch.module:
+        first = launch.folder
+    else:
+        first = str(program if program.is_dir() else program.resolve().parent)
+    before = sys.modules["__main__"]
+    with isolation.own_imports():
+        isolation.prepare(f"{launch.program} {launch.folder}", [os.path.realpath(first)])
+        module = ModuleType("__main__")
+        vars(module)["__builtins__"] = builtins
+        try:
+            if launch.module or program.is_dir():
+                spec, code = _of_module(launch.program if launch.module else "")
+                origin = str(spec.origin)
+                vars(module).update(
+                    __spec__=spec,
+                    __loader__=spec.loader,
+                    __package__=spec.parent,
+                    __file__=origin,
+                    __cached__=spec.cached,
+                )
+                shown = origin if launch.module else launch.program
+            else:
+                shown = launch.program
+                loader = SourceFileLoader("__main__", shown)
+                code = _compiled(program)
+                vars(module).update(__file__=shown, __loader__=loader, __cached__=None)
+            sys.argv = [shown, *arguments]
+            sys.modules["__main__"] = module
+            yield MainModule(module, code)
+        finally:
+            sys.modules["__main__"] = before
+
+
+def _compiled(path: Path) -> CodeType:
+    try:
+        with io.open_code(str(path)) as file:
+            return compile(file.read(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise RequestError(f"{path}: no program of Python: {error}") from error
+    except OSError as error:
+        raise RequestError(f"{path}: it cannot be read: {error.strerror}") from error
+
+
+def _of_module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """The spec and the code of a module that is run; of a package it is `__main__`."""
+    wanted = name or "__main__"
+    try:
+        if name:
+            spec = importlib.util.find_spec(name)
+        else:  # that of the folder which comes first; `__main__` in sys.modules is another
+            spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
+    except ModuleNotFoundError as error:
+        raise RequestError(f"-m {name}: {error}") from error
+    except ValueError as error:
+        raise RequestError(f"-m {name}: {error}") from error
+    if spec is not None and spec.submodule_search_locations is not None:
+        wanted = f"{name}.__main__"
+        spec = importlib.util.find_spec(wanted)
+    if spec is None:
+        raise RequestError(
+            f"-m {name}: no module {wanted} in the working directory or among those installed"
+        )
+    loader: Any = spec.loader
+    code = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    if code is None:
+        raise RequestError(f"-m {name}: {spec.origin} has no code of Python")
+    return spec, code
