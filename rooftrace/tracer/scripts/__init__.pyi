@@ -4,5 +4,5 @@ from rooftrace.tracer.scripts.records import (
     Stretch as Stretch,
 )
 from rooftrace.tracer.scripts.running import (
-    Watch as Watch,
+    run_script as run_script,
 )

@@ -74,6 +74,13 @@ class ScriptRecorder(Recorder):
         self.enter_inputs([made])
         return made
 
+    def alive_bytes(self) -> int:
+        """Bytes of the storages that this recording knows and that are alive."""
+        held = [reference() for reference in list(self.tags.alive.values())]
+        entered = [reference() for _, reference in self.entries.entered()]
+        places = {s._cdata: s.nbytes() for s in (*held, *entered) if s is not None}
+        return sum(places.values())
+
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
         """What a step is given: those that the graph does not know become its inputs."""
         if not self.recording:

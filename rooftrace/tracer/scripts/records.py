@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
 from msgspec import Struct, field
 
 from rooftrace.tracer.graph import OpGraph
@@ -55,6 +53,7 @@ class Script(Struct, frozen=True):
 
     ended: why it ended (steps, end, exit, error).  said: how the emulated device answered what no
     trace can know, by kind.  compiled: torch.compile was called.  seconds: the run took here.
+    rank: of how many processes, `world`, it was the one with this number.
     """
 
     name: str
@@ -65,7 +64,8 @@ class Script(Struct, frozen=True):
     compiled: bool = False
     seconds: float = 0.0
     said: Mapping[str, str] = field(default_factory=dict)
-    launch: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    world: int = 1
 
     def of_kind(self, kind: str) -> tuple[Stretch, ...]:
         """The stretches of one kind."""

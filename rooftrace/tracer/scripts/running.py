@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from rooftrace.hardware import Chip
+from rooftrace.tracer.emulation import Device, emulated
+from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
 from rooftrace.tracer.patches import Scope
+from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.finding import Finder
+from rooftrace.tracer.scripts.metering import StageMeter
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes, moved_in_place
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
@@ -19,19 +26,64 @@ from rooftrace.tracer.scripts.stage import Stage
 from rooftrace.tracer.scripts.watching import compiling, watched
 from rooftrace.tracer.values import Values
 
+STEPS = 3
+"""How many training steps a script runs, if nobody says."""
+
+
+def run_script(
+    command: Sequence[str],
+    chip: Chip,
+    steps: int | None = STEPS,
+    ranks: int | None = None,
+    rank: int = 0,
+    per_node: int | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    assume: Mapping[str, Any] | None = None,
+) -> tuple[Script, Ended]:
+    """Run a script, as its command line says, on a chip that is not there.
+
+    command: "train.py --flag", "torchrun ... train.py", as a list of words.  steps: it is ended
+    after so many training steps; None: it runs to its end.  ranks: of how many processes this is
+    the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which the
+    files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
+
+    Raises RequestError for a command line that is none.  What the script raises is in `Ended`.
+    """
+    line = understood(command)
+    where = Ranks.of(line, ranks, rank, per_node)
+    began = time.perf_counter()
+    stops: list[Callable[[], None]] = []
+    watch = Watch(where.local_rank, steps, lambda: stops[0](), assume)
+    said: dict[str, str] = {}
+    device = replace(Device.of(chip), count=max(where.local_world, 1))
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(watch.scope.entered())
+        run = undo.enter_context(launched(line, where, scratch))
+        stops.append(run.stop)
+        clock = HostClock()
+        meter = StageMeter(watch.stage)
+        index = where.local_rank
+        undo.enter_context(emulated(device, meter, clock, index, said.setdefault))
+        with watch.on():
+            ended = run()
+    said.update(ended.assumed)
+    return watch.script(line, began, ended, said), ended
+
 
 class Watch:
-    """Everything that records one run; `finder` has what was found."""
+    """Everything that records one run; `finder` has what was found.
+
+    index: of the device that the script sees.  wanted: steps, after which `stop` is called.
+    """
 
     def __init__(
         self,
         index: int,
         wanted: int | None,
         stop: Callable[[], None],
-        assume: Any = None,
+        assume: Mapping[str, Any] | None = None,
     ) -> None:
-        self.scope = Scope()
-        self.scope.spans = True
+        self.scope = Scope(spans=True)
         self.values = Values(assume=assume or {})
         self.shapes = Shapes()
         self.shown = torch.device("cuda", index)
@@ -64,13 +116,19 @@ class Watch:
             with torch._C.DisableTorchFunction():
                 finder.end()
 
-    def script(self, name: str, began: float, **facts: Any) -> Script:
+    def script(
+        self, line: CommandLine, began: float, ended: Ended, said: Mapping[str, str]
+    ) -> Script:
         """The record of the run."""
         return Script(
-            name=name,
+            name=" ".join((line.program, *line.arguments)),
             graphs=tuple(self.finder.book.graphs),
             stretches=tuple(self.finder.book.stretches),
+            ended=ended.reason,
+            code=ended.code,
             compiled=bool(self.compiled),
             seconds=time.perf_counter() - began,
-            **facts,
+            said=dict(said),
+            rank=ended.ranks.rank,
+            world=ended.ranks.world,
         )

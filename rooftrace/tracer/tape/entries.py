@@ -161,6 +161,10 @@ class Entries:
         bytes_there = reference()  # another storage may lie where a freed one was
         return storage if bytes_there is not None and bytes_there._cdata == key else None
 
+    def entered(self) -> list[tuple[int, Any]]:
+        """The storages of weights, inputs and states: their numbers, and weak references."""
+        return list(self._storages.values())
+
     # -- reading -----------------------------------------------------------------------------------
 
     def node_of(self, tensor: Tensor) -> fx.Node:
