@@ -10,7 +10,7 @@ from torch import fx
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import Piece, Stretch
+from rooftrace.tracer.scripts.records import Stretch
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, Result, look_of, says
+from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Piece, Stretch
@@ -82,6 +83,7 @@ class Finder:
         stop: Callable[[], None],
     ) -> None:
         self.book = Book()
+        self.clock: HostClock = HostClock()
         self._stage, self._shapes, self._optimizers = stage, shapes, optimizers
         self._wanted, self._stop = wanted, stop
         self._roots: list[nn.Module] = []
@@ -159,6 +161,19 @@ class Finder:
         if self._turn is not None:
             self._finish(self._turn)
 
+    def settle(self) -> float:
+        """End the open turn if all of it has run; returns how far it is, by its ops, up to 1."""
+        turn = self._turn
+        if turn is None:
+            return 0.0
+        with torch._C.DisableTorchFunction():
+            if turn.kind != TRAINING or self._stepped(turn):
+                self._finish(turn)
+                return 0.0
+        steady = self._steady.get(TRAINING)
+        calls = len(steady.calls) if steady is not None else 0
+        return min(len(turn.calls) / calls, 1.0) if calls else 0.0
+
     @property
     def learnt(self) -> steps.Learnt | None:
         """What is known of the open turn; None where none is open."""
@@ -190,19 +205,22 @@ class Finder:
         """The turn that a call belongs to: the open one, or a new one."""
         turn = self._turn
         kind = self._kind(module)
-        if turn is None:
-            return self._begin(kind, look, label)
-        if turn.kind == TRAINING and not self._stepped(turn):
-            if self._backward_ran():
-                turn.backwards += 1
-            return turn
-        self._finish(turn)
-        done = self.trained if self.trained or kind == TRAINING else self.called
-        if self._wanted is not None and done >= self._wanted and kind == TRAINING:
-            self._stop()
-        if self._wanted is not None and not self._optimizers.known and done >= self._wanted:
+        if turn is not None:
+            if turn.kind == TRAINING and not self._stepped(turn):
+                turn.backwards += self._backward_ran()
+                return turn
+            self._finish(turn)
+        if self._has_run_enough(kind):
             self._stop()
         return self._begin(kind, look, label)
+
+    def _has_run_enough(self, kind: str) -> bool:
+        """Whether the wanted steps have run: training steps, or calls where nothing trains."""
+        if self._wanted is None:
+            return False
+        if kind == TRAINING:
+            return self.trained >= self._wanted
+        return not self._optimizers.known and self.called >= self._wanted
 
     def _kind(self, module: nn.Module) -> str:
         known = self._optimizers.known
@@ -229,6 +247,7 @@ class Finder:
         steady = self._steady.get(key)
         known = steady is not None and steady.alike >= _ALIKE and look.plain
         turn = self._turn = _Turn(kind, label, steps.Learnt(), recorded=not known)
+        self.clock.began()
         self._optimizers.steps.clear()
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
@@ -269,6 +288,7 @@ class Finder:
         self._steady[key] = _Steady(pieces, calls, alike, list(self._results), stretch)
 
     def _add(self, turn: _Turn, stretch: Stretch, run: int) -> None:
+        self.clock.ended(stretch.pieces, turn.loading)
         if turn.kind == TRAINING:
             self.trained += 1
         else:

@@ -23,9 +23,7 @@ class ScriptRecorder(Recorder):
     shown: the device that the script sees.  shapes: what is really on meta.
     """
 
-    def __init__(
-        self, values: Values, record: bool, shown: torch.device, shapes: Shapes
-    ) -> None:
+    def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
         self._shown, self._shapes = shown, shapes
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         super().__init__(values, record, own_step=True, roll_loops=False)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from rooftrace.hardware import Chip
 from rooftrace.tracer.emulation import Device, emulated
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
 from rooftrace.tracer.patches import Scope
-from rooftrace.tracer.scripts.clocks import HostClock
+from rooftrace.tracer.scripts.clocks import SimulatedClock
 from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.metering import StageMeter
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -39,6 +40,7 @@ def run_script(
     per_node: int | None = None,
     scratch: str | os.PathLike[str] | None = None,
     assume: Mapping[str, Any] | None = None,
+    seconds: Callable[[OpGraph], float] | None = None,
 ) -> tuple[Script, Ended]:
     """Run a script, as its command line says, on a chip that is not there.
 
@@ -46,12 +48,13 @@ def run_script(
     after so many training steps; None: it runs to its end.  ranks: of how many processes this is
     the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which the
     files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
+    seconds: of a graph on the chip; with it the clocks that the script reads give simulated time.
 
     Raises RequestError for a command line that is none.  What the script raises is in `Ended`.
     """
     line = understood(command)
     where = Ranks.of(line, ranks, rank, per_node)
-    began = time.perf_counter()
+    began = perf_counter()
     stops: list[Callable[[], None]] = []
     watch = Watch(where.local_rank, steps, lambda: stops[0](), assume)
     said: dict[str, str] = {}
@@ -60,10 +63,14 @@ def run_script(
         undo.enter_context(watch.scope.entered())
         run = undo.enter_context(launched(line, where, scratch))
         stops.append(run.stop)
-        clock = HostClock()
+        finder = watch.finder
+        if seconds is not None:
+            finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
         meter = StageMeter(watch.stage)
         index = where.local_rank
-        undo.enter_context(emulated(device, meter, clock, index, said.setdefault))
+        undo.enter_context(emulated(device, meter, finder.clock, index, said.setdefault))
+        if isinstance(finder.clock, SimulatedClock):
+            undo.enter_context(finder.clock.told())
         with watch.on():
             ended = run()
     said.update(ended.assumed)
@@ -127,7 +134,7 @@ class Watch:
             ended=ended.reason,
             code=ended.code,
             compiled=bool(self.compiled),
-            seconds=time.perf_counter() - began,
+            seconds=perf_counter() - began,
             said=dict(said),
             rank=ended.ranks.rank,
             world=ended.ranks.world,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -39,11 +39,11 @@ def watched(finder: Finder) -> Iterator[None]:
             depth.inside -= 1
 
     def batch(loader: Any) -> Any:
-        began = time.perf_counter()
+        began = perf_counter()
         try:
             return next_(loader)
         finally:
-            finder.loaded(time.perf_counter() - began)
+            finder.loaded(perf_counter() - began)
 
     assert current_scope() is not None
     with contextlib.ExitStack() as undo:
