@@ -45,6 +45,10 @@ from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )
+from rooftrace.costmodels.scripting import (
+    ScriptCost as ScriptCost,
+    TurnCost as TurnCost,
+)
 from rooftrace.costmodels.sweeping import Form as Form, Sweep as Sweep
 from rooftrace.errors import (
     RequestError as RequestError,
@@ -144,6 +148,9 @@ from rooftrace.reporting.sections import (
 )
 from rooftrace.reporting.sensitivity import (
     sensitivity as sensitivity,
+)
+from rooftrace.reporting.scripts import (
+    run as run,
 )
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,

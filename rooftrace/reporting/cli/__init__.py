@@ -29,6 +29,7 @@ from rooftrace.reporting.cli.itemised_commands import census, nodes
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
 from rooftrace.reporting.cli.roofline_command import roofline
+from rooftrace.reporting.cli.run_command import run_script
 from rooftrace.reporting.cli.sensitivity_command import sensitivity
 from rooftrace.reporting.cli.solve_command import solve
 from rooftrace.reporting.cli.sweep_commands import sweep
@@ -50,7 +51,7 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    report, explain, census, nodes, breaks, roofline, trace, sweep, solve, sensitivity, explore,
+    report, run_script, explain, census, nodes, breaks, roofline, trace, sweep, solve, sensitivity, explore,
     diff, compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:

@@ -116,6 +116,7 @@ _REGISTERING = {
     "rooftrace.costmodels.meshing": "meshes",
     "rooftrace.costmodels.disaggregating": "disaggregations",
     "rooftrace.costmodels.breaking": "graphbreaks",
+    "rooftrace.costmodels.scripting": "scripts",
 }
 """Modules of this package that load numpy, or code about measured time: by whose results they show.
 

@@ -1,3 +1,6 @@
+from rooftrace.tracer.scripts.failing import (
+    ScriptError as ScriptError,
+)
 from rooftrace.tracer.scripts.records import (
     Piece as Piece,
     Script as Script,

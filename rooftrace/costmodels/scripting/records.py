@@ -1,0 +1,240 @@
+"""What the turns of a script cost: its training steps, and its calls without gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.costs import MATRIX
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.hardware import Chip
+from rooftrace.hardware.units import format_time, plural
+from rooftrace.tracer.scripts import Script, Stretch
+
+if TYPE_CHECKING:
+    import pandas
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnCost:
+    """Equal turns of a script.  Quantities are of one turn: FLOP, byte, second.
+
+    parts: the estimate of each piece of a turn, and how often it runs.  A step with gradient
+    accumulation has several: passes over a batch that are equal are one piece.
+    """
+
+    stretch: Stretch
+    parts: tuple[tuple[Estimate, int], ...]
+
+    @property
+    def kind(self) -> str:
+        """training or inference."""
+        return self.stretch.kind
+
+    @property
+    def label(self) -> str:
+        """What was called: the class of the module, with the sizes of its tensors."""
+        return self.stretch.label
+
+    @property
+    def turns(self) -> int:
+        """How many such turns there were."""
+        return self.stretch.turns
+
+    @property
+    def t_est(self) -> float:
+        """Expected seconds on the device."""
+        return sum(step.t_est * times for step, times in self.parts)
+
+    @property
+    def t_interval(self) -> tuple[float, float] | None:
+        """Seconds between which 90 % of such steps were measured; None without knobs."""
+        ends = [(step.t_interval, times) for step, times in self.parts]
+        known = [(end, times) for end, times in ends if end is not None]
+        if len(known) < len(ends):
+            return None
+        low, high = (sum(end[side] * times for end, times in known) for side in (0, 1))
+        return low, high
+
+    @property
+    def t_bound(self) -> float:
+        """Seconds that it takes at least."""
+        return sum(step.t_bound * times for step, times in self.parts)
+
+    @property
+    def loading(self) -> float:
+        """Seconds of a turn that the host spent in data loaders, measured where the script ran."""
+        return self.stretch.loading / self.turns
+
+    @property
+    def flops(self) -> int:
+        """FLOP, attention counted dense, without recomputation."""
+        return sum(step.flops * times for step, times in self.parts)
+
+    @property
+    def bytes_hbm(self) -> int:
+        """Bytes through HBM."""
+        return sum(step.bytes_hbm * times for step, times in self.parts)
+
+    @property
+    def bytes_net(self) -> int:
+        """Bytes over links."""
+        return sum(step.bytes_net * times for step, times in self.parts)
+
+    @property
+    def kernels(self) -> int:
+        """Kernels launched."""
+        return sum(step.kernels * times for step, times in self.parts)
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at most."""
+        return max((step.memory.peak for step, _ in self.parts), default=0)
+
+    @property
+    def largest(self) -> Estimate:
+        """The estimate of the piece that takes most of the turn."""
+        return max(self.parts, key=lambda part: part[0].t_est * part[1])[0]
+
+    @property
+    def mfu(self) -> float | None:
+        """Matrix FLOP without recomputation per second over the dense peak of the chip."""
+        useful = sum(
+            step.plan.total.flops(MATRIX, ("useful",)) * times for step, times in self.parts
+        )
+        most = self.t_est * self.largest.peak
+        return useful / most if most else None
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time: compute, hbm, network or launch."""
+        seconds: Counter[str] = Counter()
+        for step, times in self.parts:
+            for regime, share in step.times.regime_seconds.items():
+                seconds[regime] += share * times  # type: ignore[assignment]
+        return max(seconds, key=lambda regime: seconds[regime], default="")
+
+    def to_dict(self) -> dict[str, Any]:
+        """By the columns of `ScriptCost.to_frame`."""
+        low, high = self.t_interval or (None, None)
+        stretch = self.stretch
+        return {
+            "kind": self.kind,
+            "label": self.label,
+            "first": stretch.first,
+            "turns": self.turns,
+            "recorded": stretch.run,
+            "t_est": self.t_est,
+            "t_low": low,
+            "t_high": high,
+            "t_bound": self.t_bound,
+            "flops": self.flops,
+            "bytes_hbm": self.bytes_hbm,
+            "bytes_net": self.bytes_net,
+            "kernels": self.kernels,
+            "peak": self.peak,
+            "mfu": self.mfu,
+            "limit": self.limit,
+            "loading": self.loading,
+            "batches": stretch.batches,
+            "brought": stretch.brought,
+            "taken": stretch.taken,
+            "optimizers": "+".join(stretch.optimizers),
+            "pieces": [
+                {"graph": piece.graph, "times": piece.times, "t_est": step.t_est}
+                for piece, (step, _) in zip(stretch.pieces, self.parts, strict=True)
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCost(Shown):
+    """A script on a chip: its turns, equal ones together, in the order in which they came.
+
+    steps: the estimate of each graph of the script.
+    """
+
+    script: Script
+    chip: Chip
+    execution: ExecutionModel
+    rows: tuple[TurnCost, ...]
+    steps: tuple[Estimate, ...]
+
+    @cached_property
+    def steady(self) -> TurnCost | None:
+        """The training steps that the others became alike, else such calls; None without any."""
+        stretch = self.script.steady
+        if stretch is None:
+            return None
+        alike = (
+            row
+            for row in self.rows
+            if (row.kind, row.label, row.stretch.pieces)
+            == (stretch.kind, stretch.label, stretch.pieces)
+        )
+        return next(alike)
+
+    @property
+    def title(self) -> str:
+        """Which script, on which chip, how."""
+        ranks = f", rank {self.script.rank} of {self.script.world}" if self.script.world > 1 else ""
+        return f"{self.script.name} on {self.chip.name}{ranks}, {self.execution.name}"
+
+    @property
+    def device_seconds(self) -> float:
+        """Expected seconds of all turns on the device."""
+        return sum(row.t_est * row.turns for row in self.rows)
+
+    @property
+    def loading_seconds(self) -> float:
+        """Seconds that the host spent in data loaders, measured where the script ran."""
+        return sum(row.stretch.loading for row in self.rows)
+
+    def assumptions(self) -> Iterator[str]:
+        """What was assumed of values that no trace knows, each sentence once."""
+        seen = {a.text: None for graph in self.script.graphs for a in graph.assumptions}
+        yield from seen
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One mapping for equal turns, in order."""
+        return [{k: v for k, v in row.to_dict().items() if k != "pieces"} for row in self.rows]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row for equal turns, in order; seconds, bytes and FLOP of one turn."""
+        import pandas
+
+        return pandas.DataFrame.from_records(self.to_rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: how the script ran, its turns, what was assumed."""
+        script = self.script
+        return {
+            "title": self.title,
+            "script": script.name,
+            "chip": self.chip.name,
+            "execution": self.execution.name,
+            "rank": script.rank,
+            "world": script.world,
+            "ended": script.ended,
+            "code": script.code,
+            "compiled": script.compiled,
+            "seconds_here": script.seconds,
+            "device_seconds": self.device_seconds,
+            "loading_seconds": self.loading_seconds,
+            "turns": [row.to_dict() for row in self.rows],
+            "emulated": dict(script.said),
+            "assumptions": list(self.assumptions()),
+        }
+
+    def __repr__(self) -> str:
+        steady = self.steady
+        if steady is None:
+            return short(self, f"{self.title}: nothing ran on the device")
+        times = plural(steady.turns, "turn")
+        return short(self, f"{self.title}: {steady.kind}, {format_time(steady.t_est)} ({times})")

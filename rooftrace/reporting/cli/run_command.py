@@ -1,0 +1,118 @@
+"""The command run: an unmodified script on a GPU that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import rooftrace as rt
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import EXECUTIONS, table_options
+from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.shared import (
+    form_of,
+    load_executions,
+    load_rules,
+    progress,
+    write_result,
+)
+
+_HELP = """The script runs as written, on the CPU and its memory, without a GPU.  It sees a CUDA
+device with the name and memory of the chip.  Tensors there have shapes and no values: a loss that
+is read is a stated assumption.  What it does on the host is real: data, logging, files.
+
+\b
+    rooftrace run --chip h100-sxm train.py --batch_size=12
+    rooftrace run --system dgx-a100 -- torchrun --nproc_per_node=8 train.py config.py
+"""
+
+
+@click.command(
+    name="run",
+    epilog=_HELP,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("command", metavar="SCRIPT [ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--chip", help="Chip by name or TOML path.  [default: h200-sxm]")
+@click.option("--system", help="How chips are joined, by name or TOML path, in place of --chip.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="End the script after so many training steps; after so many calls, if it trains nothing.",
+)
+@click.option("--to-end", is_flag=True, help="Run the script to its own end.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes, where no launcher says.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them runs."
+)
+@click.option("--execution", help=f"{EXECUTIONS}.  [default: compiled with torch.compile, or eager]")
+@click.option("--tf32", is_flag=True, help="fp32 matrix products in TF32.")
+@click.option("--knobs", metavar="FILE", help="Fitted constants (rooftrace calibrate).")
+@click.option(
+    "--clock",
+    type=click.Choice(["real", "simulated"]),
+    default="real",
+    show_default=True,
+    help="The time that the script reads: of this machine, or what its steps take on the chip.",
+)
+@click.option(
+    "--scratch", metavar="DIR", help="Folder in which files come to lie that the script writes."
+)
+@click.option(
+    "--assume",
+    "assumed",
+    multiple=True,
+    metavar="KIND[@MODULE]=VALUE",
+    help="What is taken for unknown values, as value=2.5.  Repeatable.",
+)
+@click.option("--rules", multiple=True, metavar="FILE.py", help="Cost rules of yours.  Repeatable.")
+@click.option(
+    "--save", metavar="FILE.json.gz", help="Write the graphs of the steady step, for any command."
+)
+@table_options
+def run_script(
+    command: tuple[str, ...], steps: int, to_end: bool, form: str | None, out: str | None,
+    execution: str | None, tf32: bool, knobs: str | None, rules: tuple[str, ...],
+    assumed: tuple[str, ...], save: str | None, **asked: Any,
+) -> None:  # fmt: skip
+    """Run SCRIPT, unmodified, on a GPU that is not there: what its steps cost, and why.
+
+    Options of rooftrace stand before SCRIPT; all that follows it is the script's.
+    """
+    from rooftrace.tracer.asking import assumptions
+
+    if not command:
+        raise click.UsageError("expected a script: rooftrace run train.py, or -- torchrun train.py")
+    if execution is None and (tf32 or knobs):
+        raise RequestError("--tf32 and --knobs are of an execution: add --execution")
+    load_rules(rules)
+    model = load_executions([execution], tf32, knobs)[0] if execution else None
+    with progress():
+        result = rt.run(
+            list(command),
+            steps=None if to_end else steps,
+            execution=model,
+            assume=dict(map(assumptions.parse_assumption, assumed)),
+            **asked,
+        )
+    if save is not None:
+        rt.save(saved(result), save)
+    shown = write_result(result, form_of(form, out), out)
+    if shown and save is not None:
+        say(f"\nthe steady step is in {save}: rooftrace report {save}")
+
+
+def saved(result: Any) -> dict[str, Any]:
+    """The graphs by phase that stand for a script: the largest piece of each kind's last turns."""
+    graphs: dict[str, Any] = {}
+    for row in result.rows:
+        graph = row.largest.plan.source
+        graphs[graph.phase] = graph
+    steady = result.steady
+    if steady is None:
+        raise RequestError("--save: nothing ran on the device, so there is no step to write")
+    graph = steady.largest.plan.source
+    return {**graphs, graph.phase: graph}

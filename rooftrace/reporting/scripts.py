@@ -1,0 +1,88 @@
+"""Unmodified scripts on chips that are not there, as a call."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._progress import telling
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.systems import System, load_system
+from rooftrace.reporting.estimates import CHIP
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.execution import ExecutionModel
+    from rooftrace.costmodels.scripting import ScriptCost
+    from rooftrace.tracer.graph import OpGraph
+
+CLOCKS = ("real", "simulated")
+"""The time that a script sees: that of this machine, or that of the chip."""
+
+
+def run(
+    command: str | Sequence[str],
+    *,
+    chip: str | Chip | None = None,
+    system: str | System | None = None,
+    steps: int | None = 3,
+    ranks: int | None = None,
+    rank: int = 0,
+    execution: str | ExecutionModel | None = None,
+    clock: str = "real",
+    scratch: str | os.PathLike[str] | None = None,
+    assume: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ScriptCost:
+    """Run a script, unmodified, on a GPU that is not there, and say what its steps cost.
+
+    The script runs in this process as `__main__`.  It sees a CUDA device with the name and memory
+    of `chip` (default h200-sxm); what it computes there has shapes and no values, and what it does
+    on the host is real.  Afterwards the process is as before.
+
+    command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
+    system: how chips are joined, for a script of several processes; its chip is `chip` then.
+    steps: after so many training steps, or calls of a script that trains nothing, it is ended; None
+    for its own end.  Steps equal to the two before are counted and not run again.  ranks: of how
+    many processes this is the one numbered `rank`, where the launcher does not say.  execution:
+    default compiled for a script that calls torch.compile, else eager.  clock: "simulated" lets
+    the script read the time that its steps would take on the chip.  scratch: a folder in which
+    files come to lie that the script writes.  assume: what is taken for unknown values, as in
+    `trace`.
+
+    Raises RequestError for a command line that is none, and ScriptError where the script fails.
+    """
+    from rooftrace.costmodels.estimating import estimate
+    from rooftrace.costmodels.scripting import price_script
+    from rooftrace.tracer.scripts import ScriptError, run_script
+
+    if clock not in CLOCKS:
+        raise RequestError(f"clock={clock!r}: expected one of {', '.join(CLOCKS)}")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise RequestError(f"steps={steps!r}: expected a whole number of at least 1, or None")
+    if system is not None and chip is not None:
+        raise RequestError(f"chip={chip!r:.40} beside system=: a system has its own chip")
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    joined = None if system is None else load_system(system)
+    device = load_chip(chip or CHIP) if joined is None else joined.joined_chip
+
+    def seconds(graph: OpGraph) -> float:
+        return estimate(graph, device, execution or "compiled").t_est
+
+    with telling(progress):
+        script, ended = run_script(
+            words,
+            device,
+            steps=steps,
+            ranks=ranks,
+            rank=rank,
+            per_node=None if joined is None else joined.levels[0].size,
+            scratch=scratch,
+            assume=assume,
+            seconds=seconds if clock == "simulated" else None,
+        )
+        if ended.exception is not None:
+            raise ScriptError(script, ended.exception) from ended.exception
+        return price_script(script, device, execution)

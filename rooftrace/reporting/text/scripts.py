@@ -1,0 +1,139 @@
+"""A script in words: its turns, the pieces of a step, what the host did, what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rooftrace.costmodels.scripting import ScriptCost, TurnCost
+from rooftrace.hardware.units import format_time, plural
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import model as view, units
+
+_LIMITS = {"compute": "compute", "hbm": "HBM", "network": "network", "launch": "launch"}
+_KINDS = {"training": "training step", "inference": "call without gradients"}
+_ENDS = {
+    "stopped": "ended after the steps that were asked for",
+    "end": "ran to its end",
+    "exit": "exited",
+    "error": "failed",
+}
+
+
+def register() -> None:
+    """Let `view_of` know them."""
+    view_of.register(ScriptCost, script_view)
+
+
+_TURNS = (
+    view.Column("number", units.TEXT, "turns", of=lambda row: _number(row)),
+    view.Column("what", units.TEXT, "what", of=lambda row: _KINDS[row.kind]),
+    view.Column("t_est", units.SECOND, "expected", mark="strong"),
+    view.Column("interval", units.TEXT, "90 % between", of=lambda row: _interval(row), drop=2),
+    view.Column("limit", units.TEXT, "limit", of=lambda row: _LIMITS.get(row.limit, row.limit)),
+    view.Column("flops", units.FLOP, "FLOP"),
+    view.Column("bytes_hbm", units.BYTE, "HBM", drop=4),
+    view.Column("peak", units.CAPACITY, "peak memory"),
+    view.Column("mfu", units.SHARE, "MFU", drop=1),
+    view.Column("loading", units.SECOND, "data here", drop=3),
+    view.Column("label", units.CODE, "called", flexible=True),
+)
+_PIECES = (
+    view.Column("piece", units.TEXT, "piece"),
+    view.Column("times", units.COUNT, "times"),
+    view.Column("seconds", units.SECOND, "each"),
+    view.Column("total", units.SECOND, "together"),
+    view.Column("kernels", units.COUNT, "kernels"),
+)
+_MEMORY = (
+    view.Column("role", units.TEXT, "at the peak"),
+    view.Column("bytes", units.CAPACITY, "bytes"),
+)
+
+
+def script_view(result: ScriptCost, output: view.Output) -> view.View:
+    """The turns; the pieces of the steady step and its memory; the host; what is assumed."""
+    head: list[view.Part] = [view.Note(result.title, "strong"), view.Note(_summary(result))]
+    if result.rows:
+        head.append(view.Table(columns=_TURNS, rows=result.rows))
+        head += [view.Note(line) for line in _sums(result)]
+    else:
+        head.append(view.Note("nothing ran on the device: no module with tensors there was called"))
+    sections = [view.Section(parts=head, place=1)]
+    steady = result.steady
+    if steady is not None:
+        sections += _of_steady(steady)
+    notes: list[view.Part] = [
+        view.Note(f"assumed: {text}", "faint")
+        for text in (*result.script.said.values(), *result.assumptions())
+    ]
+    if notes:
+        sections.append(view.Section(title="What is assumed", parts=notes, place=4))
+    return view.View(tuple(sections), "A script")
+
+
+def _number(row: TurnCost) -> str:
+    stretch = row.stretch
+    if stretch.turns == 1:
+        return f"{stretch.first}"
+    return f"{stretch.turns} from {stretch.first}"
+
+
+def _interval(row: TurnCost) -> str:
+    if row.t_interval is None:
+        return "-"
+    low, high = row.t_interval
+    return f"{format_time(low)} - {format_time(high)}"
+
+
+def _summary(result: ScriptCost) -> str:
+    script = result.script
+    how = _ENDS.get(script.ended, script.ended)
+    code = f" with code {script.code}" if script.code else ""
+    compiled = "; it calls torch.compile" if script.compiled else ""
+    return f"{how}{code}, {format_time(script.seconds)} here{compiled}"
+
+
+def _sums(result: ScriptCost) -> Iterator[str]:
+    device = format_time(result.device_seconds)
+    loading = format_time(result.loading_seconds)
+    yield (
+        f"all turns: {device} on the device; {loading} in data loaders, measured on this machine's "
+        "CPU"
+    )
+    alike = sum(row.turns - row.stretch.run for row in result.rows)
+    if alike:
+        yield (
+            f"{plural(alike, 'turn')} of these called the same modules with the same sizes as two "
+            "before: they were counted and not run"
+        )
+
+
+def _of_steady(row: TurnCost) -> Iterator[view.Section]:
+    if len(row.parts) > 1:
+        rows = [
+            {
+                "piece": _piece(place, row),
+                "times": times,
+                "seconds": step.t_est,
+                "total": step.t_est * times,
+                "kernels": step.kernels,
+            }
+            for place, (step, times) in enumerate(row.parts)
+        ]
+        table = view.Table(columns=_PIECES, rows=rows)
+        yield view.Section(title="Pieces of the steady step", parts=[table], place=2)
+    most = max((step for step, _ in row.parts), key=lambda step: step.memory.peak)
+    roles: list[dict[str, Any]] = [
+        {"role": role, "bytes": size} for role, size in most.memory.at_peak.items() if size
+    ]
+    table = view.Table(columns=_MEMORY, rows=roles)
+    yield view.Section(title="Memory of the steady step", parts=[table], place=3)
+
+
+def _piece(place: int, row: TurnCost) -> str:
+    parts = {op.part for op in row.parts[place][0].graph.ops}
+    if "backward" not in parts:
+        return "the optimizer" if "optimizer" in parts else "forward"
+    again = "forward and backward"
+    return f"{again}, the optimizer" if "optimizer" in parts else again
