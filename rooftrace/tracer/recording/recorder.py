@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite
-from rooftrace.tracer.recording.autocast import followed
+from rooftrace.tracer.recording.autocast import followed, set_aside
 from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.flex import flex_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept
@@ -215,6 +215,12 @@ class Recorder(TorchDispatchMode, Tape):
         here.end_call()
         if not here.stack and here.leave is not None:
             here.leave()
+
+    def give_way(self, other: Recorder) -> None:
+        """Another recorder takes the place of this one; regions of autocast that are on stay on."""
+        with set_aside():
+            self.__exit__(None, None, None)
+            other.__enter__()
 
     def _settle(self) -> None:
         """Wait for threads of the code that it did not join."""
