@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rooftrace.tracer.emulation import handles
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
 
@@ -98,13 +99,11 @@ class FromC(int):
 
 
 def test_in_builds_for_cuda_streams_stand_for_those_of_their_class() -> None:
-    from rooftrace.tracer.emulation import streams
-
     class Face:
         def wait(self) -> str:
             return "waited"
 
-    made = streams._made(FromC, Face)
+    made = handles.made(FromC, Face)
     assert isinstance(made, FromC) and made.wait() == "waited"
 
 

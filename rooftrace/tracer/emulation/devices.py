@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from rooftrace.tracer.emulation import memory
-from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.emulation.state import Emulation
 
 _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """Architectures of PyTorch's own wheels."""
 
 
-def names(here: Here) -> dict[str, Any]:
+def names(here: Emulation) -> dict[str, Any]:
     """Functions of torch._C that a build without CUDA lacks."""
     settings = here.settings
 
@@ -56,7 +56,7 @@ def names(here: Here) -> dict[str, Any]:
     }
 
 
-def functions(here: Here) -> dict[str, Any]:
+def functions(here: Emulation) -> dict[str, Any]:
     """Functions of torch.cuda that ask more than its C half."""
     exchange = names(here)["_cuda_exchangeDevice"]
 
@@ -108,7 +108,7 @@ class Runtime:
     cudaError = SimpleNamespace(success=0)
     cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: Emulation) -> None:
         self._here = here
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:

@@ -32,8 +32,8 @@ from rooftrace.tracer.emulation import (
     streams,
 )
 from rooftrace.tracer.emulation.facts import Device
-from rooftrace.tracer.emulation.here import Assume, Clock, Here, Meter
 from rooftrace.tracer.emulation.pinning import Calls, Pinned
+from rooftrace.tracer.emulation.state import Assume, Clock, Emulation, Meter
 from rooftrace.tracer.patches import (
     Scope,
     contexts,
@@ -62,7 +62,7 @@ def emulated(
     Where there is no scope, the running thread gets one.  index: the device of this process.
     assume: is told, once for each kind, of answers that follow a policy: kind and text.
     """
-    here = Here(device, meter, clock, index, assume)
+    here = Emulation(device, meter, clock, index, assume)
     with contextlib.ExitStack() as undo:
         undo.callback(here.end)
         scope = current_scope()
@@ -73,7 +73,7 @@ def emulated(
         scope.spans = True
         _forget_answers()
         undo.callback(_forget_answers)
-        undo.callback(queues.select, queues.Device.current_stream())
+        undo.callback(queues.select, queues.DeviceModule.current_stream())
         undo.enter_context(backends.switches_put_back())
         pinned, own, types = Pinned(here), streams.Queues(here), legacy.classes()
         for module, values in _answers(here, own, types):
@@ -88,7 +88,7 @@ def emulated(
         yield
 
 
-def _say(here: Here) -> None:
+def _say(here: Emulation) -> None:
     """What is assumed whatever the code asks."""
     for fact in here.device.guessed:
         here.assume(
@@ -101,7 +101,7 @@ def _say(here: Here) -> None:
 
 
 def _answers(
-    here: Here, own: streams.Queues, types: dict[str, Any]
+    here: Emulation, own: streams.Queues, types: dict[str, Any]
 ) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
     of_cuda = {
         **extensions.refused_names(),
@@ -122,7 +122,7 @@ def _answers(
 
 
 def _replacements(
-    here: Here, own: streams.Queues, pinned: Pinned, types: dict[str, Any]
+    here: Emulation, own: streams.Queues, pinned: Pinned, types: dict[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield from _wherever_bound(
         _cuda,
@@ -156,10 +156,13 @@ def _wherever_bound(home: Any, functions: dict[str, Any]) -> Iterator[tuple[Any,
         held = {name: item for name, item in functions.items() if name in vars(module)}
         if held:
             yield module, held
-    missing = {name: item for name, item in functions.items() if name not in vars(home)}
-    found = {name: item for name, item in missing.items() if name == "_get_device_properties"}
-    if found:
-        yield home, found
+    unset = {name: functions[name] for name in _SET_BY_C if name in functions}
+    if unset.keys() - vars(home).keys():
+        yield home, unset
+
+
+_SET_BY_C = ("_get_device_properties",)
+"""Functions that the C half puts into torch.cuda when it is initialized."""
 
 
 # -- threads and the process -----------------------------------------------------------------------

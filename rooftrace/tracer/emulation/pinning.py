@@ -1,6 +1,6 @@
 """Memory of the host that is pinned, and what else tensors do only where there is a device.
 
-Pinning copies a tensor of the host into memory that the device may read by itself.  Here that
+Pinning copies a tensor of the host into memory that the device may read by itself.  Emulation that
 memory is ordinary: it is noted which storages are pinned.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import contexts
 
 
 class Pinned:
     """Which storages of the host are pinned."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: Emulation) -> None:
         self._here = here
         self._storages: dict[int, Any] = {}
 
@@ -36,8 +36,8 @@ class Pinned:
     def has(self, tensor: Tensor) -> bool:
         """Whether the memory of a tensor is pinned."""
         storage = tensor.untyped_storage()
-        found = self._storages.get(id(storage))
-        return found is not None and found() is storage
+        reference = self._storages.get(id(storage))
+        return reference is not None and reference() is storage
 
     def methods(self) -> dict[str, Any]:
         """Methods of tensors that a build without a device refuses."""

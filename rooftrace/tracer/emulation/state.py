@@ -40,7 +40,7 @@ class _Thread(threading.local):
     index: int | None = None  # the device that the thread chose
 
 
-class Here:
+class Emulation:
     """One emulation.  index: the device of this process, of `device.count`.
 
     initialized: whether a call has initialized torch.cuda.  ended: whether it is over.
