@@ -18,6 +18,8 @@ if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
 
 cuda: Any = torch.cuda
+backends: Any = torch.backends.cuda
+amp: Any = torch.amp
 
 
 @contextlib.contextmanager
@@ -103,8 +105,8 @@ def test_in_builds_for_cuda_streams_stand_for_those_of_their_class() -> None:
         def wait(self) -> str:
             return "waited"
 
-    made = handles.made(FromC, Face)
-    assert isinstance(made, FromC) and made.wait() == "waited"
+    made: Any = handles.made(FromC, Face)
+    assert made.wait() == "waited" and isinstance(made, FromC)
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -191,15 +193,17 @@ def test_the_scale_of_gradients_grows_and_no_step_is_skipped(kind: str) -> None:
 
 
 def test_functions_with_casts_of_their_own() -> None:
-    class Double(torch.autograd.Function):
+    function: Any = torch.autograd.Function
+
+    class Double(function):  # type: ignore[misc]
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        @amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
         def forward(ctx: Any, x: Tensor) -> Tensor:
             assert x.dtype == torch.float16
             return x * 2
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
+        @amp.custom_bwd(device_type="cuda")
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
@@ -291,7 +295,7 @@ def test_attention_backends_can_be_chosen() -> None:
     with recorded() as (_, recorder):
         q = torch.ones(1, 2, 8, 16, device="cuda", dtype=torch.float16)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            assert torch.backends.cuda.flash_sdp_enabled()
-            assert not torch.backends.cuda.math_sdp_enabled()
+            assert backends.flash_sdp_enabled()
+            assert not backends.math_sdp_enabled()
             nn.functional.scaled_dot_product_attention(q, q, q)
         assert len(ops(recorder)) == 2  # it stays one op
