@@ -212,8 +212,9 @@ PARTS = (
     torch.amp,
     torch.autograd.profiler,
     backends.cuda,
-    backends.cudnn.m,  # type: ignore[attr-defined]
+    backends.cudnn.m,
     torch.distributed,
+    torch.serialization,
     cuda,
     cuda.graphs,
     cuda.memory,
@@ -231,6 +232,7 @@ KINDS = (
     cuda.CudaError,
     torch.amp.GradScaler,
     torch.autograd.profiler.profile,
+    torch.UntypedStorage,
     threading.Thread,
     type(cuda.nvtx._nvtx),
     type(torch.ops),
@@ -329,6 +331,39 @@ def test_two_threads_may_emulate_two_devices() -> None:
         thread.join()
     assert seen == {"l4": "NVIDIA L4", "h200-sxm": "NVIDIA H200"}
     assert not cuda.is_available()
+
+
+def test_a_device_inside_of_another_is_the_one_that_is_seen() -> None:
+    with h100(8, 5):
+        cuda.manual_seed_all(5)
+        with h100(chip="l4"):
+            assert cuda.get_device_name() == "NVIDIA L4" and cuda.device_count() == 1
+        assert cuda.get_device_name() == "NVIDIA H100 80GB HBM3" and cuda.current_device() == 5
+        assert cuda.initial_seed() == 5
+    assert not cuda.is_available()
+
+
+def test_what_was_imported_before_answers_too() -> None:
+    from torch.cuda import device_count, is_available, max_memory_allocated, synchronize
+
+    before = is_available()
+    with h100(2) as own:
+        own.bytes.grow(7)
+        synchronize()
+        assert (is_available(), device_count(), max_memory_allocated()) == (True, 2, 7)
+        assert own.ticks.waits == 1
+    assert is_available() is before
+
+
+def test_history_of_memory_is_refused_and_may_be_switched_off() -> None:
+    with h100():
+        cuda.memory._record_memory_history(enabled=None)
+        with pytest.raises(
+            DeviceError, match=r"memory\._record_memory_history at .*test_emulation"
+        ):
+            cuda.memory._record_memory_history(max_entries=100_000)
+        with pytest.raises(DeviceError, match="memory_snapshot"):
+            cuda.memory._snapshot()
 
 
 def test_an_error_inside_leaves_nothing() -> None:

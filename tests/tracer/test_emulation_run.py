@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,13 +198,13 @@ def test_functions_with_casts_of_their_own() -> None:
 
     class Double(function):  # type: ignore[misc]
         @staticmethod
-        @amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        @amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)  # type: ignore[untyped-decorator]
         def forward(ctx: Any, x: Tensor) -> Tensor:
             assert x.dtype == torch.float16
             return x * 2
 
         @staticmethod
-        @amp.custom_bwd(device_type="cuda")
+        @amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
@@ -243,6 +244,39 @@ def test_memory_of_the_host_is_pinned() -> None:
         with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
             torch.ones(3, device="cuda").pin_memory()
     assert not pinned.is_pinned()  # of this build
+
+
+def test_checkpoints_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "checkpoint.pt"
+    with recorded() as (own, recorder):
+        model = nn.Linear(4, 4).cuda()
+        host = torch.arange(3.0, device="cpu")
+        before = len(ops(recorder))
+        torch.save({"model": model.state_dict(), "host": host, "step": 7}, file)
+        for location in (None, "cuda", torch.device("cuda", 0), {"cpu": "cuda:0"}, "cpu"):
+            back = torch.load(file, map_location=location)
+            model.load_state_dict(back["model"])
+            assert back["step"] == 7 and back["model"]["weight"].is_meta
+            assert back["host"].is_meta == (location not in (None, "cpu"))
+        assert back["host"].tolist() == [0, 1, 2]  # what is on the host is real
+        assert ops(recorder)[before:].count("aten.copy_") == 5 * 2  # only loading into the model
+        assert "without numbers" in own.assumed["torch.save"]
+
+
+def test_checkpoints_of_a_real_gpu_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "checkpoint.pt"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save({"weight": torch.ones(4, 4)}, file)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(file)
+    with recorded():
+        assert torch.load(file)["weight"].is_meta
+        assert torch.load(file, map_location="cpu")["weight"].tolist() == [[1] * 4] * 4
+        moved = torch.load(file, map_location=lambda storage, location: storage.cuda(0))
+        assert moved["weight"].shape == (4, 4) and moved["weight"].is_meta
 
 
 def test_devices_have_numbers() -> None:

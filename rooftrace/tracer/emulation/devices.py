@@ -49,6 +49,8 @@ def names(here: Emulation) -> dict[str, Any]:
         "_cuda_get_sync_debug_mode": lambda: settings.get("sync_debug_mode", 0),
         "_cuda_set_sync_debug_mode": set_mode,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_lock_mutex": lambda: None,
+        "_cuda_unlock_mutex": lambda: None,
         "_cuda_tunableop_is_enabled": lambda: False,
         "_cuda_tunableop_tuning_is_enabled": lambda: False,
         "_cuda_record_untuned_is_enabled": lambda: False,

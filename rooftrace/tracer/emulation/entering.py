@@ -24,6 +24,7 @@ from rooftrace.tracer.emulation import (
     backends,
     devices,
     extensions,
+    files,
     generators,
     graphs,
     legacy,
@@ -140,6 +141,10 @@ def _replacements(
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
     yield from backends.profilers(here)
+    yield _torch, files.functions(here)
+    yield _torch.serialization, {**files.functions(here), **files.placing()}
+    yield _torch._utils, files.states()
+    yield _torch.UntypedStorage, files.storage_methods()
     yield torch.amp.GradScaler, scaler.methods(here)
     yield from extensions.refused_classes()
     yield _cuda.CudaError, devices.error_methods()

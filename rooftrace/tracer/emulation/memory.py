@@ -118,6 +118,7 @@ def names(here: Emulation) -> dict[str, Any]:
         "_cuda_allocationTraceback": snapshot,
         "_cuda_setMemoryMetadata": lambda text: settings.__setitem__("memory_metadata", text),
         "_cuda_getMemoryMetadata": lambda: settings.get("memory_metadata", ""),
+        "_cuda_cudaCachingAllocator_set_allocator_settings": lambda text: None,
         "_cuda_cudaCachingAllocator_enable": set_caching,
         "_cuda_cudaCachingAllocator_is_enabled": lambda: settings.get("caching", True),
     }

@@ -39,7 +39,7 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
         if current_scope() is None:  # a thread of somebody else imports it
             loader.exec_module(module)
             return
-        with _disable_current_modes(), contexts.without_functions():
+        with contexts.plainly():
             loader.exec_module(module)
 
     return exec_module
