@@ -73,7 +73,8 @@ def storage_methods() -> dict[str, Any]:
     """Methods of storages that move them to the device."""
 
     def cuda(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        return torch.UntypedStorage(storage.nbytes(), device=_META)
+        kind: Any = torch.UntypedStorage
+        return kind(storage.nbytes(), device=_META)
 
     return {"cuda": cuda}
 
