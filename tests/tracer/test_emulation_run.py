@@ -37,6 +37,14 @@ def ops(recorder: Recorder) -> list[str]:
     return [name.rpartition(".")[0] for name in names if not name.startswith(skipped)]
 
 
+def parts_of(recorder: Recorder) -> list[str]:
+    """The parts of the step of the recorded ops."""
+    from rooftrace.tracer.tape import META_KEY
+
+    nodes = [node for node in recorder.graph.nodes if node.op == "call_function"]
+    return [node.meta[META_KEY].origin.part for node in nodes]
+
+
 # -- streams and events ----------------------------------------------------------------------------
 
 
@@ -127,14 +135,20 @@ def test_a_replay_runs_the_captured_ops_again() -> None:
             loss(model(static_input), static_target).backward()
             optimizer.step()
         assert not cuda.is_current_stream_capturing()
-        captured = ops(recorder)[before:]
+        captured, parts = ops(recorder)[before:], parts_of(recorder)[-3:]
+        assert parts == ["backward", "optimizer", "optimizer"] and own.told == [
+            "capture",
+            "captured",
+        ]
         assert captured.count("aten.addmm") == 1 and captured.count("aten.mse_loss") == 1
         for _ in range(2):
             static_input.copy_(torch.zeros(4, 8))
             before = len(ops(recorder))
             graph.replay()
             assert ops(recorder)[before:] == captured
-        assert "graph replays" in own.assumed
+            assert parts_of(recorder)[-3:] == parts
+        assert own.told[2:] == ["replay", "replayed"] * 2
+        assert recorder.part == "forward" and "graph replays" in own.assumed
         with pytest.raises(RuntimeError, match="captured nothing"):
             cuda.CUDAGraph().replay()
 

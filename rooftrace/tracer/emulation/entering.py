@@ -34,7 +34,7 @@ from rooftrace.tracer.emulation import (
 )
 from rooftrace.tracer.emulation.facts import Device
 from rooftrace.tracer.emulation.pinning import Calls, Pinned
-from rooftrace.tracer.emulation.state import Assume, Clock, Emulation, Meter
+from rooftrace.tracer.emulation.state import Assume, Clock, Emulation, Meter, Tell
 from rooftrace.tracer.patches import (
     Scope,
     contexts,
@@ -56,14 +56,16 @@ def emulated(
     clock: Clock,
     index: int = 0,
     assume: Assume | None = None,
+    tell: Tell | None = None,
 ) -> Iterator[None]:
     """Inside, the threads of the running scope see a CUDA device; at the end all is as before.
 
     Threads that they start see it too, and so do scopes that are entered inside: a recorder's.
     Where there is no scope, the running thread gets one.  index: the device of this process.
-    assume: is told, once for each kind, of answers that follow a policy: kind and text.
+    assume: is told, once for each kind, of answers that follow a policy: kind and text.  tell: is
+    told of CUDA graphs: "capture", "captured", "replay", "replayed".
     """
-    here = Emulation(device, meter, clock, index, assume)
+    here = Emulation(device, meter, clock, index, assume, tell)
     with contextlib.ExitStack() as undo:
         undo.callback(here.end)
         scope = current_scope()

@@ -8,21 +8,23 @@ here: the ops are dispatched one by one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftrace.tracer.emulation.handles import made, methods, nothing
 from rooftrace.tracer.emulation.refused import refusal
 from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.tape import Tape
 
 _pools = itertools.count(1)
 _NO_GRAPH = "there is no graph of the driver's"
@@ -38,11 +40,16 @@ class _Made:
 
 @dataclass
 class _Noted:
-    """One op of a capture.  last: results of earlier ops that nothing reads after this one."""
+    """One op of a capture.
+
+    part: of the step, as the recording said it, with the name of the function that ran it.  last:
+    results of earlier ops that nothing reads after this one.
+    """
 
     function: Any
     args: Any
     kwargs: Any
+    part: tuple[str, str] | None = None
     last: list[int] = field(default_factory=list)
 
 
@@ -62,7 +69,8 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        noted = _Noted(func, tree_map(self._noted, args), tree_map(self._noted, kwargs))
+        arguments = tree_map(self._noted, args), tree_map(self._noted, kwargs)
+        noted = _Noted(func, *arguments, _part())
         before = {id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         result = func(*args, **kwargs)
         number = len(self.ops)
@@ -92,17 +100,38 @@ class _Capture(TorchDispatchMode):
         return self.ops
 
 
+def _part() -> tuple[str, str] | None:
+    """The part of the step that the innermost recording is in; None where there is none."""
+    recording = _get_current_dispatch_mode()
+    return (recording.part, recording.function) if isinstance(recording, Tape) else None
+
+
+@contextlib.contextmanager
+def _in_part(part: tuple[str, str] | None) -> Iterator[None]:
+    """Inside, the innermost recording takes what runs for a part of the step."""
+    recording, before = _get_current_dispatch_mode(), _part()
+    if not isinstance(recording, Tape) or before is None or part is None:
+        yield
+        return
+    recording.part, recording.function = part
+    try:
+        yield
+    finally:
+        recording.part, recording.function = before
+
+
 def _run(ops: Sequence[_Noted]) -> None:
     """Run noted ops again; each result lives until its last reader has run."""
     alive: dict[int, list[Any]] = {}
 
-    def given(item: Any) -> Any:
+    def argument(item: Any) -> Any:
         return alive[item.op][item.result] if isinstance(item, _Made) else item
 
     with torch.no_grad(), torch._C.DisableTorchFunction():
         for number, op in enumerate(ops):
-            args, kwargs = tree_map(given, op.args), tree_map(given, op.kwargs)
-            alive[number] = tree_leaves(op.function(*args, **kwargs))
+            args, kwargs = tree_map(argument, op.args), tree_map(argument, op.kwargs)
+            with _in_part(op.part):
+                alive[number] = tree_leaves(op.function(*args, **kwargs))
             del args, kwargs
             for maker in op.last:
                 del alive[maker]
@@ -123,6 +152,7 @@ class _CUDAGraph:
 
     def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
         here = self._here
+        here.tell("capture")
         here.assume(
             "graph captures",
             "code that a CUDA graph captures runs once while it is captured, and is counted",
@@ -140,6 +170,7 @@ class _CUDAGraph:
         self._here.settings.pop("capturing", None)
         contexts.pop(capture)
         self._ops = capture.settled()
+        self._here.tell("captured")
 
     def replay(self) -> None:
         if self._ops is None:
@@ -148,7 +179,9 @@ class _CUDAGraph:
             "graph replays",
             "a replay of a CUDA graph is counted as its ops, each dispatched by itself",
         )
+        self._here.tell("replay")
         _run(self._ops)
+        self._here.tell("replayed")
 
     def reset(self) -> None:
         self._ops = None
