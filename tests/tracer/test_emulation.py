@@ -338,6 +338,9 @@ def test_a_device_inside_of_another_is_the_one_that_is_seen() -> None:
         cuda.manual_seed_all(5)
         with h100(chip="l4"):
             assert cuda.get_device_name() == "NVIDIA L4" and cuda.device_count() == 1
+            assert cuda.memory_stats()["num_ooms"] == 0 and cuda.memory_allocated() == 0
+            assert torch.ones(1).pin_memory().is_pinned() and cuda.Stream().device.index == 0
+            cuda.synchronize()
         assert cuda.get_device_name() == "NVIDIA H100 80GB HBM3" and cuda.current_device() == 5
         assert cuda.initial_seed() == 5
     assert not cuda.is_available()

@@ -132,7 +132,8 @@ def _replacements(
         {**devices.functions(here), **graphs.functions(here), **memory.functions(here)},
     )
     yield from _wherever_bound(
-        _cuda.memory, {"memory_stats": memory.statistics_told(_cuda.memory.memory_stats)}
+        _cuda.memory,
+        {"memory_stats": memory.statistics_told(original_of(_cuda.memory, "memory_stats"))},
     )
     yield _cuda.Stream, streams.stream_methods(own)
     yield _cuda.Event, streams.event_methods(own)

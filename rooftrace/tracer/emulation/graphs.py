@@ -102,14 +102,15 @@ class _Capture(TorchDispatchMode):
 
 def _part() -> tuple[str, str] | None:
     """The part of the step that the innermost recording is in; None where there is none."""
-    recording = _get_current_dispatch_mode()
+    recording: Any = _get_current_dispatch_mode()
     return (recording.part, recording.function) if isinstance(recording, Tape) else None
 
 
 @contextlib.contextmanager
 def _in_part(part: tuple[str, str] | None) -> Iterator[None]:
     """Inside, the innermost recording takes what runs for a part of the step."""
-    recording, before = _get_current_dispatch_mode(), _part()
+    recording: Any = _get_current_dispatch_mode()
+    before = _part()
     if not isinstance(recording, Tape) or before is None or part is None:
         yield
         return
