@@ -312,6 +312,25 @@ def test_constructors_of_old_scripts() -> None:
         assert host.type() == "torch.FloatTensor"
 
 
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_defaults_may_name_the_device() -> None:
+    with recorded():
+        torch.set_default_device("cuda")
+        assert torch.ones(2).is_meta
+        assert torch.tensor([1, 2]).tolist() == [1, 2] and nn.Linear(2, 2).weight.is_meta
+        torch.set_default_device("cpu")
+        assert torch.ones(2).tolist() == [1, 1]
+        with torch.device("cuda"):
+            assert torch.zeros(2).is_meta
+        torch.set_default_tensor_type("torch.cuda.HalfTensor")
+        made = torch.ones(2)
+        assert made.is_meta and made.dtype == torch.float16
+        torch.set_default_tensor_type(torch.FloatTensor)
+        assert torch.ones(2).tolist() == [1, 1]
+        torch.set_default_tensor_type(cuda.DoubleTensor)
+    assert torch.ones(2).device.type == "cpu" and torch.ones(2).dtype == torch.float32
+
+
 def test_the_profiler_sees_the_host() -> None:
     from torch.profiler import ProfilerActivity, profile
 

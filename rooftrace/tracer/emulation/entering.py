@@ -22,6 +22,7 @@ from torch import Tensor
 from rooftrace.tracer.emulation import (
     accelerator,
     backends,
+    defaults,
     devices,
     extensions,
     files,
@@ -78,6 +79,7 @@ def emulated(
         undo.callback(_forget_answers)
         undo.callback(queues.select, queues.DeviceModule.current_stream())
         undo.enter_context(backends.switches_put_back())
+        undo.enter_context(defaults.put_back())
         pinned, own, types = Pinned(here), streams.Queues(here), legacy.classes()
         for module, values in _answers(here, own, types):
             undo.enter_context(shared.answered(module, values))
@@ -144,7 +146,8 @@ def _replacements(
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
     yield from backends.profilers(here)
-    yield _torch, files.functions(here)
+    yield _torch, {**files.functions(here), **defaults.functions(types)}
+    yield _torch.utils._device.DeviceContext, defaults.context_methods()
     yield _torch.serialization, {**files.functions(here), **files.placing()}
     yield _torch._utils, files.states()
     yield _torch.UntypedStorage, files.storage_methods()
