@@ -104,11 +104,11 @@ def test_a_lock_reads_back_as_it_was_written(repo: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-13, 7.381234567e-4, 0.9999999999, 12.5, 3e9])
 def test_times_are_rounded_to_seven_digits_and_read_back(seconds: float) -> None:
-    clock = records.Clock(seconds)
+    clock = records.TimeScale(seconds)
     text = clock.written(clock.rounded(seconds))
     assert rt.hardware.units.parse(text, "second") == pytest.approx(seconds, rel=1e-6)
     noisy = seconds * (1 + 4e-16)  # the last bit of a float
-    assert records.Clock(noisy).written(records.Clock(noisy).rounded(noisy)) == text
+    assert records.TimeScale(noisy).written(records.TimeScale(noisy).rounded(noisy)) == text
 
 
 def test_depth_counts_names_and_not_numbers_of_layers(repo: Path, run: Run) -> None:

@@ -46,6 +46,7 @@ class Emulation:
     def __init__(self) -> None:
         self.bytes, self.ticks = Bytes(), Ticks()
         self.assumed: dict[str, str] = {}
+        self.told: list[str] = []
 
     def assume(self, kind: str, text: str) -> None:
         assert kind not in self.assumed, "each kind is told once"
@@ -57,5 +58,5 @@ def h100(count: int = 1, index: int = 0, chip: str = "h100-sxm") -> Iterator[Emu
     """Inside, torch sees `count` devices of a chip, of which this process has one."""
     own = Emulation()
     device = Device.of(load_chip(chip), count)
-    with emulated(device, own.bytes, own.ticks, index, own.assume):
+    with emulated(device, own.bytes, own.ticks, index, own.assume, own.told.append):
         yield own

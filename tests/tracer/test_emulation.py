@@ -16,6 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
 
 cuda: Any = torch.cuda
+backends: Any = torch.backends
 MIB = 1 << 20
 
 
@@ -133,11 +134,11 @@ def test_the_general_names_say_the_same() -> None:
 
 def test_libraries_of_cuda_are_there() -> None:
     with h100() as own:
-        assert torch.backends.cuda.is_built() and torch.backends.cudnn.is_available()
-        assert torch.backends.cudnn.version() > 90000 and "cuDNN" in own.assumed
+        assert backends.cuda.is_built() and backends.cudnn.is_available()
+        assert backends.cudnn.version() > 90000 and "cuDNN" in own.assumed
         assert torch.version.cuda and torch.version.cuda[:2] in ("12", "13")
         assert cuda.nccl.version() > (2, 20) and torch.distributed.is_nccl_available()
-        assert torch.backends.cuda.is_flash_attention_available()
+        assert backends.cuda.is_flash_attention_available()
         with cuda.nvtx.range("step {}", 1):
             cuda.nvtx.range_push("forward")
             cuda.nvtx.mark("here")
@@ -210,9 +211,10 @@ PARTS = (
     torch.accelerator,
     torch.amp,
     torch.autograd.profiler,
-    torch.backends.cuda,
-    torch.backends.cudnn.m,  # type: ignore[attr-defined]
+    backends.cuda,
+    backends.cudnn.m,
     torch.distributed,
+    torch.serialization,
     cuda,
     cuda.graphs,
     cuda.memory,
@@ -230,6 +232,7 @@ KINDS = (
     cuda.CudaError,
     torch.amp.GradScaler,
     torch.autograd.profiler.profile,
+    torch.UntypedStorage,
     threading.Thread,
     type(cuda.nvtx._nvtx),
     type(torch.ops),
@@ -242,13 +245,13 @@ def names_of(home: Any) -> dict[str, Any]:
 
 
 def test_afterwards_torch_is_as_before() -> None:
-    switches = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    switches = torch.get_float32_matmul_precision(), backends.cudnn.benchmark
     before = [names_of(home) for home in (*PARTS, *KINDS)]
     with h100(2):
         stream = cuda.Stream()
         with cuda.stream(stream), cuda.graph(cuda.CUDAGraph()):
-            torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+            backends.cuda.matmul.allow_tf32 = True
+        backends.cudnn.benchmark = not backends.cudnn.benchmark
         torch.set_float32_matmul_precision("high")
         torch.version.cuda = "99"
         cuda.set_stream(stream)
@@ -262,8 +265,8 @@ def test_afterwards_torch_is_as_before() -> None:
             left,
         )
     assert meanwhile != names_of(cuda)
-    assert switches == (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
-    assert torch.backends.cuda.matmul.allow_tf32 is False
+    assert switches == (torch.get_float32_matmul_precision(), backends.cudnn.benchmark)
+    assert backends.cuda.matmul.allow_tf32 is False
     assert not cuda.is_available() and not hasattr(torch._C, "_cuda_getDeviceCount")
     with pytest.raises((RuntimeError, AssertionError)):
         cuda.Stream()
@@ -283,7 +286,7 @@ def test_another_thread_sees_no_device() -> None:
                     cuda.is_initialized(),
                     hasattr(torch._C, "_cuda_getDeviceCount"),
                     bool(torch.version.cuda),
-                    torch.backends.cuda.is_built(),
+                    backends.cuda.is_built(),
                     torch.accelerator.is_available(),
                     torch.ones(1).pin_memory if torch.ones(1).is_pinned() else False,
                     bool(cuda.default_generators),
@@ -328,6 +331,42 @@ def test_two_threads_may_emulate_two_devices() -> None:
         thread.join()
     assert seen == {"l4": "NVIDIA L4", "h200-sxm": "NVIDIA H200"}
     assert not cuda.is_available()
+
+
+def test_a_device_inside_of_another_is_the_one_that_is_seen() -> None:
+    with h100(8, 5):
+        cuda.manual_seed_all(5)
+        with h100(chip="l4"):
+            assert cuda.get_device_name() == "NVIDIA L4" and cuda.device_count() == 1
+            assert cuda.memory_stats()["num_ooms"] == 0 and cuda.memory_allocated() == 0
+            assert torch.ones(1).pin_memory().is_pinned() and cuda.Stream().device.index == 0
+            cuda.synchronize()
+        assert cuda.get_device_name() == "NVIDIA H100 80GB HBM3" and cuda.current_device() == 5
+        assert cuda.initial_seed() == 5
+    assert not cuda.is_available()
+
+
+def test_what_was_imported_before_answers_too() -> None:
+    from torch.cuda import device_count, is_available, max_memory_allocated, synchronize
+
+    before = is_available()
+    with h100(2) as own:
+        own.bytes.grow(7)
+        synchronize()
+        assert (is_available(), device_count(), max_memory_allocated()) == (True, 2, 7)
+        assert own.ticks.waits == 1
+    assert is_available() is before
+
+
+def test_history_of_memory_is_refused_and_may_be_switched_off() -> None:
+    with h100():
+        cuda.memory._record_memory_history(enabled=None)
+        with pytest.raises(
+            DeviceError, match=r"memory\._record_memory_history at .*test_emulation"
+        ):
+            cuda.memory._record_memory_history(max_entries=100_000)
+        with pytest.raises(DeviceError, match="memory_snapshot"):
+            cuda.memory._snapshot()
 
 
 def test_an_error_inside_leaves_nothing() -> None:

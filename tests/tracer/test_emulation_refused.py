@@ -1,7 +1,7 @@
 """Every public name of torch.cuda: answered, or refused by its name.  Code compiled for a GPU."""
 
 import ctypes
-import importlib
+import importlib.util
 import re
 import sys
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -19,6 +19,7 @@ if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
 
 cuda: Any = torch.cuda
+ops: Any = torch.ops
 
 
 def arguments() -> dict[str, tuple[Any, ...]]:
@@ -122,12 +123,12 @@ def test_an_extension_for_cuda_fails_by_its_name(monkeypatch: pytest.MonkeyPatch
     spec = ModuleSpec("flash_attn_2_cuda", loader)
     with h100():
         with pytest.raises(DeviceError, match="import flash_attn_2_cuda") as caught:
-            importlib.util.module_from_spec(spec)  # type: ignore[attr-defined]
+            importlib.util.module_from_spec(spec)
         assert isinstance(caught.value, ImportError)  # libraries catch it, and go another way
         assert "torch.library" in str(caught.value) and "docs/rules.md" in str(caught.value)
         text = "libfoo.so: cannot open shared object file"
         with pytest.raises(ImportError) as other:
-            importlib.util.module_from_spec(spec)  # type: ignore[attr-defined]
+            importlib.util.module_from_spec(spec)
         assert not isinstance(other.value, DeviceError)
 
 
@@ -139,7 +140,7 @@ def test_a_library_of_ops_for_cuda_fails_by_its_name(
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     with h100(), pytest.raises(DeviceError, match=r"load_library\('.*own_ops.so'\)") as caught:
-        torch.ops.load_library(str(tmp_path / "own_ops.so"))
+        ops.load_library(str(tmp_path / "own_ops.so"))
     assert isinstance(caught.value, OSError)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rooftrace.tracer.emulation import handles
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
 
@@ -17,6 +19,8 @@ if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
 
 cuda: Any = torch.cuda
+backends: Any = torch.backends.cuda
+amp: Any = torch.amp
 
 
 @contextlib.contextmanager
@@ -31,6 +35,14 @@ def ops(recorder: Recorder) -> list[str]:
     skipped = ("aten.t.", "aten.view.", "aten.detach.", "aten._to_copy.")
     names = [str(node.target) for node in recorder.graph.nodes if node.op == "call_function"]
     return [name.rpartition(".")[0] for name in names if not name.startswith(skipped)]
+
+
+def parts_of(recorder: Recorder) -> list[str]:
+    """The parts of the step of the recorded ops."""
+    from rooftrace.tracer.tape import META_KEY
+
+    nodes = [node for node in recorder.graph.nodes if node.op == "call_function"]
+    return [node.meta[META_KEY].origin.part for node in nodes]
 
 
 # -- streams and events ----------------------------------------------------------------------------
@@ -98,14 +110,12 @@ class FromC(int):
 
 
 def test_in_builds_for_cuda_streams_stand_for_those_of_their_class() -> None:
-    from rooftrace.tracer.emulation import streams
-
     class Face:
         def wait(self) -> str:
             return "waited"
 
-    made = streams._made(FromC, Face)
-    assert isinstance(made, FromC) and made.wait() == "waited"
+    made: Any = handles.made(FromC, Face)
+    assert made.wait() == "waited" and isinstance(made, FromC)
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -125,14 +135,20 @@ def test_a_replay_runs_the_captured_ops_again() -> None:
             loss(model(static_input), static_target).backward()
             optimizer.step()
         assert not cuda.is_current_stream_capturing()
-        captured = ops(recorder)[before:]
+        captured, parts = ops(recorder)[before:], parts_of(recorder)[-3:]
+        assert parts == ["backward", "optimizer", "optimizer"] and own.told == [
+            "capture",
+            "captured",
+        ]
         assert captured.count("aten.addmm") == 1 and captured.count("aten.mse_loss") == 1
         for _ in range(2):
             static_input.copy_(torch.zeros(4, 8))
             before = len(ops(recorder))
             graph.replay()
             assert ops(recorder)[before:] == captured
-        assert "graph replays" in own.assumed
+            assert parts_of(recorder)[-3:] == parts
+        assert own.told[2:] == ["replay", "replayed"] * 2
+        assert recorder.part == "forward" and "graph replays" in own.assumed
         with pytest.raises(RuntimeError, match="captured nothing"):
             cuda.CUDAGraph().replay()
 
@@ -192,15 +208,17 @@ def test_the_scale_of_gradients_grows_and_no_step_is_skipped(kind: str) -> None:
 
 
 def test_functions_with_casts_of_their_own() -> None:
-    class Double(torch.autograd.Function):
+    function: Any = torch.autograd.Function
+
+    class Double(function):  # type: ignore[misc]
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        @amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)  # type: ignore[untyped-decorator]
         def forward(ctx: Any, x: Tensor) -> Tensor:
             assert x.dtype == torch.float16
             return x * 2
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
+        @amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
@@ -242,6 +260,39 @@ def test_memory_of_the_host_is_pinned() -> None:
     assert not pinned.is_pinned()  # of this build
 
 
+def test_checkpoints_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "checkpoint.pt"
+    with recorded() as (own, recorder):
+        model = nn.Linear(4, 4).cuda()
+        host = torch.arange(3.0, device="cpu")
+        before = len(ops(recorder))
+        torch.save({"model": model.state_dict(), "host": host, "step": 7}, file)
+        for location in (None, "cuda", torch.device("cuda", 0), {"cpu": "cuda:0"}, "cpu"):
+            back = torch.load(file, map_location=location)
+            model.load_state_dict(back["model"])
+            assert back["step"] == 7 and back["model"]["weight"].is_meta
+            assert back["host"].is_meta == (location not in (None, "cpu"))
+        assert back["host"].tolist() == [0, 1, 2]  # what is on the host is real
+        assert ops(recorder)[before:].count("aten.copy_") == 5 * 2  # only loading into the model
+        assert "without numbers" in own.assumed["torch.save"]
+
+
+def test_checkpoints_of_a_real_gpu_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "checkpoint.pt"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save({"weight": torch.ones(4, 4)}, file)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(file)
+    with recorded():
+        assert torch.load(file)["weight"].is_meta
+        assert torch.load(file, map_location="cpu")["weight"].tolist() == [[1] * 4] * 4
+        moved = torch.load(file, map_location=lambda storage, location: storage.cuda(0))
+        assert moved["weight"].shape == (4, 4) and moved["weight"].is_meta
+
+
 def test_devices_have_numbers() -> None:
     with recorded():
         assert torch.device(0) == torch.device("cuda", 0)
@@ -259,6 +310,25 @@ def test_constructors_of_old_scripts() -> None:
         assert host.type("torch.cuda.DoubleTensor").is_meta
         assert host.type(torch.float64).dtype == torch.float64
         assert host.type() == "torch.FloatTensor"
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_defaults_may_name_the_device() -> None:
+    with recorded():
+        torch.set_default_device("cuda")
+        assert torch.ones(2).is_meta
+        assert torch.tensor([1, 2]).tolist() == [1, 2] and nn.Linear(2, 2).weight.is_meta
+        torch.set_default_device("cpu")
+        assert torch.ones(2).tolist() == [1, 1]
+        with torch.device("cuda"):
+            assert torch.zeros(2).is_meta
+        torch.set_default_tensor_type("torch.cuda.HalfTensor")
+        made = torch.ones(2)
+        assert made.is_meta and made.dtype == torch.float16
+        torch.set_default_tensor_type(torch.FloatTensor)
+        assert torch.ones(2).tolist() == [1, 1]
+        torch.set_default_tensor_type(cuda.DoubleTensor)
+    assert torch.ones(2).device.type == "cpu" and torch.ones(2).dtype == torch.float32
 
 
 def test_the_profiler_sees_the_host() -> None:
@@ -292,7 +362,7 @@ def test_attention_backends_can_be_chosen() -> None:
     with recorded() as (_, recorder):
         q = torch.ones(1, 2, 8, 16, device="cuda", dtype=torch.float16)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            assert torch.backends.cuda.flash_sdp_enabled()
-            assert not torch.backends.cuda.math_sdp_enabled()
+            assert backends.flash_sdp_enabled()
+            assert not backends.math_sdp_enabled()
             nn.functional.scaled_dot_product_attention(q, q, q)
         assert len(ops(recorder)) == 2  # it stays one op

@@ -15,10 +15,10 @@ from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.locks.records import (
     ROOT,
     WAITING,
-    Clock,
     LockedCosts,
     LockedModule,
     Ops,
+    TimeScale,
 )
 from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import Op, OpGraph
@@ -42,7 +42,7 @@ def cut(path: str, depth: int) -> str:
 
 def locked_costs(estimate: Estimate, depth: int) -> LockedCosts:
     """The totals of an estimate, and its modules down to a depth, whose sums are the totals."""
-    clock = Clock(estimate.t_est)
+    clock = TimeScale(estimate.t_est)
     total = clock.rounded(estimate.t_est)
     return LockedCosts(
         time=clock.written(total),
@@ -61,7 +61,7 @@ class _Sums:
 
 
 def _modules(
-    estimate: Estimate, clock: Clock, total: Decimal, depth: int
+    estimate: Estimate, clock: TimeScale, total: Decimal, depth: int
 ) -> dict[str, LockedModule]:
     """FLOP in the module of each op; bytes, kernels and time in that of the kernel's main op."""
     sums: defaultdict[str, _Sums] = defaultdict(_Sums)
@@ -88,7 +88,7 @@ def _modules(
 
 
 def _times(
-    estimate: Estimate, clock: Clock, total: Decimal, seconds: dict[str, float]
+    estimate: Estimate, clock: TimeScale, total: Decimal, seconds: dict[str, float]
 ) -> dict[str, Decimal]:
     """Rounded seconds by module and of waiting; what rounding leaves over has the longest one."""
     waiting = estimate.t_est - sum(seconds.values())

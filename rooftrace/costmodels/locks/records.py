@@ -185,7 +185,7 @@ class Lock:
 # -- seconds as decimals ---------------------------------------------------------------------------
 
 
-class Clock:
+class TimeScale:
     """Writes the times of one step in one unit, to the same decimal."""
 
     def __init__(self, total: float) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.memory import free
+from rooftrace.tracer.emulation.state import Emulation
 
 _cuda: Any = torch.cuda
 _c: Any = torch._C
 
 
-def names(here: Here, of_cuda: dict[str, Any]) -> dict[str, Any]:
+def names(here: Emulation, of_cuda: dict[str, Any]) -> dict[str, Any]:
     """Functions of torch._C that every build has, and that know no device.
 
     of_cuda: those of the emulated device.
@@ -45,11 +45,11 @@ def names(here: Here, of_cuda: dict[str, Any]) -> dict[str, Any]:
         "hooks_exchange_device": exchange,
         "hooks_maybe_exchange_device": exchange,
     }
-    found = {f"_accelerator_{name}": item for name, item in asked.items()}
-    return {**found, "_get_accelerator": lambda check=None: kind}
+    general = {f"_accelerator_{name}": item for name, item in asked.items()}
+    return {**general, "_get_accelerator": lambda check=None: kind}
 
 
-def _precisions(here: Here) -> set[torch.dtype]:
+def _precisions(here: Emulation) -> set[torch.dtype]:
     """Precisions that tensors of the device may have."""
     newer = {name: getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
     eight = set(newer.values()) if here.device.capability >= (8, 9) else set()

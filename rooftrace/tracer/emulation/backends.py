@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import original_of
 
 _c: Any = torch._C
@@ -30,7 +30,7 @@ def cuda_version() -> str:
     return "12.8" if release < _CUDA_UNTIL else "13.0"
 
 
-def version(here: Here) -> dict[str, Any]:
+def version(here: Emulation) -> dict[str, Any]:
     """Attributes of torch.version."""
     if here.device.is_rocm:
         return {"cuda": None, "hip": _HIP}
@@ -38,7 +38,7 @@ def version(here: Here) -> dict[str, Any]:
     return {"cuda": cuda_version()}
 
 
-def names(here: Here) -> dict[str, Any]:
+def names(here: Emulation) -> dict[str, Any]:
     """Attributes of torch._C: which libraries torch was built with."""
     major, minor = (int(part) for part in cuda_version().split("."))
     nccl, nccl_minor, patch = _NCCL
@@ -62,17 +62,17 @@ _KEPT = {
 """Settings of libraries that change no op: their names, and what they are at first."""
 
 
-def settings(here: Here) -> dict[str, Any]:
+def settings(here: Emulation) -> dict[str, Any]:
     """Functions of torch._C that read and write settings of libraries."""
     kept = here.settings
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     for name, (read, write, first) in _KEPT.items():
-        found[name.format(read)] = functools.partial(kept.get, name, first)
-        found[name.format(write)] = functools.partial(kept.__setitem__, name)
-    return found
+        functions[name.format(read)] = functools.partial(kept.get, name, first)
+        functions[name.format(write)] = functools.partial(kept.__setitem__, name)
+    return functions
 
 
-def cudnn_functions(here: Here) -> dict[str, Any]:
+def cudnn_functions(here: Emulation) -> dict[str, Any]:
     """Functions of torch.backends.cudnn; a build for CUDA has its own."""
     if _BUILT_WITH is not None:
         return {}
@@ -110,7 +110,7 @@ def nvtx_functions() -> dict[str, Any]:
     }
 
 
-def profilers(here: Here) -> Iterator[tuple[Any, dict[str, Any]]]:
+def profilers(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Classes of torch's profilers, and methods that would watch a device."""
     home: Any = torch.autograd.profiler
     make = original_of(home.profile, "__init__")
@@ -176,15 +176,15 @@ def switches_put_back() -> Iterator[None]:
 
 def _precisions() -> dict[tuple[str, ...], Any]:
     """What products of fp32 may be computed in, as each of torch's ways to ask says it."""
-    found: dict[tuple[str, ...], Any] = {}
+    precisions: dict[tuple[str, ...], Any] = {}
     for read, write in _LEGACY:
         with contextlib.suppress(RuntimeError):  # asked one way, what was set another way
-            found[write,] = getattr(_c, read)()
+            precisions[write,] = getattr(_c, read)()
     get = getattr(_c, "_get_fp32_precision_getter", None)
     if get is not None:
         for library, ops in _LIBRARIES.items():
-            found.update({(library, op): get(library, op) for op in ops})
-    return found
+            precisions.update({(library, op): get(library, op) for op in ops})
+    return precisions
 
 
 def _set_precisions(precisions: dict[tuple[str, ...], Any]) -> None:
@@ -210,7 +210,7 @@ def _restorer(read: str, write: str) -> Callable[[], Any]:
     return restore
 
 
-def distributed(here: Here) -> Iterator[tuple[Any, dict[str, Any]]]:
+def distributed(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules of torch.distributed, and functions of theirs."""
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         module = sys.modules.get(name)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from rooftrace.tracer.emulation import memory
-from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.emulation.state import Emulation
 
 _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """Architectures of PyTorch's own wheels."""
 
 
-def names(here: Here) -> dict[str, Any]:
+def names(here: Emulation) -> dict[str, Any]:
     """Functions of torch._C that a build without CUDA lacks."""
     settings = here.settings
 
@@ -49,6 +49,8 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_get_sync_debug_mode": lambda: settings.get("sync_debug_mode", 0),
         "_cuda_set_sync_debug_mode": set_mode,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_lock_mutex": lambda: None,
+        "_cuda_unlock_mutex": lambda: None,
         "_cuda_tunableop_is_enabled": lambda: False,
         "_cuda_tunableop_tuning_is_enabled": lambda: False,
         "_cuda_record_untuned_is_enabled": lambda: False,
@@ -56,7 +58,7 @@ def names(here: Here) -> dict[str, Any]:
     }
 
 
-def functions(here: Here) -> dict[str, Any]:
+def functions(here: Emulation) -> dict[str, Any]:
     """Functions of torch.cuda that ask more than its C half."""
     exchange = names(here)["_cuda_exchangeDevice"]
 
@@ -108,7 +110,7 @@ class Runtime:
     cudaError = SimpleNamespace(success=0)
     cudaOutputMode = SimpleNamespace(KeyValuePair=0, CSV=1)
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: Emulation) -> None:
         self._here = here
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:

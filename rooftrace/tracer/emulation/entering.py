@@ -22,8 +22,10 @@ from torch import Tensor
 from rooftrace.tracer.emulation import (
     accelerator,
     backends,
+    defaults,
     devices,
     extensions,
+    files,
     generators,
     graphs,
     legacy,
@@ -32,8 +34,8 @@ from rooftrace.tracer.emulation import (
     streams,
 )
 from rooftrace.tracer.emulation.facts import Device
-from rooftrace.tracer.emulation.here import Assume, Clock, Here, Meter
 from rooftrace.tracer.emulation.pinning import Calls, Pinned
+from rooftrace.tracer.emulation.state import Assume, Clock, Emulation, Meter, Tell
 from rooftrace.tracer.patches import (
     Scope,
     contexts,
@@ -55,14 +57,16 @@ def emulated(
     clock: Clock,
     index: int = 0,
     assume: Assume | None = None,
+    tell: Tell | None = None,
 ) -> Iterator[None]:
     """Inside, the threads of the running scope see a CUDA device; at the end all is as before.
 
     Threads that they start see it too, and so do scopes that are entered inside: a recorder's.
     Where there is no scope, the running thread gets one.  index: the device of this process.
-    assume: is told, once for each kind, of answers that follow a policy: kind and text.
+    assume: is told, once for each kind, of answers that follow a policy: kind and text.  tell: is
+    told of CUDA graphs: "capture", "captured", "replay", "replayed".
     """
-    here = Here(device, meter, clock, index, assume)
+    here = Emulation(device, meter, clock, index, assume, tell)
     with contextlib.ExitStack() as undo:
         undo.callback(here.end)
         scope = current_scope()
@@ -73,8 +77,9 @@ def emulated(
         scope.spans = True
         _forget_answers()
         undo.callback(_forget_answers)
-        undo.callback(queues.select, queues.Device.current_stream())
+        undo.callback(queues.select, queues.DeviceModule.current_stream())
         undo.enter_context(backends.switches_put_back())
+        undo.enter_context(defaults.put_back())
         pinned, own, types = Pinned(here), streams.Queues(here), legacy.classes()
         for module, values in _answers(here, own, types):
             undo.enter_context(shared.answered(module, values))
@@ -88,7 +93,7 @@ def emulated(
         yield
 
 
-def _say(here: Here) -> None:
+def _say(here: Emulation) -> None:
     """What is assumed whatever the code asks."""
     for fact in here.device.guessed:
         here.assume(
@@ -101,7 +106,7 @@ def _say(here: Here) -> None:
 
 
 def _answers(
-    here: Here, own: streams.Queues, types: dict[str, Any]
+    here: Emulation, own: streams.Queues, types: dict[str, Any]
 ) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
     of_cuda = {
         **extensions.refused_names(),
@@ -122,14 +127,15 @@ def _answers(
 
 
 def _replacements(
-    here: Here, own: streams.Queues, pinned: Pinned, types: dict[str, Any]
+    here: Emulation, own: streams.Queues, pinned: Pinned, types: dict[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield from _wherever_bound(
         _cuda,
         {**devices.functions(here), **graphs.functions(here), **memory.functions(here)},
     )
     yield from _wherever_bound(
-        _cuda.memory, {"memory_stats": memory.statistics_told(_cuda.memory.memory_stats)}
+        _cuda.memory,
+        {"memory_stats": memory.statistics_told(original_of(_cuda.memory, "memory_stats"))},
     )
     yield _cuda.Stream, streams.stream_methods(own)
     yield _cuda.Event, streams.event_methods(own)
@@ -140,6 +146,11 @@ def _replacements(
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
     yield from backends.profilers(here)
+    yield _torch, {**files.functions(here), **defaults.functions(types)}
+    yield _torch.utils._device.DeviceContext, defaults.context_methods()
+    yield _torch.serialization, {**files.functions(here), **files.placing()}
+    yield _torch._utils, files.states()
+    yield _torch.UntypedStorage, files.storage_methods()
     yield torch.amp.GradScaler, scaler.methods(here)
     yield from extensions.refused_classes()
     yield _cuda.CudaError, devices.error_methods()
@@ -156,10 +167,13 @@ def _wherever_bound(home: Any, functions: dict[str, Any]) -> Iterator[tuple[Any,
         held = {name: item for name, item in functions.items() if name in vars(module)}
         if held:
             yield module, held
-    missing = {name: item for name, item in functions.items() if name not in vars(home)}
-    found = {name: item for name, item in missing.items() if name == "_get_device_properties"}
-    if found:
-        yield home, found
+    unset = {name: functions[name] for name in _SET_BY_C if name in functions}
+    if unset.keys() - vars(home).keys():
+        yield home, unset
+
+
+_SET_BY_C = ("_get_device_properties",)
+"""Functions that the C half puts into torch.cuda when it is initialized."""
 
 
 # -- threads and the process -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.state import Emulation
 
 _Original: Any = torch.Generator
 
@@ -49,12 +49,12 @@ _SEED = 67280421310721
 """The seed of torch's generators until somebody sets one."""
 
 
-def default(here: Here) -> tuple[Any, ...]:
+def default(here: Emulation) -> tuple[Any, ...]:
     """The generators of all devices."""
     return tuple(made(index, _SEED) for index in range(here.device.count))
 
 
-def kind(here: Here) -> Any:
+def kind(here: Emulation) -> Any:
     """What stands for `torch.Generator`: it makes generators of the device, too."""
 
     class Generator(metaclass=_Kind):

@@ -8,23 +8,26 @@ here: the ops are dispatched one by one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.handles import made, methods, nothing
 from rooftrace.tracer.emulation.refused import refusal
-from rooftrace.tracer.emulation.streams import _made, _methods, _nothing
+from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.tape import Tape
 
 _pools = itertools.count(1)
+_NO_GRAPH = "there is no graph of the driver's"
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,16 @@ class _Made:
 
 @dataclass
 class _Noted:
-    """One op of a capture.  last: results of earlier ops that nothing reads after this one."""
+    """One op of a capture.
+
+    part: of the step, as the recording said it, with the name of the function that ran it.  last:
+    results of earlier ops that nothing reads after this one.
+    """
 
     function: Any
     args: Any
     kwargs: Any
+    part: tuple[str, str] | None = None
     last: list[int] = field(default_factory=list)
 
 
@@ -61,21 +69,22 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        noted = _Noted(func, tree_map(self._noted, args), tree_map(self._noted, kwargs))
+        arguments = tree_map(self._noted, args), tree_map(self._noted, kwargs)
+        noted = _Noted(func, *arguments, _part())
         before = {id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         result = func(*args, **kwargs)
         number = len(self.ops)
         self.ops.append(noted)
         for place, item in enumerate(tree_leaves(result)):
             if isinstance(item, Tensor) and id(item) not in before:
-                self._made[id(item)] = _reference(item), _Made(number, place)
+                self._made[id(item)] = weakref.ref(item), _Made(number, place)
         return result
 
     def _noted(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
-        reference, made = self._made.get(id(item), (lambda: None, item))
-        return made if reference() is item else item
+        reference, origin = self._made.get(id(item), (lambda: None, item))
+        return origin if reference() is item else item
 
     def settled(self) -> list[_Noted]:
         """The ops, each with the results that nothing reads afterwards."""
@@ -85,90 +94,116 @@ class _Capture(TorchDispatchMode):
             for item in tree_leaves((op.args, op.kwargs)):
                 if isinstance(item, _Made):
                     last[item.op] = number
-        for made, reader in last.items():
-            self.ops[reader].last.append(made)
+        for maker, reader in last.items():
+            self.ops[reader].last.append(maker)
         self._made.clear()
         return self.ops
 
 
-def _reference(tensor: Tensor) -> Any:
-    return weakref.ref(tensor)
+def _part() -> tuple[str, str] | None:
+    """The part of the step that the innermost recording is in; None where there is none."""
+    recording: Any = _get_current_dispatch_mode()
+    return (recording.part, recording.function) if isinstance(recording, Tape) else None
+
+
+@contextlib.contextmanager
+def _in_part(part: tuple[str, str] | None) -> Iterator[None]:
+    """Inside, the innermost recording takes what runs for a part of the step."""
+    recording: Any = _get_current_dispatch_mode()
+    before = _part()
+    if not isinstance(recording, Tape) or before is None or part is None:
+        yield
+        return
+    recording.part, recording.function = part
+    try:
+        yield
+    finally:
+        recording.part, recording.function = before
 
 
 def _run(ops: Sequence[_Noted]) -> None:
     """Run noted ops again; each result lives until its last reader has run."""
     alive: dict[int, list[Any]] = {}
 
-    def given(item: Any) -> Any:
+    def argument(item: Any) -> Any:
         return alive[item.op][item.result] if isinstance(item, _Made) else item
 
     with torch.no_grad(), torch._C.DisableTorchFunction():
         for number, op in enumerate(ops):
-            args, kwargs = tree_map(given, op.args), tree_map(given, op.kwargs)
-            alive[number] = tree_leaves(op.function(*args, **kwargs))
+            args, kwargs = tree_map(argument, op.args), tree_map(argument, op.kwargs)
+            with _in_part(op.part):
+                alive[number] = tree_leaves(op.function(*args, **kwargs))
             del args, kwargs
-            for made in op.last:
-                del alive[made]
+            for maker in op.last:
+                del alive[maker]
 
 
-def graph_methods(here: Here) -> dict[str, Any]:
+class _CUDAGraph:
+    """Methods of `torch.cuda.CUDAGraph`, but for the one that makes it."""
+
+    _here: Emulation
+    _capture: _Capture | None
+    _ops: list[_Noted] | None
+    _pool: Any
+    __init__ = instantiate = enable_debug_mode = nothing
+    debug_dump = refusal("CUDAGraph.debug_dump", _NO_GRAPH)
+    raw_cuda_graph = refusal("CUDAGraph.raw_cuda_graph", _NO_GRAPH)
+    raw_cuda_graph_exec = refusal("CUDAGraph.raw_cuda_graph_exec", _NO_GRAPH)
+    get_graph_data = refusal("CUDAGraph.get_graph_data", _NO_GRAPH)
+
+    def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+        here = self._here
+        here.tell("capture")
+        here.assume(
+            "graph captures",
+            "code that a CUDA graph captures runs once while it is captured, and is counted",
+        )
+        if here.settings.get("capturing"):
+            raise RuntimeError("another CUDA graph is being captured")
+        self._pool = pool or self._pool
+        self._capture = here.settings["capturing"] = _Capture()
+        contexts.push(self._capture)
+
+    def capture_end(self) -> None:
+        if self._capture is None:
+            raise RuntimeError("capture_end() without capture_begin()")
+        capture, self._capture = self._capture, None
+        self._here.settings.pop("capturing", None)
+        contexts.pop(capture)
+        self._ops = capture.settled()
+        self._here.tell("captured")
+
+    def replay(self) -> None:
+        if self._ops is None:
+            raise RuntimeError("replay() of a CUDA graph that has captured nothing")
+        self._here.assume(
+            "graph replays",
+            "a replay of a CUDA graph is counted as its ops, each dispatched by itself",
+        )
+        self._here.tell("replay")
+        _run(self._ops)
+        self._here.tell("replayed")
+
+    def reset(self) -> None:
+        self._ops = None
+
+    def pool(self) -> Any:
+        return self._pool
+
+
+def graph_methods(here: Emulation) -> dict[str, Any]:
     """Methods of `torch.cuda.CUDAGraph`."""
 
     def new(kind: Any, keep_graph: bool = False) -> Any:
-        made = _made(kind, CUDAGraph)
-        made._tracker, made._capture, made._ops, made._pool = None, None, None, (0, next(_pools))
-        return made
+        graph = made(kind, _CUDAGraph)
+        graph._here, graph._pool = here, (0, next(_pools))
+        graph._tracker = graph._capture = graph._ops = None
+        return graph
 
-    class CUDAGraph:
-        __new__ = new
-        __init__ = _nothing
-
-        def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
-            here.assume(
-                "graph captures",
-                "code that a CUDA graph captures runs once while it is captured, and is counted",
-            )
-            if here.settings.get("capturing"):
-                raise RuntimeError("another CUDA graph is being captured")
-            self._pool = pool or self._pool
-            self._capture = here.settings["capturing"] = _Capture()
-            contexts.push(self._capture)
-
-        def capture_end(self) -> None:
-            if self._capture is None:
-                raise RuntimeError("capture_end() without capture_begin()")
-            capture, self._capture = self._capture, None
-            here.settings.pop("capturing", None)
-            contexts.pop(capture)
-            self._ops = capture.settled()
-
-        def replay(self) -> None:
-            if self._ops is None:
-                raise RuntimeError("replay() of a CUDA graph that has captured nothing")
-            here.assume(
-                "graph replays",
-                "a replay of a CUDA graph is counted as its ops, each dispatched by itself",
-            )
-            _run(self._ops)
-
-        def reset(self) -> None:
-            self._ops = None
-
-        def pool(self) -> Any:
-            return self._pool
-
-        instantiate = enable_debug_mode = _nothing
-        debug_dump = refusal("CUDAGraph.debug_dump", "there is no graph of the driver's")
-        raw_cuda_graph = refusal("CUDAGraph.raw_cuda_graph", "there is no graph of the driver's")
-        raw_cuda_graph_exec = refusal(
-            "CUDAGraph.raw_cuda_graph_exec", "there is no graph of the driver's"
-        )
-        get_graph_data = refusal("CUDAGraph.get_graph_data", "there is no graph of the driver's")
-
-    return _methods(CUDAGraph)
+    return {**methods(_CUDAGraph), "__new__": staticmethod(new)}
 
 
-def functions(here: Here) -> dict[str, Any]:
+def functions(here: Emulation) -> dict[str, Any]:
     """Functions of torch.cuda.graphs."""
 
     def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:

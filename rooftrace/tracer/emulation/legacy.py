@@ -25,7 +25,7 @@ _DEVICE = torch.device("cuda")
 _original_type: Any = Tensor.type
 
 
-class _Typed(type):
+class Typed(type):
     """Tensors of the device in one precision are instances of these classes."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class _Typed(type):
 def classes() -> dict[str, Any]:
     """The classes of torch.cuda, by name."""
     made = {
-        name: _Typed(name, (), {"dtype": dtype, "is_cuda": True, "is_sparse": False})
+        name: Typed(name, (), {"dtype": dtype, "is_cuda": True, "is_sparse": False})
         for name, dtype in _PRECISIONS.items()
     }
     for kind in made.values():
@@ -71,7 +71,7 @@ def methods(own: dict[str, Any]) -> dict[str, Any]:
         if dtype is None and tensor.is_cuda:
             return names.get(tensor.dtype, f"torch.cuda.{tensor.dtype}")
         kind = named.get(dtype, dtype) if isinstance(dtype, str) else dtype
-        if isinstance(kind, _Typed):
+        if isinstance(kind, Typed):
             return tensor.to(_DEVICE, kind.dtype, non_blocking=non_blocking)
         return _original_type(tensor, *(() if dtype is None else (dtype,)), **kw)
 

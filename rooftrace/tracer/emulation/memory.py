@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from rooftrace.tracer.emulation.here import Here
 from rooftrace.tracer.emulation.refused import DeviceError, refusal
+from rooftrace.tracer.emulation.state import Emulation
 
 _SEGMENT = 2 << 20
 _KIND = "memory"
 _GIB = 1 << 30
 
 
-def _read(here: Here) -> tuple[int, int, int, int]:
+def _read(here: Emulation) -> tuple[int, int, int, int]:
     """Bytes allocated, their peak, bytes reserved, their peak."""
     here.assume(
         _KIND,
@@ -38,13 +38,13 @@ def _in_segments(size: int) -> int:
     return -(-size // _SEGMENT) * _SEGMENT
 
 
-def free(here: Here) -> int:
+def free(here: Emulation) -> int:
     """Bytes of the device that nobody has."""
     *_, reserved, _ = _read(here)
     return max(here.device.memory - here.device.context - reserved, 0)
 
 
-def _statistics(here: Here) -> dict[str, Any]:
+def _statistics(here: Emulation) -> dict[str, Any]:
     """Statistics of the allocator as nested dictionaries, as far as they are known."""
     allocated, peak, reserved, top = _read(here)
     tensors = {"all": {"current": allocated, "peak": peak}}
@@ -62,7 +62,7 @@ def _statistics(here: Here) -> dict[str, Any]:
     }
 
 
-def names(here: Here) -> dict[str, Any]:
+def names(here: Emulation) -> dict[str, Any]:
     """Functions of torch._C that a build without CUDA lacks."""
     settings = here.settings
 
@@ -118,12 +118,13 @@ def names(here: Here) -> dict[str, Any]:
         "_cuda_allocationTraceback": snapshot,
         "_cuda_setMemoryMetadata": lambda text: settings.__setitem__("memory_metadata", text),
         "_cuda_getMemoryMetadata": lambda: settings.get("memory_metadata", ""),
+        "_cuda_cudaCachingAllocator_set_allocator_settings": lambda text: None,
         "_cuda_cudaCachingAllocator_enable": set_caching,
         "_cuda_cudaCachingAllocator_is_enabled": lambda: settings.get("caching", True),
     }
 
 
-def functions(here: Here) -> dict[str, Any]:
+def functions(here: Emulation) -> dict[str, Any]:
     """Functions of torch.cuda.memory that show more than is known."""
 
     def memory_summary(device: Any = None, abbreviated: bool = False) -> str:

@@ -1,29 +1,26 @@
 """Memory of the host that is pinned, and what else tensors do only where there is a device.
 
-Pinning copies a tensor of the host into memory that the device may read by itself.  Here that
+Pinning copies a tensor of the host into memory that the device may read by itself.  Emulation that
 memory is ordinary: it is noted which storages are pinned.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import contexts
 
 
 class Pinned:
     """Which storages of the host are pinned."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: Emulation) -> None:
         self._here = here
         self._storages: dict[int, Any] = {}
 
@@ -36,14 +33,14 @@ class Pinned:
     def has(self, tensor: Tensor) -> bool:
         """Whether the memory of a tensor is pinned."""
         storage = tensor.untyped_storage()
-        found = self._storages.get(id(storage))
-        return found is not None and found() is storage
+        reference = self._storages.get(id(storage))
+        return reference is not None and reference() is storage
 
     def methods(self) -> dict[str, Any]:
         """Methods of tensors that a build without a device refuses."""
 
         def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-            with _plainly():
+            with contexts.plainly():
                 if _on_device(tensor):
                     raise RuntimeError(
                         f"cannot pin a tensor of {tensor.dtype} on the device: "
@@ -56,7 +53,7 @@ class Pinned:
             return copy
 
         def is_pinned(tensor: Tensor, device: Any = None) -> bool:
-            with _plainly():
+            with contexts.plainly():
                 return _plain(tensor) and self.has(tensor)
 
         def record_stream(tensor: Tensor, stream: Any) -> None:
@@ -93,12 +90,6 @@ class Calls(TorchFunctionMode):
 
 _PLACING = frozenset({torch.device, torch._C._nn._parse_to})
 """Calls whose first argument may be the number of a device."""
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    with _disable_current_modes(), contexts.without_functions():
-        yield
 
 
 def _on_device(tensor: Tensor) -> bool:

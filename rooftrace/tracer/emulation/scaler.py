@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import original_of
 
 
-def methods(here: Here) -> dict[str, Any]:
+def methods(here: Emulation) -> dict[str, Any]:
     """Methods of `torch.amp.GradScaler`, which the older classes inherit."""
     step = original_of(torch.amp.GradScaler, "step")
 

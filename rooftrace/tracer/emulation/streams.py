@@ -8,13 +8,13 @@ code imported before is what it gets.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
 
-from rooftrace.tracer.emulation.here import Here
+from rooftrace.tracer.emulation.handles import made, methods, nothing
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.sharded import streams as queues
 
 _CUDA = 1
@@ -28,7 +28,7 @@ _Queue = queues.Stream
 class Queues:
     """The queues behind the streams of one emulation, by the numbers that torch gives streams."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: Emulation) -> None:
         self.here = here
         self._by_id: dict[int, _Queue] = {0: queues.MAIN}
 
@@ -46,7 +46,7 @@ class Queues:
 
     def current(self) -> int:
         """The stream of the running thread."""
-        queue = queues.Device.current_stream()
+        queue = queues.DeviceModule.current_stream()
         return next((number for number, own in self._by_id.items() if own is queue), 0)
 
     @property
@@ -73,9 +73,59 @@ def names(own: Queues) -> dict[str, Any]:
     }
 
 
+class _Stream:
+    """Methods of `torch.cuda.Stream`, but for the one that makes it."""
+
+    _own: Queues
+    stream_id: int
+    device_index: int
+    __init__ = nothing
+    device = property(lambda self: torch.device("cuda", self.device_index))
+    cuda_stream = native_handle = property(lambda self: self.stream_id)
+    _as_parameter_ = property(lambda self: ctypes.c_void_p(self.stream_id))
+
+    def synchronize(self) -> None:
+        self._own.here.clock.synchronize()
+
+    def query(self) -> bool:
+        _say_done(self._own.here)
+        return True
+
+    def is_capturing(self) -> bool:
+        return bool(self._own.here.settings.get("capturing"))
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Any) -> None:
+        if stream.stream_id != self.stream_id:
+            self.wait_event(stream.record_event())
+
+    def record_event(self, event: Any = None) -> Any:
+        event = _cuda.Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Any:
+        vars(self).setdefault("_outer", []).append(_cuda.current_stream())
+        _cuda.set_stream(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _cuda.set_stream(vars(self)["_outer"].pop())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _cuda.Stream) and _key(self) == _key(other)
+
+    def __hash__(self) -> int:
+        return hash(_key(self))
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
+
+
 def stream_methods(own: Queues) -> dict[str, Any]:
     """Methods of `torch.cuda.Stream`."""
-    here = own.here
 
     def new(
         kind: Any,
@@ -87,70 +137,64 @@ def stream_methods(own: Queues) -> dict[str, Any]:
         stream_ptr: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        made = _made(kind, Stream)
+        handle = made(kind, _Stream)
         number = stream_ptr if stream_id is None else stream_id
         if device_index is None:
             index = _cuda._utils._get_device_index(device, optional=True)
-            device_index = here.current if index < 0 else index
-        made.stream_id = own.new() if number is None else number
-        made.device_index, made.device_type, made.priority = device_index, device_type, priority
-        return made
+            device_index = own.here.current if index < 0 else index
+        handle._own, handle.stream_id = own, own.new() if number is None else number
+        handle.device_index, handle.device_type = device_index, device_type
+        handle.priority = priority
+        return handle
 
-    class Stream:
-        __new__ = new
-        __init__ = _nothing
-        device = property(lambda self: torch.device("cuda", self.device_index))
-        cuda_stream = native_handle = property(lambda self: self.stream_id)
+    return {**methods(_Stream), "__new__": staticmethod(new)}
 
-        def synchronize(self) -> None:
-            here.clock.synchronize()
 
-        def query(self) -> bool:
-            _say_done(here)
-            return True
+class _Event:
+    """Methods of `torch.cuda.Event`, but for the one that makes it."""
 
-        def is_capturing(self) -> bool:
-            return bool(here.settings.get("capturing"))
+    _own: Queues
+    _timed: bool
+    _seconds: float | None
+    _mark: queues.Event
+    __init__ = nothing
+    device = property(lambda self: torch.device("cuda", self._own.here.current))
+    cuda_event = event_id = property(lambda self: 0 if self._seconds is None else id(self))
+    _as_parameter_ = property(lambda self: ctypes.c_void_p(self.cuda_event))
+    ipc_handle = from_ipc_handle = refusal(
+        "torch.cuda.Event.ipc_handle", "no other process has the device"
+    )
 
-        def wait_event(self, event: Any) -> None:
-            event.wait(self)
+    def record(self, stream: Any = None) -> None:
+        own = self._own
+        self._seconds = own.here.clock.device_seconds()
+        if own.several or not self._timed:  # a timer among the work of one stream orders nothing
+            self._mark.record(None if stream is None else own.of(stream.stream_id))
 
-        def wait_stream(self, stream: Any) -> None:
-            if stream.stream_id != self.stream_id:
-                self.wait_event(stream.record_event())
+    def wait(self, stream: Any = None) -> None:
+        self._mark.wait(None if stream is None else self._own.of(stream.stream_id))
 
-        def record_event(self, event: Any = None) -> Any:
-            event = _cuda.Event() if event is None else event
-            event.record(self)
-            return event
+    def query(self) -> bool:
+        _say_done(self._own.here)
+        return True
 
-        def __enter__(self) -> Any:
-            vars(self).setdefault("_outer", []).append(_cuda.current_stream())
-            _cuda.set_stream(self)
-            return self
+    def synchronize(self) -> None:
+        self._own.here.clock.synchronize()
 
-        def __exit__(self, *exception: Any) -> None:
-            _cuda.set_stream(self._outer.pop())
+    def elapsed_time(self, end_event: Any) -> float:
+        if not (self._timed and end_event._timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._seconds is None or end_event._seconds is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        apart: float = (end_event._seconds - self._seconds) * 1e3
+        return max(apart, _TICK)
 
-        @property
-        def _as_parameter_(self) -> Any:
-            return ctypes.c_void_p(self.stream_id)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, _cuda.Stream) and _key(self) == _key(other)
-
-        def __hash__(self) -> int:
-            return hash(_key(self))
-
-        def __repr__(self) -> str:
-            return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
-
-    return _methods(Stream)
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
 def event_methods(own: Queues) -> dict[str, Any]:
     """Methods of `torch.cuda.Event`."""
-    here = own.here
 
     def new(
         kind: Any,
@@ -159,90 +203,17 @@ def event_methods(own: Queues) -> dict[str, Any]:
         interprocess: bool = False,
         external: bool = False,
     ) -> Any:
-        made = _made(kind, Event)
-        made._timed, made._seconds, made._mark = enable_timing, None, queues.Event()
-        return made
+        handle = made(kind, _Event)
+        handle._own, handle._mark = own, queues.Event()
+        handle._timed, handle._seconds = enable_timing, None
+        return handle
 
-    class Event:
-        __new__ = new
-        __init__ = _nothing
-        device = property(lambda self: torch.device("cuda", here.current))
-        event_id = property(lambda self: self.cuda_event)
-        cuda_event = property(lambda self: 0 if self._seconds is None else id(self))
-
-        def record(self, stream: Any = None) -> None:
-            self._seconds = here.clock.device_seconds()
-            if (
-                own.several or not self._timed
-            ):  # a timer among the work of one stream orders nothing
-                self._mark.record(None if stream is None else own.of(stream.stream_id))
-
-        def wait(self, stream: Any = None) -> None:
-            self._mark.wait(None if stream is None else own.of(stream.stream_id))
-
-        def query(self) -> bool:
-            _say_done(here)
-            return True
-
-        def synchronize(self) -> None:
-            here.clock.synchronize()
-
-        def elapsed_time(self, end_event: Any) -> float:
-            if not (self._timed and end_event._timed):
-                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            if self._seconds is None or end_event._seconds is None:
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            return max((end_event._seconds - self._seconds) * 1e3, _TICK)
-
-        @property
-        def _as_parameter_(self) -> Any:
-            return ctypes.c_void_p(self.cuda_event)
-
-        def __repr__(self) -> str:
-            return f"<torch.cuda.Event {self.cuda_event:#x}>"
-
-        ipc_handle = from_ipc_handle = refusal(
-            "torch.cuda.Event.ipc_handle", "no other process has the device"
-        )
-
-    return _methods(Event)
+    return {**methods(_Event), "__new__": staticmethod(new)}
 
 
-def _say_done(here: Here) -> None:
+def _say_done(here: Emulation) -> None:
     here.assume("queries", "stream.query() and event.query() say that all work is done")
 
 
 def _key(stream: Any) -> tuple[int, int]:
     return stream.stream_id, stream.device_index
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-_OWN = ("__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__firstlineno__")
-
-
-def _methods(face: type) -> dict[str, Any]:
-    """What a class defines, as it can stand in another class."""
-    found = {name: item for name, item in vars(face).items() if name not in _OWN}
-    found.pop("__static_attributes__", None)
-    new = found["__new__"]
-    return {**found, "__new__": new if isinstance(new, staticmethod) else staticmethod(new)}
-
-
-def _made(kind: Any, face: type) -> Any:
-    """An instance of one of torch's classes without a device.
-
-    In builds for a GPU these classes are written in C: then it is one of `face`, which says that
-    it is an instance of torch's class.
-    """
-    try:
-        return object.__new__(kind)
-    except TypeError:
-        return object.__new__(_stand_in(face, kind))
-
-
-@functools.cache
-def _stand_in(face: type, kind: type) -> type:
-    return type(kind.__name__, (face,), {"__class__": property(lambda self: kind)})

@@ -76,6 +76,13 @@ def default_device() -> torch.device:
 
 
 @contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, torch runs as it is in this thread: no mode of ours or of the user's sees it."""
+    with _dispatch._disable_current_modes(), without_functions():
+        yield
+
+
+@contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Inside, no recording and no mode around this code sees what this thread runs.
 

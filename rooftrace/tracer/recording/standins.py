@@ -17,6 +17,7 @@ import torch
 from torch.nested._internal import sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.emulation import handles
 from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
 from rooftrace.tracer.source import spec_after
 
@@ -38,7 +39,7 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
         if current_scope() is None:  # a thread of somebody else imports it
             loader.exec_module(module)
             return
-        with _disable_current_modes(), contexts.without_functions():
+        with contexts.plainly():
             loader.exec_module(module)
 
     return exec_module
@@ -75,33 +76,26 @@ class _NoDevice:
         pass
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """An instance of a class of streams or events without its device."""
-    try:
-        return object.__new__(kind)
-    except TypeError:  # it is written in C, in builds for a GPU
-        return _NoDevice()
+    return handles.made(kind, _NoDevice)
 
 
 _HANDLE: dict[str, Any] = {
     "__new__": staticmethod(_made),
-    "__init__": _nothing,
+    "__init__": handles.nothing,
     "__eq__": lambda self, other: type(self) is type(other),
     "__hash__": lambda self: 0,
     "__repr__": lambda self: f"<{type(self).__name__} of no device>",
     "__reduce__": lambda self: (type(self), ()),
     "query": lambda self: True,
-    "synchronize": _nothing,
+    "synchronize": handles.nothing,
     "device": property(lambda self: torch.device("cuda", 0)),
 }
 _STREAM = {
     **_HANDLE,
-    "wait_event": _nothing,
-    "wait_stream": _nothing,
+    "wait_event": handles.nothing,
+    "wait_stream": handles.nothing,
     "record_event": lambda self, event=None: event or _made(torch.cuda.Event),
     "stream_id": 0,
     "cuda_stream": 0,
@@ -109,11 +103,11 @@ _STREAM = {
 }
 _EVENT = {
     **_HANDLE,
-    "record": _nothing,
-    "wait": _nothing,
+    "record": handles.nothing,
+    "wait": handles.nothing,
     "elapsed_time": lambda self, end: 1.0,  # ms: no time passes, and nobody may divide by it
 }
-_REGION = {"__init__": _nothing, "__enter__": _nothing, "__exit__": _nothing}
+_REGION = {"__init__": handles.nothing, "__enter__": handles.nothing, "__exit__": handles.nothing}
 
 
 def _stream(*args: Any, **kwargs: Any) -> Any:
@@ -121,9 +115,9 @@ def _stream(*args: Any, **kwargs: Any) -> Any:
 
 
 _CUDA = {
-    "synchronize": _nothing,
-    "set_device": _nothing,
-    "set_stream": _nothing,
+    "synchronize": handles.nothing,
+    "set_device": handles.nothing,
+    "set_stream": handles.nothing,
     "stream": lambda stream: _NoDevice(),
     "current_stream": _stream,
     "default_stream": _stream,
@@ -151,7 +145,8 @@ def jagged_attention_fused() -> Iterator[None]:
 def device_calls_quiet() -> Iterator[None]:
     """Inside, on a machine without a GPU, calls that wait for one or choose its streams do nothing.
 
-    A trace needs no device, but these calls would fail without one.
+    A trace needs no device, but these calls would fail without one.  Where a device is emulated
+    (see `emulation`) it answers them.
     """
     cuda = torch.cuda
     with contextlib.ExitStack() as undo:
@@ -161,7 +156,7 @@ def device_calls_quiet() -> Iterator[None]:
                 (cuda.Event, _EVENT),
                 (cuda.device, _REGION),
                 (cuda, _CUDA),
-                (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
+                (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), handles.nothing)),
             ):
                 undo.enter_context(replaced(home, replacements))
         yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.patches import original_of, replaced
-from rooftrace.tracer.sharded.streams import Device, Stream
+from rooftrace.tracer.sharded.streams import DeviceModule, Stream
 
 _HOME = "torch.distributed.fsdp._fully_shard"
 _META = torch.device("meta")
@@ -73,7 +73,7 @@ def _replace_functions(undo: contextlib.ExitStack, unsharded: Any) -> None:
         "_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_common", "_fsdp_param"
     ):
         if hasattr(module, "_get_device_handle"):
-            undo.enter_context(replaced(module, {"_get_device_handle": lambda kind: Device}))
+            undo.enter_context(replaced(module, {"_get_device_handle": lambda kind: DeviceModule}))
     (groups,), (params,) = _modules("_fsdp_param_group"), _modules("_fsdp_param")
     context, group, param = groups.FSDPCommContext, groups.FSDPParamGroup, params.FSDPParam
     begin, make = original_of(context, "lazy_init"), original_of(param, "init_all_gather_outputs")
@@ -110,10 +110,10 @@ def _lend(undo: contextlib.ExitStack, state: Any) -> None:
             _kept(undo, param)
             param.device = _META
         _kept(undo, group)
-        group.device, group.device_handle = _META, Device
+        group.device, group.device_handle = _META, DeviceModule
     for item in (state._comm_ctx, state._state_ctx, state):
         _kept(undo, item)
-    state._device, state._device_handle = _META, Device
+    state._device, state._device_handle = _META, DeviceModule
     vars(state._comm_ctx).clear()
 
 

@@ -129,7 +129,7 @@ def select(stream: Stream) -> None:
     _here.stream = stream
 
 
-class Device:
+class DeviceModule:
     """Stands for the module of a device (`torch.cuda`) in what a mesh runs."""
 
     Stream, Event, stream = Stream, Event, _On

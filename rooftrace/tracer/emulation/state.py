@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rooftrace.tracer.emulation.facts import Device
 
 Assume = Callable[[str, str], None]
 """Takes the kind and the text of an assumption."""
+Tell = Callable[[Literal["capture", "captured", "replay", "replayed"]], None]
+"""Takes what happens to a CUDA graph: its capture or a replay of it begins, or has ended."""
 
 
 class Meter(Protocol):
@@ -40,7 +42,7 @@ class _Thread(threading.local):
     index: int | None = None  # the device that the thread chose
 
 
-class Here:
+class Emulation:
     """One emulation.  index: the device of this process, of `device.count`.
 
     initialized: whether a call has initialized torch.cuda.  ended: whether it is over.
@@ -48,9 +50,16 @@ class Here:
     """
 
     def __init__(
-        self, device: Device, meter: Meter, clock: Clock, index: int, assume: Assume | None
+        self,
+        device: Device,
+        meter: Meter,
+        clock: Clock,
+        index: int = 0,
+        assume: Assume | None = None,
+        tell: Tell | None = None,
     ) -> None:
         self.device, self.meter, self.clock, self.index = device, meter, clock, index
+        self.tell: Tell = tell or (lambda event: None)
         self.initialized, self.ended = False, False
         self.settings: dict[str, object] = {}
         self._assume = assume

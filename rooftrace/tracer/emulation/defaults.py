@@ -1,0 +1,71 @@
+"""Defaults of torch that name the device: `torch.set_default_device("cuda")`, default types.
+
+A default is applied by a function mode below all others, so nobody else turns the device that it
+adds into meta.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _device
+
+from rooftrace.tracer.emulation import legacy
+from rooftrace.tracer.patches import original_of
+
+_META = torch.device("meta")
+_torch: Any = torch
+
+
+def context_methods() -> dict[str, Any]:
+    """Methods of the mode by which torch chooses a device."""
+    kind: Any = _device.DeviceContext
+    handle = original_of(kind, "__torch_function__")
+
+    def __torch_function__(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        makes = self.device.type == "cuda" and func in _device._device_constructors()
+        if makes and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": _META}
+        return handle(self, func, types, args, kwargs)
+
+    return {"__torch_function__": __torch_function__}
+
+
+def functions(types: dict[str, Any]) -> dict[str, Any]:
+    """Functions of torch that set a default type.  types: those of the device, by name."""
+    original = original_of(_torch, "set_default_tensor_type")
+
+    def set_default_tensor_type(kind: Any) -> None:
+        chosen = types.get(kind.removeprefix("torch.cuda."), kind) if type(kind) is str else kind
+        if isinstance(chosen, legacy.Typed):
+            torch.set_default_dtype(chosen.dtype)
+            torch.set_default_device("cuda")
+        else:
+            original(kind)
+            torch.set_default_device(None)
+
+    return {"set_default_tensor_type": set_default_tensor_type}
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Inside, code may set other defaults; at the end they are as before."""
+    context, dtype = _context(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        if _context() is not context:
+            torch.set_default_device(None if context is None else context.device)
+
+
+def _context() -> Any:
+    """The mode that puts this thread's default device into calls; None where there is none."""
+    return getattr(_torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
