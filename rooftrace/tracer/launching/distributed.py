@@ -172,10 +172,10 @@ class Processes:
     def backend(self, group: Any = None) -> str:
         """What `get_backend` says: the backend that the program asked for."""
         original = original_of(dist.distributed_c10d, "get_backend")
-        found = original(group)  # raises the errors of torch
+        backend = original(group)  # raises the errors of torch
         world = self._asked.get(id(dist.group.WORLD))
         name = self._asked.get(id(group or dist.group.WORLD), world)
-        return str(found) if name is None else name
+        return str(backend) if name is None else name
 
     def _init_device_mesh(self, device_type: str, mesh_shape: Any, *args: Any, **kw: Any) -> Any:
         """Make a mesh, and call the axes of all ranks by its names."""
@@ -235,12 +235,12 @@ class Processes:
 def _asked(init_method: str | None, world: int, rank: int) -> tuple[int | None, int | None]:
     """The size and the rank that a call of `init_process_group` asks for, or the environment."""
     parts = parse_qs(urlsplit(init_method or "").query)
-    found = []
+    asked: list[int | None] = []
     for value, name in ((world, "world_size"), (rank, "rank")):
         said = [str(value)] if value >= 0 else parts.get(name, [])
         said = said or [os.environ.get(name.upper(), "")]
-        found.append(int(said[0]) if said[0].lstrip("-").isdigit() else None)
-    return found[0], found[1]
+        asked.append(int(said[0]) if said[0].lstrip("-").isdigit() else None)
+    return asked[0], asked[1]
 
 
 def _name(backend: str) -> str:

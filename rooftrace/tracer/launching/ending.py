@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from rooftrace.tracer.patches import original_of, replaced
 
 GENTLE = 3
 """How often a program that goes on is told to stop as an exception of its own call, before every
-line that it runs raises."""
+jump or call that it makes raises."""
 _PATIENCE = 5.0
 """Seconds in which threads of a program may end after it."""
 _REPLACING = ("execv", "execve", "execl", "execle", "execlp", "execlpe", "execvp", "execvpe")
@@ -108,15 +109,16 @@ class Stopping:
     def stop(self) -> None:
         """Raise Stopped in the running call.
 
-        A program that swallowed it several times is then stopped at any line, also of its handlers.
+        A program that swallowed it several times is then stopped at any jump or call, also of its
+        handlers.
         """
         self.asked += 1
         if self.asked > GENTLE:
             frame: FrameType | None = sys._getframe(1)
-            sys.settrace(_stopping)
             while frame is not None and not _is_start(frame):
                 frame.f_trace = _stopping
                 frame = frame.f_back
+            sys.settrace(_stopping)  # the last: our own lines raise from here on
         raise Stopped
 
 
@@ -125,9 +127,34 @@ def _is_start(frame: FrameType) -> bool:
 
 
 def _stopping(frame: FrameType, event: str, argument: Any) -> Any:
+    """A trace function: with each line another Stopped comes, at the next jump or call.
+
+    Python takes a trace function off that raises, so this one does not raise itself.
+    """
     if event == "line":
-        raise Stopped
+        _raise_soon(Stopped)
     return _stopping
+
+
+def _raise_soon(kind: type[BaseException]) -> None:
+    """Let this thread raise an exception at its next jump backwards or call."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
+
+
+def calm() -> None:
+    """The program is over: nothing of it raises Stopped any more.
+
+    What is still to come is let come here.  Taking it back would leave a mark in Python 3.11, for
+    which a trace function of somebody else would wait for ever.
+    """
+    sys.settrace(None)
+    try:
+        _raise_soon(Stopped)
+        for _ in range(1000):
+            pass
+    except Stopped:
+        pass
 
 
 def threads_of(before: set[threading.Thread]) -> tuple[str, ...]:

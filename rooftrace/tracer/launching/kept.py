@@ -128,8 +128,8 @@ def _loggers() -> dict[logging.Logger, tuple[Any, ...]]:
     named = logging.root.manager.loggerDict.values()
     every = [logging.root, *(item for item in named if isinstance(item, logging.Logger))]
     return {
-        one: (one.level, list(one.handlers), list(one.filters), one.propagate, one.disabled)
-        for one in every
+        log: (log.level, list(log.handlers), list(log.filters), log.propagate, log.disabled)
+        for log in every
     }
 
 

@@ -72,16 +72,16 @@ _FLAGS = (
 )
 
 
-def _flags() -> dict[tuple[Any, str], Any]:
-    """Flags of torch.backends that can be read here."""
-    found = {}
+def _flags() -> dict[tuple[str, str], Any]:
+    """(home, value) of the flags of torch.backends that can be read here."""
+    flags = {}
     for path, name in _FLAGS:
         home: Any = torch.backends
         for part in path.split("."):
             home = getattr(home, part, None)
         with contextlib.suppress(RuntimeError, AttributeError, AssertionError):
-            found[id(home), path, name] = home, getattr(home, name)
-    return {(key[1], key[2]): value for key, value in found.items()}
+            flags[path, name] = home, getattr(home, name)
+    return flags
 
 
 def _restore_flags(before: dict[tuple[str, str], Any]) -> None:

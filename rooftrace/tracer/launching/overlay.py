@@ -83,7 +83,8 @@ class Layer:
             return False
         return True
 
-    def _is_folder(self, path: str) -> bool:
+    def is_folder(self, path: str) -> bool:
+        """Whether a program sees a folder at an absolute path."""
         try:
             return stat.S_ISDIR(self._os["stat"](self.seen(path)).st_mode)
         except OSError:
@@ -95,10 +96,9 @@ class Layer:
         if whole is None:
             return path
         twin = self.twin(whole)
-        found = twin if self._is(twin) or self.hidden(whole) else None
-        if found is None:
+        if not self._is(twin) and not self.hidden(whole):
             return path
-        return os.fsencode(found) if isinstance(path, bytes) else found
+        return os.fsencode(twin) if isinstance(path, bytes) else twin
 
     def exists(self, path: str) -> bool:
         """Whether a program sees something at an absolute path."""
@@ -111,7 +111,7 @@ class Layer:
             return path
         twin = self.twin(whole)
         parent = os.path.dirname(whole)
-        if not self._is(twin) and self._is_folder(parent):
+        if not self._is(twin) and self.is_folder(parent):
             self._os["makedirs"](os.path.dirname(twin), exist_ok=True)
             if keep and not self.hidden(whole) and self._is(whole):
                 self._copy(whole, twin)
@@ -147,7 +147,7 @@ class Overlay(Layer):
         def change(path: Any, *args: Any, **kwargs: Any) -> Any:
             whole = self.absolute(path, kwargs.get("dir_fd"))
             if whole is not None and self.exists(whole):
-                if self._is_folder(whole):
+                if self.is_folder(whole):
                     self._os["makedirs"](self.twin(whole), exist_ok=True)
                 path = self.written(path, keep=True)
             return original(path, *args, **kwargs)
@@ -170,7 +170,7 @@ class Overlay(Layer):
         if whole is not None:
             if self.exists(whole):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            if not self._is_folder(os.path.dirname(whole)):
+            if not self.is_folder(os.path.dirname(whole)):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             path = self.written(path)
         self._os["mkdir"](path, mode, dir_fd=dir_fd)
@@ -183,7 +183,7 @@ class Overlay(Layer):
             return
         real = self._is(whole) and not self.hidden(whole)
         twin = self.twin(whole)
-        if self._is_folder(whole) and not stat.S_ISLNK(self._os["lstat"](self.seen(path)).st_mode):
+        if self.is_folder(whole) and not stat.S_ISLNK(self._os["lstat"](self.seen(path)).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if self._is(twin):
             self._os["remove"](twin)
@@ -232,11 +232,11 @@ class Overlay(Layer):
         if old is not None:
             if not self.exists(old):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), src, None, dst)
-            if self._is(old) and not self.hidden(old) and self._is_folder(old):
+            if self._is(old) and not self.hidden(old) and self.is_folder(old):
                 self._copy_below(old)
             src = self.written(src, keep=True)
         if new is not None:
-            if self._is_folder(new) and self.listdir(new):
+            if self.is_folder(new) and self.listdir(new):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), src, None, dst)
             dst = self.written(dst)
         self._os["replace"](src, dst)
@@ -249,7 +249,7 @@ class Overlay(Layer):
         self._os["makedirs"](self.twin(folder), exist_ok=True)
         for name in self.listdir(folder):
             path = os.path.join(folder, name)
-            if self._is_folder(path) and not os.path.islink(path):
+            if self.is_folder(path) and not os.path.islink(path):
                 self._copy_below(path)
             else:
                 self.written(path, keep=True)
@@ -294,15 +294,15 @@ class Overlay(Layer):
     def _entries(self, path: Any) -> list[Any]:
         whole = self.absolute(path)
         if whole is None:
-            with self._os["scandir"](path) as found:
-                return list(found)
+            with self._os["scandir"](path) as listed:
+                return list(listed)
         entries: dict[str, Any] = {}
         twin = self.twin(whole)
         real = not self.hidden(whole) and self._is(whole)
         for place, there in ((whole, real or not self._is(twin)), (twin, self._is(twin))):
             if there:
-                with self._os["scandir"](place) as found:
-                    entries |= {os.fsdecode(entry.name): entry for entry in found}
+                with self._os["scandir"](place) as listed:
+                    entries |= {os.fsdecode(entry.name): entry for entry in listed}
         own = {name for name in entries if self._is(os.path.join(twin, name))}
         return [
             entry
@@ -355,8 +355,13 @@ def opened(overlay: Overlay, original: Any) -> Any:
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not isinstance(mode, str) or not set(mode) & set("wax+"):
-            return original(overlay.seen(file), mode, *args, **kwargs)
+            shown = overlay.seen(file)
+            if shown is not file and not overlay.exists(os.path.abspath(os.fsdecode(file))):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+            return original(shown, mode, *args, **kwargs)
         whole = overlay.absolute(file)
+        if whole is not None and not overlay.is_folder(os.path.dirname(whole)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
         if "x" in mode and whole is not None and overlay.exists(whole):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
         if whole is not None and mode.startswith("r") and not overlay.exists(whole):

@@ -59,12 +59,12 @@ def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> Iterator[MainMo
                     __file__=origin,
                     __cached__=spec.cached,
                 )
-                shown = origin if launch.module else launch.program
+                shown = origin if launch.module else launch.written
             else:
-                shown = launch.program
-                loader = SourceFileLoader("__main__", shown)
+                shown = launch.written or launch.program
+                loader = SourceFileLoader("__main__", launch.program)
                 code = _compiled(program)
-                vars(module).update(__file__=shown, __loader__=loader, __cached__=None)
+                vars(module).update(__file__=launch.program, __loader__=loader, __cached__=None)
             sys.argv = [shown, *arguments]
             sys.modules["__main__"] = module
             yield MainModule(module, code)

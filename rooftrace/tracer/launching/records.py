@@ -32,8 +32,9 @@ class HardExit(BaseException):
 class CommandLine:
     """A command line, understood.
 
-    program: a script's path, or the dotted name of a module.  module: whether it is a module.
-    arguments: those of the program.  launcher: "torchrun", "accelerate", ...; "" for none.
+    program: a script's path, or the dotted name of a module.  written: as the user wrote it.
+    module: whether it is a module.  arguments: those of the program.  launcher: "torchrun",
+    "accelerate", ...; "" for none.
     processes: how many the launcher starts on each node, and nodes: on how many; None where it does
     not say.  environment: variables that the launcher sets for every process.  ports: address and
     port of the first process, as the launcher says them.
@@ -42,6 +43,7 @@ class CommandLine:
     """
 
     program: str
+    written: str = ""
     module: bool = False
     arguments: tuple[str, ...] = ()
     launcher: str = ""

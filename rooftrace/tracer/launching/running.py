@@ -32,7 +32,7 @@ class ProgramRun:
 
     @property
     def ranks(self) -> Ranks:
-        """As which rank the program runs, as far as it has said how many there are."""
+        """The rank as which it runs; the program may still say how many there are."""
         return self._processes.ranks
 
     @property
@@ -53,7 +53,7 @@ class ProgramRun:
         """End the program: raises Stopped, in a call that the program makes.
 
         A program that catches it and goes on is told again at the next call.  After three times
-        every line that it runs raises, also the lines of its handlers.
+        every jump and call of it raises, also those of its handlers.
         """
         self._stopping.stop()
 
@@ -78,7 +78,12 @@ class ProgramRun:
         except Exception as error:
             reason, raised = "error", error
             _from_here(error)
-        sys.settrace(None)
+        while self.stops > ending.GENTLE:
+            try:
+                ending.calm()
+                break
+            except Stopped:
+                continue
         threads = ending.threads_of(before)
         self._exits.run()
         with contextlib.suppress(ValueError, OSError, AttributeError):

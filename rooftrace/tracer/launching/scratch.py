@@ -77,12 +77,12 @@ def _of_os(overlay: Overlay) -> dict[str, Any]:
 
 def _opens() -> list[tuple[Any, str]]:
     """Where modules keep `open` of Python."""
-    found: list[tuple[Any, str]] = [(builtins, "open"), (io, "open")]
+    places: list[tuple[Any, str]] = [(builtins, "open"), (io, "open")]
     for name, attribute in (("bz2", "_builtin_open"), ("tarfile", "bltn_open")):
         home = importlib.import_module(name)
         if hasattr(home, attribute):
-            found.append((home, attribute))
-    return found
+            places.append((home, attribute))
+    return places
 
 
 def _of_tempfile(overlay: Overlay) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def _of_tempfile(overlay: Overlay) -> dict[str, Any]:
         original = original_of(tempfile, name)
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            given = args[folder_at] if len(args) > folder_at else kwargs.get("dir")
+            folder = args[folder_at] if len(args) > folder_at else kwargs.get("dir")
             own = tempfile.gettempdir()
-            if given is not None and os.path.abspath(os.fsdecode(given)) != os.path.abspath(own):
+            if folder is not None and os.path.abspath(os.fsdecode(folder)) != os.path.abspath(own):
                 return original(*args, **kwargs)
             before, overlay.here.plain = overlay.here.plain, True
             try:

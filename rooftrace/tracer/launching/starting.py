@@ -26,17 +26,9 @@ WORKERS = (
 )
 _RANK_NAMES = frozenset(
     (
-        "rank",
-        "local_rank",
-        "gpu",
-        "gpu_id",
-        "process_index",
-        "proc_id",
-        "process_id",
-        "index",
-        "idx",
+        *("rank", "local_rank", "rank_id", "worker_rank", "gpu", "gpu_id", "device_id", "proc_id"),
+        *("process_id", "process_index", "local_process_index", "index", "idx", "i"),
     )
-    + ("rank_id", "worker_rank", "device_id", "i", "local_process_index")
 )
 """What the first parameter of a function of one rank is called."""
 

@@ -60,6 +60,7 @@ def understood(words: Sequence[str], folder: str | os.PathLike[str] | None = Non
         raise RequestError(f"-m {launch.program}: expected the dotted name of a module, as in a.b")
     return CommandLine(
         program=program,
+        written=launch.program,
         module=launch.module,
         arguments=launch.arguments,
         launcher=launch.launcher,
@@ -128,8 +129,8 @@ def _python(words: Sequence[str]) -> CommandLine:
             place += 1
         elif word.startswith("-"):
             raise RequestError(
-                f"{words[0]} {word}: expected a script or -m with a module; write code of -c into a "
-                "file"
+                f"{words[0]} {word}: expected a script or -m with a module; write code of -c "
+                "into a file"
                 if word.startswith("-c")
                 else f"{words[0]} {word}: not an option of Python that is understood here"
             )
@@ -160,18 +161,18 @@ def _script(word: str, folder: str) -> str:
     path = Path(folder, os.path.expanduser(word))
     if path.is_file() or (path / "__main__.py").is_file():
         return str(path)
-    found = shutil.which(word) if os.sep not in word else None
-    if found and _is_python(found):
-        return found
-    if found:
-        raise RequestError(f"{word}: {found} is no program of Python, so it cannot be run here")
+    there = shutil.which(word) if os.sep not in word else None
+    if there and _is_python(there):
+        return there
+    if there:
+        raise RequestError(f"{word}: {there} is no program of Python, so it cannot be run here")
     if path.is_dir():
         raise RequestError(f"{word}: a folder without __main__.py; name a script in it")
     near = path.parent if path.parent.is_dir() else Path(folder)
     others = sorted(other.name for other in near.glob("*.py"))[:200]
     raise RequestError(
-        f"{word}: no such script (looked in {path.parent}){hint(path.name, others)}; name a script, "
-        "-m with a module, or a launcher such as torchrun and its script"
+        f"{word}: no such script (looked in {path.parent}){hint(path.name, others)}; name a "
+        "script, -m with a module, or a launcher such as torchrun and its script"
     )
 
 

@@ -37,10 +37,10 @@ def before_exchange(tape: Tape, call: Call) -> list[Known] | None:
     sent = [t for t in call.tensors if kind in _IN_PLACE or id(t) not in written]
     if not sent or any(t.is_floating_point() and not small(t) and t.is_meta for t in sent):
         return None
-    found = [tape.values.known(tensor) for tensor in sent]
-    if any(entry is None for entry in found):
+    entries = [tape.values.known(tensor) for tensor in sent]
+    if any(entry is None for entry in entries):
         return None
-    return [Known(e.value.detach().clone(), e.taint, e.epoch) for e in found if e is not None]
+    return [Known(e.value.detach().clone(), e.taint, e.epoch) for e in entries if e is not None]
 
 
 def after_exchange(
