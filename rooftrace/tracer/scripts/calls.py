@@ -63,7 +63,15 @@ def says(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
     """A call in words: the class of the module, and the sizes of the tensors."""
     sizes = [str(list(tensor.shape)) for tensor in tensors_in((tuple(args), dict(kwargs)))]
     more = f", {len(sizes) - 4} more" if len(sizes) > 4 else ""
-    return f"{type(module).__name__}({', '.join(sizes[:4])}{more})"
+    return f"{type(_inside(module)).__name__}({', '.join(sizes[:4])}{more})"
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
+    inner = getattr(module, "_orig_mod", None)
+    if inner is None and type(module).__module__.startswith("torch."):
+        inner = module._modules.get("module") or module._modules.get("_fsdp_wrapped_module")
+    return module if inner is None else _inside(inner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,6 +261,7 @@ class Finder:
         recorder = self._stage.recorder
         root = steps.container_of(self._roots)
         steps.enter_modules(recorder, root)
+        self._optimizers.enter(recorder)
 
     def _finish(self, turn: _Turn) -> None:
         self._turn = None

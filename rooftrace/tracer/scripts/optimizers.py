@@ -38,6 +38,12 @@ class Optimizers:
         keys = (_key(optimizer) for optimizer in list(self._made))
         return {key for key in keys if key is not None}
 
+    def enter(self, tape: ScriptRecorder) -> None:
+        """The states of all of them are on the device, also where a recording does not read them."""
+        for optimizer in list(self._made):
+            if _key(optimizer) is not None:
+                _enter_states(tape, optimizer)
+
     def trains(self, module: nn.Module) -> bool:
         """Whether one of them steps on a weight of a module."""
         own = {id(p) for p in module.parameters()}
@@ -117,5 +123,5 @@ def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:
         name = tape.name_of(weight) or f"{kind}.{index}"
         tape.enter(weight, "parameter", name)
         for state, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.is_meta:
                 tape.enter(value, "optimizer", f"{name}.{state}")

@@ -20,7 +20,7 @@ from rooftrace.tracer.scripts.clocks import SimulatedClock
 from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.metering import StageMeter
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes, moved_in_place
+from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.stage import Stage
@@ -110,6 +110,7 @@ class Watch:
         with contextlib.ExitStack() as undo:
             undo.enter_context(watched(finder))
             undo.enter_context(moved_in_place())
+            undo.enter_context(checkpoints_alike())
             undo.enter_context(compiling(self.compiled))
             undo.enter_context(
                 self.optimizers.watched(
