@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rooftrace.tracer.emulation import handles
+from rooftrace.tracer.emulation import DeviceError, handles
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
 
@@ -289,8 +289,33 @@ def test_checkpoints_of_a_real_gpu_are_read(
     with recorded():
         assert torch.load(file)["weight"].is_meta
         assert torch.load(file, map_location="cpu")["weight"].tolist() == [[1] * 4] * 4
-        moved = torch.load(file, map_location=lambda storage, location: storage.cuda(0))
+        to_cuda: Any = lambda storage, location: storage.cuda(0)  # noqa: E731
+        moved = torch.load(file, map_location=to_cuda)
         assert moved["weight"].shape == (4, 4) and moved["weight"].is_meta
+
+
+def test_tensors_of_the_device_are_pickled_by_their_shapes() -> None:
+    import pickle
+
+    with recorded():
+        x = torch.ones(2, 3, device="cuda")
+        for item in (x, nn.Linear(2, 3).cuda().weight):
+            back = pickle.loads(pickle.dumps(item))
+            assert back.is_meta and back.shape == item.shape
+        host = torch.arange(3.0, device="cpu")
+        assert pickle.loads(pickle.dumps(host)).tolist() == [0, 1, 2]
+
+
+def test_copies_between_devices_of_one_process() -> None:
+    with recorded():
+        comm: Any = torch.nn.parallel.comm
+        x = torch.ones(4, 2, device="cpu")
+        (moved,) = comm.scatter(x, [0])
+        assert moved.is_meta and moved.shape == (4, 2)
+        assert comm.broadcast_coalesced([moved], [0])[0][0] is moved
+        assert torch._C._gather([moved], 0, 0) is moved
+        with pytest.raises(DeviceError, match=r"_scatter .*one device is emulated.*torchrun"):
+            comm.scatter(x, [0, 1])
 
 
 def test_devices_have_numbers() -> None:

@@ -219,25 +219,46 @@ def distributed(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def collective_names() -> dict[str, Any]:
-    """Functions of torch._C that copy between devices of one process."""
+    """Functions of torch._C that copy between devices of one process; one device needs no copy."""
     reason = "one device is emulated for each process"
     instead = "Run one process for each device (torchrun, DistributedDataParallel)"
+
+    def refused(name: str) -> Callable[..., Any]:
+        return refusal(f"torch._C.{name} (torch.cuda.comm, DataParallel)", reason, instead)
+
+    def to_all(name: str, copy: Callable[[Any], Any]) -> Callable[..., Any]:
+        several = refused(name)
+
+        def sent(tensors: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(devices) > 1:
+                several()
+            return (copy(tensors),)
+
+        return sent
+
+    def gather(tensors: Any, *args: Any) -> Any:
+        return tensors[0] if len(tensors) == 1 else refused("_gather")()
+
+    here = torch.device("cuda")
     return {
-        name: refusal(f"torch._C.{name} (torch.cuda.comm, DataParallel)", reason, instead)
-        for name in (
-            "_broadcast",
-            "_broadcast_out",
-            "_broadcast_coalesced",
-            "_scatter",
-            "_scatter_out",
-            "_gather",
-            "_gather_out",
-            "_nccl_all_reduce",
-            "_nccl_all_gather",
-            "_nccl_broadcast",
-            "_nccl_reduce",
-            "_nccl_reduce_scatter",
-            "_nccl_init_rank",
-            "_nccl_unique_id",
-        )
+        **{name: refused(name) for name in _BETWEEN},
+        "_broadcast": to_all("_broadcast", lambda tensor: tensor),
+        "_broadcast_coalesced": to_all("_broadcast_coalesced", list),
+        "_scatter": to_all("_scatter", lambda tensor: tensor.to(here)),
+        "_gather": gather,
     }
+
+
+_BETWEEN = (
+    "_broadcast_out",
+    "_scatter_out",
+    "_gather_out",
+    "_nccl_all_reduce",
+    "_nccl_all_gather",
+    "_nccl_broadcast",
+    "_nccl_reduce",
+    "_nccl_reduce_scatter",
+    "_nccl_init_rank",
+    "_nccl_unique_id",
+)
+"""Functions of torch._C that write into tensors of several devices."""

@@ -154,7 +154,7 @@ def _replacements(
     yield torch.amp.GradScaler, scaler.methods(here)
     yield from extensions.refused_classes()
     yield _cuda.CudaError, devices.error_methods()
-    yield Tensor, {**pinned.methods(), **legacy.methods(types)}
+    yield Tensor, {**pinned.methods(), **legacy.methods(types), **files.tensor_methods()}
 
 
 def _wherever_bound(home: Any, functions: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:

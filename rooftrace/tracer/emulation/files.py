@@ -69,6 +69,17 @@ def _without_notes(state: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in state.items() if not name.startswith(_NOTES)}
 
 
+def tensor_methods() -> dict[str, Any]:
+    """Methods of tensors by which they are pickled: those of the device by their shapes."""
+    reduce = original_of(torch.Tensor, "__reduce_ex__")
+
+    def __reduce_ex__(tensor: Any, protocol: Any) -> Any:
+        with contexts.plainly():
+            return reduce(tensor, protocol)
+
+    return {"__reduce_ex__": __reduce_ex__}
+
+
 def storage_methods() -> dict[str, Any]:
     """Methods of storages that move them to the device."""
 
