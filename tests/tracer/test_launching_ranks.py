@@ -114,8 +114,8 @@ def test_of_the_processes_that_a_script_starts_one_runs_here(how: str, tmp_path:
 
 def test_the_variables_are_those_of_the_launcher(tmp_path: Path) -> None:
     text = "import os, json; json.dump(dict(os.environ), open('env.json', 'w'))"
-    words = "torchrun --nnodes=2 --nproc_per_node=4 --master_addr=a --master_port=7".split()
-    run(tmp_path, text, *words, rank=6)
+    words = ("--nnodes=2", "--nproc_per_node=4", "--master_addr=a", "--master_port=7")
+    run(tmp_path, text, "torchrun", *words, rank=6)
     seen = json.loads((tmp_path / "env.json").read_text())
     wanted = {"RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     wanted |= {"GROUP_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
