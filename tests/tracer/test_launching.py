@@ -1,4 +1,4 @@
-"""Command lines as programs, run in this process at one rank of many, and the process after them."""
+"""Command lines as programs, run in this process at one rank, and the process after them."""
 
 import os
 import sys
@@ -50,8 +50,8 @@ def run(*words: str, world: int | None = None, rank: int = 0, **options: object)
         ("deepspeed --num_gpus=8 t.py --deepspeed", "deepspeed", 8, None, ("--deepspeed",)),
         ("deepspeed --include localhost:0,1@b:0,1 t.py", "deepspeed", 2, 2, ()),
         ("accelerate launch --num_processes 8 t.py --x", "accelerate", 8, 1, ("--x",)),
-        ("accelerate launch --num_processes 8 --num_machines 2 --machine_rank 0 --main_process_ip h "
-         "--main_process_port 1 t.py", "accelerate", 4, 2, ()),
+        ("accelerate launch --num_processes 8 --num_machines 2 --machine_rank 0 "
+         "--main_process_ip h --main_process_port 1 t.py", "accelerate", 4, 2, ()),
         ("fabric run --devices 4 t.py", "fabric run", 4, 1, ()),
         ("lightning run model --devices=0,1 t.py", "fabric run", 2, 1, ()),
         ("env A=1 uv run t.py", "", None, None, ()),

@@ -186,7 +186,7 @@ def _restore_folder(before: str) -> None:
         os.chdir(before)
 
 
-_start_method: Any = multiprocessing.context._default_context  # type: ignore[attr-defined]
+_start_method: Any = multiprocessing.context._default_context
 
 PROCESS = (
     KeptState("working directory", _folder, _restore_folder),
@@ -208,7 +208,7 @@ PROCESS = (
     attribute(threading, "excepthook", "_trace_hook", "_profile_hook"),
     KeptState("stack size", threading.stack_size, threading.stack_size),
     KeptState("collector", lambda: (gc.isenabled(), gc.get_threshold()), _restore_collector),
-    _same_list(lambda: warnings.filters),  # type: ignore[attr-defined,return-value,arg-type]
+    _same_list(lambda: warnings.filters),
     attribute(warnings, "showwarning", "formatwarning", "filters"),
     KeptState("loggers", _loggers, _restore_loggers),
     attribute(logging.root.manager, "disable", "loggerClass"),

@@ -98,9 +98,9 @@ class Ranks:
         """
         said = launch.world
         if world is not None and said is not None and world != said:
-            nodes = f" on {launch.nodes} nodes" if (launch.nodes or 1) > 1 else ""
+            where = f" on {launch.nodes} nodes" if (launch.nodes or 1) > 1 else ""
             raise RequestError(
-                f"--ranks {world}: {launch.launcher} starts {launch.processes} processes{nodes}, "
+                f"--ranks {world}: {launch.launcher} starts {launch.processes} processes{where}, "
                 f"which are {said}; leave one of the two out, or make them agree"
             )
         world = world or said or 1
