@@ -236,6 +236,8 @@ def lifetimes(visits: Visits) -> Lives:
     kept = {number for value in graph.outputs for number in visits.copies(value, {})}
     inputs = {number for value in graph.inputs for number in visits.copies(value, {})}
     used = {visits.storage(number) for number in kept | inputs | set(chain.from_iterable(touched))}
+    # States of an optimizer are there also in a part of a step that does not read them.
+    used |= {values[i].storage for i in graph.external if values[i].role == "optimizer"}
     outside = {values[i].storage for i in graph.external} & used
     born = {number: -1 for s in sorted(outside) for number in visits.copies(s, {})}
     last: dict[int, int] = {}
