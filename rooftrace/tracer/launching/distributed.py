@@ -64,9 +64,10 @@ class Processes:
             "is_nccl_available": lambda: True,
             "is_torchelastic_launched": lambda: "TORCHELASTIC_RUN_ID" in os.environ,
         }
-        from torch.distributed import device_mesh, distributed_c10d, rendezvous
+        from torch.distributed import device_mesh, distributed_c10d
 
-        homes: list[Any] = [dist, distributed_c10d, rendezvous]
+        loose: Any = dist
+        homes: list[Any] = [dist, distributed_c10d, loose.rendezvous]
         stores = dict.fromkeys(("TCPStore", "FileStore"), _store)
         meshed = {"init_device_mesh": self._init_device_mesh}
         with contextlib.ExitStack() as undo:
@@ -251,7 +252,8 @@ def _name(backend: str) -> str:
 
 def _store(*args: Any, **kwargs: Any) -> Any:
     """Stands for stores through which processes find each other."""
-    return dist.HashStore()
+    home: Any = dist
+    return home.HashStore()
 
 
 def _copied(thing: Any) -> Any:

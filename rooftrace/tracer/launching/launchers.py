@@ -107,7 +107,8 @@ def deepspeed(words: Sequence[str]) -> CommandLine:
     if getattr(args, "no_python", False):
         raise RequestError("deepspeed --no_python: only programs of Python can be run here")
     if args.include and args.num_gpus in (-1, 0):
-        processes, nodes = _included(args.include)
+        processes, hosts = _included(args.include)
+        nodes: int | None = hosts
     else:
         processes = None if args.num_gpus in (-1, 0) else args.num_gpus
         nodes = None if args.num_nodes in (-1, 0) else args.num_nodes

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context as contexts
 from typing import Any
@@ -48,7 +49,8 @@ class OtherProcesses:
         spawns = {"start_processes": self._start_processes, "spawn": self._spawn}
         loading = {"_get_iterator": self._load_here, "__iter__": self._load_again}
         with contextlib.ExitStack() as undo:
-            for home in (torch.multiprocessing, torch.multiprocessing.spawn):
+            loose: Any = torch.multiprocessing
+            for home in (loose, sys.modules["torch.multiprocessing.spawn"]):
                 here = {name: new for name, new in spawns.items() if callable(vars(home).get(name))}
                 undo.enter_context(replaced(home, here))
             for name in kinds:
@@ -122,7 +124,7 @@ class OtherProcesses:
         if not loader.num_workers:
             return original_of(dataloader.DataLoader, "_get_iterator")(loader)
         self._processes.say(WORKERS)
-        return dataloader._SingleProcessDataLoaderIter(_WithoutWorkers(loader))  # type: ignore[arg-type]
+        return dataloader._SingleProcessDataLoaderIter(_WithoutWorkers(loader))
 
     def _load_again(self, loader: Any) -> Any:
         """Stands for `DataLoader.__iter__`: workers that persist would be asked for new indices."""

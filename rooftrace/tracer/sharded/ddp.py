@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -194,6 +195,9 @@ class _NoReducer:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+    def _get_ddp_logging_data(self) -> Any:
+        return SimpleNamespace(strs_map={}, ints_map={})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
