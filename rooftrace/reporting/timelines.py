@@ -28,12 +28,16 @@ def save_timeline(result: Any, path: str | Path, *, source: Any = None, **asked:
     """Write the predicted timeline of the steps of a result, for ui.perfetto.dev; its path.
 
     result: an Estimate, a report, a Diff (both sides), Rooflines, an Explanation, a Sweep (its best
-    line), a ServingAnswer (its answer), or estimates by title; or Elasticities of a `source`, with
-    the chip, the execution and the rest that was asked for.  The file is gzip if its name ends in
-    .gz.  Raises RequestError for a result in which no step is.
+    line), a ServingAnswer (its answer), a ScriptCost (the whole run), or estimates by title; or
+    Elasticities of a `source`, with the chip, the execution and the rest that was asked for.  The
+    file is gzip if its name ends in .gz.  Raises RequestError for a result in which no step is.
     """
     from rooftrace.reporting.figures import timeline
 
+    if type(result).__name__ == "ScriptCost":
+        from rooftrace.reporting.figures import runtimeline
+
+        return runtimeline.write_run(path, result)
     if source is not None:
         steps = steps_at(source, result.phase, result.sizes, **asked)
     else:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class TurnCost:
     """Equal turns of a script.  Quantities are of one turn: FLOP, byte, second.

@@ -51,8 +51,8 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    report, run_script, explain, census, nodes, breaks, roofline, trace, sweep, solve, sensitivity, explore,
-    diff, compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
+    report, run_script, explain, census, nodes, breaks, roofline, trace, sweep, solve, sensitivity,
+    explore, diff, compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

@@ -8,7 +8,7 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import EXECUTIONS, table_options
+from rooftrace.reporting.cli.options import EXECUTIONS, TimelineFile, table_options
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     form_of,
@@ -16,6 +16,7 @@ from rooftrace.reporting.cli.shared import (
     load_rules,
     progress,
     write_result,
+    write_timeline,
 )
 
 _HELP = """The script runs as written, on the CPU and its memory, without a GPU.  It sees a CUDA
@@ -48,7 +49,9 @@ is read is a stated assumption.  What it does on the host is real: data, logging
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them runs."
 )
-@click.option("--execution", help=f"{EXECUTIONS}.  [default: compiled with torch.compile, or eager]")
+@click.option(
+    "--execution", help=f"{EXECUTIONS}.  [default: compiled with torch.compile, or eager]"
+)
 @click.option("--tf32", is_flag=True, help="fp32 matrix products in TF32.")
 @click.option("--knobs", metavar="FILE", help="Fitted constants (rooftrace calibrate).")
 @click.option(
@@ -72,11 +75,17 @@ is read is a stated assumption.  What it does on the host is real: data, logging
 @click.option(
     "--save", metavar="FILE.json.gz", help="Write the graphs of the steady step, for any command."
 )
+@click.option(
+    "--timeline",
+    type=TimelineFile(),
+    metavar="FILE.json.gz",
+    help="Write the whole run there: data loaders beside the device; for ui.perfetto.dev.",
+)
 @table_options
 def run_script(
     command: tuple[str, ...], steps: int, to_end: bool, form: str | None, out: str | None,
     execution: str | None, tf32: bool, knobs: str | None, rules: tuple[str, ...],
-    assumed: tuple[str, ...], save: str | None, **asked: Any,
+    assumed: tuple[str, ...], save: str | None, timeline: str | None, **asked: Any,
 ) -> None:  # fmt: skip
     """Run SCRIPT, unmodified, on a GPU that is not there: what its steps cost, and why.
 
@@ -101,6 +110,7 @@ def run_script(
     if save is not None:
         rt.save(saved(result), save)
     shown = write_result(result, form_of(form, out), out)
+    write_timeline(timeline, result, quiet=not shown)
     if shown and save is not None:
         say(f"\nthe steady step is in {save}: rooftrace report {save}")
 

@@ -11,7 +11,7 @@ from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
 
 _LIMITS = {"compute": "compute", "hbm": "HBM", "network": "network", "launch": "launch"}
-_KINDS = {"training": "training step", "inference": "call without gradients"}
+_KINDS = {"training": "step", "inference": "no grad"}
 _ENDS = {
     "stopped": "ended after the steps that were asked for",
     "end": "ran to its end",
@@ -29,13 +29,13 @@ _TURNS = (
     view.Column("number", units.TEXT, "turns", of=lambda row: _number(row)),
     view.Column("what", units.TEXT, "what", of=lambda row: _KINDS[row.kind]),
     view.Column("t_est", units.SECOND, "expected", mark="strong"),
-    view.Column("interval", units.TEXT, "90 % between", of=lambda row: _interval(row), drop=2),
+    view.Column("interval", units.TEXT, "90 % between", of=lambda row: _interval(row)),
     view.Column("limit", units.TEXT, "limit", of=lambda row: _LIMITS.get(row.limit, row.limit)),
-    view.Column("flops", units.FLOP, "FLOP"),
-    view.Column("bytes_hbm", units.BYTE, "HBM", drop=4),
-    view.Column("peak", units.CAPACITY, "peak memory"),
-    view.Column("mfu", units.SHARE, "MFU", drop=1),
-    view.Column("loading", units.SECOND, "data here", drop=3),
+    view.Column("peak", units.CAPACITY, "peak"),
+    view.Column("mfu", units.SHARE, "MFU"),
+    view.Column("flops", units.FLOP, "FLOP", drop=1),
+    view.Column("bytes_hbm", units.BYTE, "HBM", drop=3),
+    view.Column("loading", units.SECOND, "data here", drop=2),
     view.Column("label", units.CODE, "called", flexible=True),
 )
 _PIECES = (

@@ -409,7 +409,7 @@ def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
 
 
 def graph_of_step(recorder: Recorder, root: nn.Module, learnt: Learnt) -> OpGraph:
-    """The graph of what was recorded of code that used `root`; code after it may read its results."""
+    """The graph of what was recorded of code that used `root`; later code may read its results."""
     graph = _graph(recorder, root, learnt, None)
     return graph.replace(outputs=(*graph.outputs, *_left_over(graph)))
 

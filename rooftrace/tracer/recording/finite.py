@@ -21,7 +21,19 @@ _EITHER = ("aten.logical_or", "aten.bitwise_or")
 _NOT = ("aten.logical_not", "aten.bitwise_not")
 _KEEPS = frozenset(
     f"aten.{name}"
-    for name in ("all", "any", "_is_all_true", "_is_any_true", "view", "reshape", "_to_copy", "clone", "alias", "detach", "stack")
+    for name in (
+        "all",
+        "any",
+        "_is_all_true",
+        "_is_any_true",
+        "view",
+        "reshape",
+        "_to_copy",
+        "clone",
+        "alias",
+        "detach",
+        "stack",
+    )
 )
 
 

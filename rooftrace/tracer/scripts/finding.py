@@ -21,6 +21,7 @@ from rooftrace.tracer.scripts.calls import Look, Result, look_of, says
 from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Piece, Stretch
 from rooftrace.tracer.scripts.stage import Stage
 from rooftrace.tracer.tensors import tensors_in
@@ -251,16 +252,13 @@ class Finder:
         self._optimizers.steps.clear()
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
-            self.book.discard(self._stage.change(record=True))
+            self.book.discard(self._stage.change(self._name if turn.recorded else None))
         self._unread = not turn.recorded
-        if turn.recorded:
-            self._name()
         return turn
 
-    def _name(self) -> None:
-        recorder = self._stage.recorder
-        root = steps.container_of(self._roots)
-        steps.enter_modules(recorder, root)
+    def _name(self, recorder: ScriptRecorder) -> None:
+        """A recorder knows the modules by their paths, and the states of the optimizers."""
+        steps.enter_modules(recorder, steps.container_of(self._roots))
         self._optimizers.enter(recorder)
 
     def _finish(self, turn: _Turn) -> None:
@@ -311,8 +309,7 @@ class Finder:
     def _record_after_all(self, turn: _Turn) -> _Turn:
         """A turn that was taken to be like others is not: the rest of it is recorded."""
         turn.recorded = True
-        self.book.discard(self._stage.change(record=True))
-        self._name()
+        self.book.discard(self._stage.change(self._name))
         return turn
 
     # -- gradient accumulation -------------------------------------------------------------------
@@ -339,15 +336,16 @@ class Finder:
         return len(turn.pieces) > 0 and self._results[-1].known
 
     def _next_piece(self, turn: _Turn) -> None:
-        self._close_piece(turn)
-        self._name()
+        self._close_piece(turn, self._name)
 
-    def _close_piece(self, turn: _Turn) -> None:
+    def _close_piece(
+        self, turn: _Turn, prepare: Callable[[ScriptRecorder], None] | None = None
+    ) -> None:
         """What was recorded becomes a piece; what was taken to be like the last one does not."""
         recorder = self._stage.recorder
         root = steps.container_of(self._roots)
         steps.note_gradients(recorder, root, turn.learnt)
-        old = self._stage.change(record=True)
+        old = self._stage.change(prepare)
         turn.brought += old.brought_bytes
         turn.taken += old.taken_bytes
         if turn.repeating:

@@ -39,7 +39,7 @@ class Optimizers:
         return {key for key in keys if key is not None}
 
     def enter(self, tape: ScriptRecorder) -> None:
-        """The states of all of them are on the device, also where a recording does not read them."""
+        """The states of all of them are on the device, also where nothing reads them."""
         for optimizer in list(self._made):
             if _key(optimizer) is not None:
                 _enter_states(tape, optimizer)

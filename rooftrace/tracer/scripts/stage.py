@@ -24,9 +24,14 @@ class Stage:
         """The script begins: its first recorder is on, and records nothing."""
         self.recorder.__enter__()
 
-    def change(self, record: bool) -> ScriptRecorder:
-        """Another recorder takes the place of the one that is on, which is returned."""
-        old, new = self.recorder, self._make(record)
+    def change(self, prepare: Callable[[ScriptRecorder], None] | None = None) -> ScriptRecorder:
+        """Another recorder takes the place of the one that is on, which is returned.
+
+        prepare: is called with the new one before it is on.
+        """
+        old, new = self.recorder, self._make(True)
+        if prepare is not None:
+            prepare(new)
         with contexts.exchanging(_is_ours):
             old.give_way(new)
         self.recorder = new
