@@ -216,6 +216,10 @@ class Recorder(TorchDispatchMode, Tape):
         if not here.stack and here.leave is not None:
             here.leave()
 
+    def answer(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, or give what an equal call gave."""
+        return self._module_calls.answer(module, *args, **kwargs)
+
     def give_way(self, other: Recorder) -> None:
         """Another recorder takes the place of this one; regions of autocast that are on stay on."""
         with set_aside():

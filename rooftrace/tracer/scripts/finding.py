@@ -97,24 +97,22 @@ class Finder:
 
     # -- what the script does ----------------------------------------------------------------------
 
-    def call(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        run: Callable[[], Any],
-    ) -> Any:
-        """A module is called from outside of any module; run: runs it."""
+    def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a module in the recorder that is on."""
+        return self._stage.recorder.answer(module, *args, **kwargs)
+
+    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A module is called from outside of any module."""
         if torch._C._current_autograd_node() is not None:
-            return run()
+            return self.run(module, args, kwargs)
         with torch._C.DisableTorchFunction():
             here = self._on_device(module, (args, kwargs))
             known = self._known(module, args, kwargs) if here else None
         if not here:
-            return run()
+            return self.run(module, args, kwargs)
         if known is not None:
             return known[0]
-        output = run()
+        output = self.run(module, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._results.append(Result(output, self._stage.recorder.values))
         return output

@@ -23,6 +23,8 @@ class ScriptRecorder(Recorder):
     shown: the device that the script sees.  shapes: what is really on meta.
     """
 
+    hands_on_calls = True
+
     def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
         self._shown, self._shapes = shown, shapes
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host

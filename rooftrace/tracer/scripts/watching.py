@@ -25,16 +25,15 @@ def watched(finder: Finder) -> Iterator[None]:
     """Inside, in the threads of the current scope, a finder is told of calls and of batches."""
     depth = _Depth()
     main = threading.get_ident()
-    called = original_of(nn.Module, "__call__")
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if depth.inside or threading.get_ident() != main:
-            return called(module, *args, **kwargs)
+            return finder.run(module, args, kwargs)
         depth.inside += 1
         try:
-            return finder.call(module, args, kwargs, lambda: called(module, *args, **kwargs))
+            return finder.call(module, args, kwargs)
         finally:
             depth.inside -= 1
 

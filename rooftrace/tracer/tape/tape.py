@@ -34,8 +34,11 @@ from rooftrace.tracer.values import META, Values, marks
 class Tape:
     """The ops and tensors that one recording has recorded so far.
 
-    record=False keeps only the values that are known (to build modules).
+    record=False keeps only the values that are known (to build modules).  hands_on_calls: another
+    part of rooftrace is told of calls of modules first, and hands them on.
     """
+
+    hands_on_calls = False
 
     def __init__(self, values: Values, record: bool) -> None:
         self._records = record
