@@ -1,0 +1,253 @@
+"""Scripts on a GPU that is not there, against the same scripts run for real on the CPU."""
+
+import io
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import rooftrace as rt
+from tests.process_state import changed, of_the_process, of_this_thread
+from tests.tracer.script_oracle import (
+    all_flops,
+    held,
+    matrix_flops,
+    ours,
+    really,
+    trained,
+    training,
+)
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU answers for itself", allow_module_level=True)
+
+HEAD = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+device = sys.argv[1]
+torch.manual_seed(0)
+"""
+
+AMP = """
+model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).to(device)
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler(device)
+data = torch.utils.data.TensorDataset(torch.randn(96, 32), torch.randint(0, 10, (96,)))
+for x, y in torch.utils.data.DataLoader(data, batch_size=16):
+    opt.zero_grad(set_to_none=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(x.to(device)), y.to(device))
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(opt)
+    scaler.update()
+    print(loss.item())
+"""
+
+ACCUMULATED = """
+passes = int(sys.argv[2])
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for step in range(5):
+    for _ in range(passes):
+        x, y = torch.randn(8, 32, device=device), torch.randint(10, (8,), device=device)
+        (F.cross_entropy(model(x), y) / passes).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+GAN = """
+G = nn.Sequential(nn.ConvTranspose2d(16, 32, 4), nn.BatchNorm2d(32), nn.ReLU(),
+                  nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh()).to(device)
+D = nn.Sequential(nn.Conv2d(3, 32, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(32, 1, 4),
+                  nn.Flatten()).to(device)
+opt_d = torch.optim.Adam(D.parameters(), lr=2e-4)
+opt_g = torch.optim.RMSprop(G.parameters(), lr=2e-4)
+for step in range(5):
+    D.zero_grad()
+    real = torch.randn(8, 3, 8, 8).to(device)
+    ones, zeros = torch.ones(8, 1, device=device), torch.zeros(8, 1, device=device)
+    F.binary_cross_entropy_with_logits(D(real), ones).backward()
+    fake = G(torch.randn(8, 16, 1, 1, device=device))
+    F.binary_cross_entropy_with_logits(D(fake.detach()), zeros).backward()
+    opt_d.step()
+    G.zero_grad()
+    loss = F.binary_cross_entropy_with_logits(D(fake), ones)
+    loss.backward()
+    opt_g.step()
+    print(loss.item())
+"""
+
+PPO = """
+from torch.distributions import Categorical
+
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.actor = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def act(self, x, action=None):
+        chances = Categorical(logits=self.actor(x))
+        action = chances.sample() if action is None else action
+        return action, chances.log_prob(action), chances.entropy(), self.critic(x)
+
+agent = Agent().to(device)
+opt = torch.optim.Adam(agent.parameters(), lr=3e-4)
+for update in range(2):
+    seen, done, logs, rewards = [], [], [], []
+    x = torch.randn(4, 8, device=device)
+    for t in range(8):
+        with torch.no_grad():
+            action, log, _, value = agent.act(x)
+        seen.append(x), done.append(action), logs.append(log)
+        reward = action.cpu().numpy().astype("float32") * 0.1
+        rewards.append(torch.tensor(reward).to(device))
+        x = torch.randn(4, 8).to(device)
+    b, a, old, r = torch.cat(seen), torch.cat(done), torch.cat(logs), torch.cat(rewards)
+    for epoch in range(2):
+        for part in torch.randperm(32).split(16):
+            part = part.to(device)
+            _, log, entropy, value = agent.act(b[part], a[part])
+            ratio = (log - old[part]).exp()
+            gain = r[part] - value.view(-1)
+            loss = -(ratio.clamp(0.8, 1.2) * gain.detach()).mean() + gain.square().mean()
+            opt.zero_grad()
+            (loss - 0.01 * entropy.mean()).backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            opt.step()
+"""
+
+EVALUATED = """
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)).to(device)
+opt = torch.optim.Adagrad(net.parameters(), lr=0.1)
+for step in range(6):
+    net.train()
+    loss = F.cross_entropy(net(torch.randn(8, 16).to(device)), torch.zeros(8).long().to(device))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    if step % 2 == 1:
+        net.eval()
+        hits = 0
+        with torch.no_grad():
+            for batch in (32, 32, 20):
+                hits += (net(torch.randn(batch, 16).to(device)).argmax(-1) == 1).sum().item()
+        print(step, loss.item(), hits)
+"""
+
+IMAGES = """
+class Block(nn.Module):
+    def __init__(self, inner, outer, stride):
+        super().__init__()
+        self.one = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.norm = nn.BatchNorm2d(outer)
+        self.two = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.last = nn.BatchNorm2d(outer)
+        self.side = nn.Conv2d(inner, outer, 1, stride, bias=False)
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.one(x)), inplace=True)
+        return F.relu(self.last(self.two(h)) + self.side(x), inplace=True)
+
+model = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
+                      nn.MaxPool2d(3, 2, 1), Block(16, 16, 1), Block(16, 32, 2),
+                      nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+model = model.to(device, memory_format=torch.channels_last)
+decay = [p for p in model.parameters() if p.ndim > 1]
+other = [p for p in model.parameters() if p.ndim <= 1]
+opt = torch.optim.SGD([{"params": decay, "weight_decay": 1e-4}, {"params": other}], lr=0.1,
+                      momentum=0.9, nesterov=True)
+plan = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10)
+for step in range(5):
+    x = torch.randn(4, 3, 32, 32).to(device, memory_format=torch.channels_last)
+    y = torch.randint(10, (4,)).to(device, non_blocking=True)
+    with torch.amp.autocast(device_type=device, dtype=torch.bfloat16):
+        out = model(x)
+        loss = F.cross_entropy(out, y, label_smoothing=0.1)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    plan.step()
+    top = out.topk(5, 1)[1].eq(y[:, None]).float().sum().item()
+    print(loss.item(), top)
+"""
+
+DISTILLED = """
+teacher = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 10)).to(device).eval()
+student = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
+for p in teacher.parameters():
+    p.requires_grad_(False)
+opt = torch.optim.Adam(student.parameters())
+for step in range(5):
+    x = torch.randn(8, 16, device=device)
+    with torch.no_grad():
+        wanted = teacher(x).softmax(-1)
+    loss = F.kl_div(student(x).log_softmax(-1), wanted, reduction="batchmean")
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    print(loss.item())
+"""
+
+ATTENTION = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(h.transpose(1, 2).flatten(2))
+
+model = nn.Sequential(nn.Embedding(100, 32), Attention(), nn.LayerNorm(32), nn.Linear(32, 100))
+model = model.to(device)
+opt = torch.optim.AdamW(model.parameters(), amsgrad=True)
+for step in range(5):
+    ids = torch.randint(100, (4, 17)).to(device)
+    loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+CASES = {
+    "amp": (AMP, (), 6),
+    "accumulated-2": (ACCUMULATED, ("2",), 5),
+    "accumulated-3": (ACCUMULATED, ("3",), 5),
+    "accumulated-6": (ACCUMULATED, ("6",), 5),
+    "gan": (GAN, (), 5),
+    "ppo": (PPO, (), 8),
+    "evaluated": (EVALUATED, (), 6),
+    "images": (IMAGES, (), 5),
+    "distilled": (DISTILLED, (), 5),
+    "attention": (ATTENTION, (), 5),
+}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(dedent(HEAD) + text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_script_does_what_it_does_for_real(case: str, tmp_path: Path) -> None:
+    text, words, steps = CASES[case]
+    path = written(tmp_path, text)
+    real, cost = really(path, *words), ours(path, *words)
+    assert real.trained == trained(cost) == steps
+    assert all_flops(cost) == real.flops > 0
+    steady = cost.steady
+    assert steady is not None and steady.kind == "training"
+    assert matrix_flops(steady) == min(real.steps())
+    assert held(steady, "weights") >= sum(real.weights.values())
+    assert held(steady, "optimizer") == sum(real.states.values())
