@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
+.PHONY: help venv demo test heavy check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
 	checkpoints versions measure collectives manychips page docs notebooks clean
 
 help: ## list the commands
@@ -49,11 +49,14 @@ demo: $(INSTALLED) ## report on DeepSeek-V3 (671 B parameters) on an H200, into 
 	@$(BIN)/rooftrace report deepseek-v3 \
 		--batch 8 --seq 255 --kv 255 --dtype fp8 --chip h200-sxm --out out/deepseek-v3
 
-test: lint types ## lint, types and every test
-	@$(PYTEST)
+test: lint types ## lint, types and the tests; of long sweeps the cases that differ most
+	@$(PYTEST) -m 'not heavy'
+
+heavy: $(INSTALLED) ## the other cases of long sweeps: every model, phase, command and option
+	@$(PYTEST) -m heavy
 
 check: lint types ## lint, types and the quick tests: about a minute
-	@$(PYTEST) -m 'not slow'
+	@$(PYTEST) -m 'not slow and not heavy'
 
 fuzz: $(INSTALLED) ## attack files, commands, names and threads, each for so long (FUZZ=600 seconds)
 	@$(PYTEST) tests/fuzz --fuzz-seconds=$(or $(FUZZ),600) --hypothesis-profile=explore

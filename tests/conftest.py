@@ -3,11 +3,13 @@
 import difflib
 import gc
 import inspect
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="rewrite tests/golden/ from what the code says now; runs only the tests that use it",
     )
     parser.addoption(
-        "--fuzz-seconds", type=float, default=2.0, help="how long each attacker of tests/fuzz tries"
+        "--fuzz-seconds", type=float, default=0.5, help="how long each attacker of tests/fuzz tries"
     )
 
 
@@ -74,6 +76,37 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def root() -> Path:
     """The root of the repository."""
     return Path(__file__).resolve().parents[1]
+
+
+def mostly_heavy(cases: Iterable[Any], keep: Collection[Any]) -> list[Any]:
+    """The cases of a sweep for `parametrize`: those to keep as they are, the others marked heavy.
+
+    `make test` leaves out what is heavy, `make heavy` runs it.  A name in `keep` that is no case is
+    an error: nothing would stand for the sweep.
+    """
+    every = list(cases)
+    if missing := [case for case in keep if case not in every]:
+        raise ValueError(f"{missing[0]!r} is no case of this sweep; name one of {every}")
+    if not keep:
+        raise ValueError("keep at least one case of a sweep in `make test`")
+    return [
+        case
+        if case in keep
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.heavy)
+        for case in every
+    ]
+
+
+def in_turn(*axes: Iterable[Any], keep: Collection[Any] = ()) -> list[Any]:
+    """Every combination of these axes for `parametrize`; `make test` runs few of them.
+
+    It runs as many as the longest axis has values, the other axes in turn, so that each value of
+    each axis is in one; and those to keep, which take a way of their own.
+    """
+    values = [list(axis) for axis in axes]
+    longest = range(max(map(len, values)))
+    few = [tuple(axis[n % len(axis)] for axis in values) for n in longest]
+    return mostly_heavy(itertools.product(*values), [*few, *keep])
 
 
 def rotary_product(length: int, width: int) -> int:

@@ -39,9 +39,9 @@ def formulas() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     "sizes",
     [
-        ("decode", 8, 255),
+        pytest.param(("decode", 8, 255), marks=pytest.mark.heavy),
         ("decode", 8, 4096, 2, 4, 0.5, 1.25),
-        ("prefill", 2, 64),
+        pytest.param(("prefill", 2, 64), marks=pytest.mark.heavy),
         ("training", 2, 64),
     ],
     ids=str,

@@ -128,7 +128,7 @@ def run(row: Environment, venvs: Path, jobs: str) -> Result:
     report.unlink(missing_ok=True)
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pytest = [inside, "-m", "pytest", "-p", "no:benchmark", "-q", "--no-header", "--tb=short"]
-    quick = [*pytest, "-m", "not slow", "-n", jobs, f"--junitxml={report}"]
+    quick = [*pytest, "-m", "not slow and not heavy", "-n", jobs, f"--junitxml={report}"]
     with open(venvs / f"{row.name}.log", "w", encoding="utf-8") as log:
         subprocess.run(quick, cwd=ROOT, env=os.environ | quiet, stdout=log, stderr=log, check=False)
     if not report.exists():

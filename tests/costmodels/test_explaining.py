@@ -17,6 +17,7 @@ import rooftrace as rt
 from rooftrace.costmodels.explaining.scaling import slowed
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.tracer.formulas.functions import FUNCTIONS
+from tests.conftest import mostly_heavy
 from tests.costmodels.batch_support import Decoder
 
 WIDTH = 64
@@ -62,7 +63,7 @@ def value_of(text: str, sizes: Mapping[str, int]) -> float:
 # -- formulas --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [3, 24, 100])
+@pytest.mark.parametrize("batch", mostly_heavy([3, 24, 100], [24]))
 def test_formulas_give_the_rows_of_an_estimate(batch: int) -> None:
     sizes = {"batch": batch}
     estimate = rt.estimate(mixer(), rows_of(batch), chip="h200-sxm")

@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("phase", "sizes"),
-    [("training", {"seq": 24})],
+    [("prefill", {"seq": 24}), pytest.param("training", {"seq": 24}, marks=pytest.mark.heavy)],
 )
 def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str, Any]) -> None:
     size = "config.num_hidden_layers"
@@ -53,6 +53,6 @@ def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str,
 
 def test_a_form_of_depths_comes_back_from_its_file(config: str, tmp_path: Path) -> None:
     size = "config.num_hidden_layers"
-    form = rt.form(config, phase="prefill", over={size: DEPTHS}, seq=24)
+    form = rt.form(config, phase="prefill", over={size: DEPTHS}, batch=3, seq=24)
     loaded = rt.load_form(rt.save_form(form, tmp_path / "form.json.gz"))
     assert loaded.graph(**{size: 29}) == form.graph(**{size: 29})

@@ -12,6 +12,7 @@ from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.vocabulary.kinds import ROLES
+from tests.conftest import in_turn
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import MODELS, allocated_peak, built, loss_of, tracked_peak
 from tests.releases import LIFETIMES_ARE_EXACT, TORCH
@@ -191,15 +192,13 @@ def peak_of(name: str, phase: str) -> int:
     return found.peak
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "phase"), in_turn(MODELS, PHASES))
 def test_the_peak_is_that_of_torchs_tracker(name: str, phase: str) -> None:
     tracked = tracked_peak(*built(name, phase), phase)
     assert peak_of(name, phase) == pytest.approx(tracked, rel=TRACKED.get((name, phase), CLOSE))
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "phase"), in_turn(MODELS, PHASES))
 def test_the_peak_is_what_a_real_run_allocates(name: str, phase: str) -> None:
     allocated = allocated_peak(*built(name, phase), phase)
     assert peak_of(name, phase) == pytest.approx(allocated, rel=WORKSPACE.get((name, phase), CLOSE))

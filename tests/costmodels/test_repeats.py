@@ -24,6 +24,7 @@ from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Repeat
 from rooftrace.tracer.lower.stacks import roll_stacks
 from rooftrace.tracer.paths.modulepaths import pattern_of
+from tests.conftest import in_turn
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import built, loss_of
@@ -356,8 +357,12 @@ def stack() -> Callable[[str, str], OpGraph]:
     return graph
 
 
-@pytest.mark.parametrize("phase", ["forward", "prefill", "decode", "training"])
-@pytest.mark.parametrize("family", ["GPT2", "Llama", "Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize(
+    ("family", "phase"),
+    in_turn(
+        ["GPT2", "Llama", "Mixtral", "DeepseekV3"], ["training", "forward", "prefill", "decode"]
+    ),
+)
 def test_stacks_of_layers(stack: Callable[[str, str], OpGraph], family: str, phase: str) -> None:
     flat = stack(family, phase)
     short = roll_stacks(flat)

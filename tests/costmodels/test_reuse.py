@@ -12,6 +12,7 @@ from rooftrace.costmodels.kernels.reuse import warm_bytes, warm_columns, warm_pa
 from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.lower.stacks import roll_stacks
+from tests.conftest import in_turn
 from tests.costmodels.batch_support import decode
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
@@ -116,8 +117,9 @@ CORNERS = [(8, 64), (8, 512), (32, 64), (32, 512)]
 CAPACITIES = (0, 50_000, 300_000, 2e6, 1e8)
 
 
-@pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("execution", ["eager", "naive", "efficient"])
+@pytest.mark.parametrize(
+    ("execution", "cold"), in_turn(["eager", "naive", "efficient"], [False, True])
+)
 def test_the_parts_of_one_plan_tell_what_a_cache_holds_at_every_size(execution, cold):
     """Coefficients of 1, batch, kv and batch x kv from four sizes hold at others."""
     corners = [plan(decode(*size), execution) for size in CORNERS]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import rooftrace as rt
 from rooftrace.tracer.graph.graph import OpGraph
+from tests.conftest import in_turn
 from tests.releases import EXPERTS_HAVE_IMPLEMENTATIONS
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 32, 48, 16, 2
@@ -267,8 +268,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("phase", ["decode", "training"])
+@pytest.mark.parametrize(("kind", "phase"), in_turn(KINDS, ["decode", "training"]))
 def test_models_of_transformers_reach_the_expected_experts(kind: str, phase: str) -> None:
     transformers = pytest.importorskip("transformers")
     runs_as("grouped_mm")

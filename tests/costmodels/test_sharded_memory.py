@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.costmodels.estimating import Estimate
+from tests.conftest import in_turn
 
 BATCH, SEQ = 3, 192
 
@@ -129,8 +130,7 @@ def estimated(model: str, policy: str) -> Estimate:
     return rt.estimate(graph, execution="eager")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "policy"), in_turn(MODELS, POLICIES))
 def test_the_peak_is_that_of_torchs_tracker(model: str, policy: str) -> None:
     assert estimated(model, policy).memory.peak == pytest.approx(tracked(model, policy), rel=5e-3)
 

@@ -9,6 +9,7 @@ import pytest
 import rooftrace as rt
 from rooftrace.costmodels.findings.playback import play
 from rooftrace.tracer.graph import OpGraph
+from tests.conftest import mostly_heavy
 
 SMALL = {
     "config.num_hidden_layers": 8,
@@ -29,7 +30,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+RUN_ALWAYS = ("fsdp, full", "hsdp, selective", "fsdp and tp", "tp")
+
+
+@pytest.fixture(scope="module", params=mostly_heavy(CASES, RUN_ALWAYS))
 def short(request) -> OpGraph:
     mesh, checkpoint = CASES[request.param]
     return rt.trace(

@@ -82,7 +82,7 @@ def assert_equals_estimates(form: rt.Form, places: list[tuple[int, int]], execut
     ("family", "phase", "execution"),
     [
         ("llama", "decode", "serving"),
-        pytest.param("mixtral", "prefill", "naive", marks=pytest.mark.slow),
+        pytest.param("mixtral", "prefill", "naive", marks=pytest.mark.heavy),
     ],
 )
 def test_totals_and_times_are_those_of_estimates(

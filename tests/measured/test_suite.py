@@ -56,6 +56,7 @@ from rooftrace.measured.suite.running import measure_suite
 from rooftrace.measured.suite.session import Session
 from rooftrace.measured.suite.suitemodel import Make
 from rooftrace.tracer.asking.request import Request
+from tests.conftest import in_turn, mostly_heavy
 from tests.releases import CPU_ATTENTION_TAKES_GROUPS
 
 CPU = torch.device("cpu")
@@ -579,7 +580,12 @@ def test_it_runs_with_torch_alone(tmp_path: Path) -> None:
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_layer_norm", "embedding")
 
 
-@pytest.mark.parametrize("name", [m.name for m in MODELS if "tiny" in m.settings])
+TINY = [m.name for m in MODELS if "tiny" in m.settings]
+RUN_ALWAYS = ("gpt2", "unet", "bert-large", "deepseek-v3-cut", "mixture")
+"""One of a kind: a decoder, convolutions, an encoder, latent attention, experts written by hand."""
+
+
+@pytest.mark.parametrize("name", mostly_heavy(TINY, RUN_ALWAYS))
 def test_a_row_can_be_traced_and_has_the_ops_that_ran(name: str) -> None:
     model = suite_models.named(name)
     if not model.there():
@@ -674,8 +680,10 @@ def check_ops(found: ModelRow, graph: Any) -> None:
     assert found.unattributed >= 0
 
 
-@pytest.mark.parametrize("name", ["perceptron", "resnet", "bert", "unet"])
-@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    in_turn(["training", "forward"], ["resnet", "unet", "bert", "perceptron"]),
+)
 def test_every_op_of_the_graph_has_a_time(name: str, phase: str, model: Callable[..., Any]) -> None:
     case = model(name)
     weights = {k: v.clone() for k, v in case.module.state_dict().items()}

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -604,12 +605,22 @@ CANNOT_CHANGE = {
 }
 
 
-def changes() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    for bases in CASES.values():
-        for base, options in bases:
-            for ways in options.values():
-                for way in ways:
-                    yield base, way
+SHARED = {**WORKLOAD, **REQUESTS, **PRICING}
+"""Options that one place reads for every command: each command only has to take them up."""
+EVERY = 5
+"""Of so many shared options `make test` tries one on each kind of source, in turn; on the first
+command all."""
+
+
+def changes() -> Iterator[Any]:
+    sources = [source for bases in CASES.values() for source in bases]
+    for number, (base, options) in enumerate(sources):
+        for name, ways in options.items():
+            shared = ways == SHARED.get(name)
+            place = list(SHARED).index(name) if shared else 0
+            heavy = shared and number > 0 and (place + number) % EVERY > 0
+            for way in ways:
+                yield pytest.param(base, way, marks=[pytest.mark.heavy] if heavy else [])
 
 
 LOCKED = """

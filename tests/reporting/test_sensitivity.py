@@ -234,8 +234,17 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> rt.Form:
     return experts(tmp_path_factory.mktemp("experts"))
 
 
-@pytest.mark.parametrize(("batch", "kv"), [(1, 64), (8, 100), (300, 512)])
-@pytest.mark.parametrize("execution", ["efficient", "serving"])
+@pytest.mark.parametrize(
+    ("batch", "kv", "execution"),
+    [
+        (1, 64, "serving"),
+        (8, 100, "efficient"),
+        (300, 512, "serving"),
+        pytest.param(1, 64, "efficient", marks=pytest.mark.heavy),
+        pytest.param(8, 100, "serving", marks=pytest.mark.heavy),
+        pytest.param(300, 512, "efficient", marks=pytest.mark.heavy),
+    ],
+)
 def test_flops_and_bytes_of_an_exploration_are_those_of_an_estimate(
     routed: rt.Form, execution: str, batch: int, kv: int
 ) -> None:

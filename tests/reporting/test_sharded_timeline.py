@@ -11,6 +11,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.reporting.figures.timeline import timeline
+from tests.conftest import in_turn
 from tests.tracer.sharded_models import BATCH, SEQ, WAYS, Net
 
 ROUNDING = 2e-6  # microseconds: starts and durations are rounded to the picosecond
@@ -42,8 +43,7 @@ def end(event: dict[str, Any]) -> float:
     return event["ts"] + event["dur"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("system", ["dgx-h200", "l40s-pcie"])
+@pytest.mark.parametrize(("way", "system"), in_turn(WAYS, ["dgx-h200", "l40s-pcie"]))
 def test_the_tracks_of_a_sharded_step_are_its_estimate(way: str, system: str) -> None:
     step = estimated(way, system)
     by_track = tracks(timeline(step))

@@ -10,6 +10,7 @@ import rooftrace as rt
 from rooftrace.costmodels.network import collective_seconds, expert_exchange_seconds
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
+from tests.conftest import in_turn
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 
 pytestmark = needs_plans
@@ -32,9 +33,14 @@ def grouped(graph: Any) -> list[Any]:
     return [op for op in graph.expand().ops if op.name == "aten._grouped_mm"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 4}, {"dp": 2, "ep": 2}, {"dp": 8, "ep": 4}])
+@pytest.mark.parametrize(
+    ("mesh", "phase", "name"),
+    in_turn(
+        [{"dp": 4, "ep": 4}, {"dp": 2, "ep": 2}, {"dp": 8, "ep": 4}],
+        ["prefill", "decode"],
+        CONFIGS,
+    ),
+)
 def test_every_process_sends_and_gets_as_many_rows(
     name: str, phase: str, mesh: Mapping[str, int]
 ) -> None:
@@ -55,9 +61,9 @@ def test_every_process_sends_and_gets_as_many_rows(
     assert [op.facts["rows_routed"] for op in grouped(plain)] == [rows] * 2 * layers
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("batch", "phase", "name"), in_turn([1, 3, 8], ["decode", "prefill"], CONFIGS)
+)
 def test_experts_of_a_shared_batch_compute_their_share(name: str, phase: str, batch: int) -> None:
     config, experts, chosen, _ = CONFIGS[name]
     config = {**config, "num_key_value_heads": 4}

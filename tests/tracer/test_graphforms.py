@@ -65,7 +65,7 @@ def assert_equals_traces(
     ("family", "phase"),
     [
         ("llama", "decode"),
-        pytest.param("deepseek", "prefill", marks=pytest.mark.slow),
+        pytest.param("deepseek", "prefill", marks=pytest.mark.heavy),
         ("gpt2", "forward"),
     ],
 )
