@@ -58,12 +58,7 @@ def run(
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, run_script
 
-    if clock not in CLOCKS:
-        raise RequestError(f"clock={clock!r}: expected one of {', '.join(CLOCKS)}")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise RequestError(f"steps={steps!r}: expected a whole number of at least 1, or None")
-    if system is not None and chip is not None:
-        raise RequestError(f"chip={chip!r:.40} beside system=: a system has its own chip")
+    _check(clock, steps, chip, system)
     words = shlex.split(command) if isinstance(command, str) else list(command)
     joined = None if system is None else load_system(system)
     device = load_chip(chip or CHIP) if joined is None else joined.joined_chip
@@ -86,3 +81,12 @@ def run(
         if ended.exception is not None:
             raise ScriptError(script, ended.exception) from ended.exception
         return price_script(script, device, execution)
+
+
+def _check(clock: str, steps: Any, chip: Any, system: Any) -> None:
+    if clock not in CLOCKS:
+        raise RequestError(f"clock={clock!r}: expected one of {', '.join(CLOCKS)}")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise RequestError(f"steps={steps!r}: expected a whole number of at least 1, or None")
+    if system is not None and chip is not None:
+        raise RequestError(f"chip={chip!r:.40} beside system=: a system has its own chip")

@@ -35,9 +35,7 @@ def save_timeline(result: Any, path: str | Path, *, source: Any = None, **asked:
     from rooftrace.reporting.figures import timeline
 
     if type(result).__name__ == "ScriptCost":
-        from rooftrace.reporting.figures import runtimeline
-
-        return runtimeline.write_run(path, result)
+        return timeline.write_run(path, result)
     if source is not None:
         steps = steps_at(source, result.phase, result.sizes, **asked)
     else:

@@ -8,7 +8,7 @@ from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.scripting.records import ScriptCost, TurnCost
 from rooftrace.hardware import Chip
-from rooftrace.tracer.scripts import Script, Stretch
+from rooftrace.tracer.scripts import Script, Turns
 
 
 def execution_of(script: Script, asked: str | ExecutionModel | None) -> ExecutionModel:
@@ -34,7 +34,7 @@ def price_script(
     )
 
 
-def _more(before: TurnCost | None, stretch: Stretch, steps: list[Estimate]) -> TurnCost:
+def _more(before: TurnCost | None, stretch: Turns, steps: list[Estimate]) -> TurnCost:
     """The row of equal turns with one more stretch of them."""
     if before is None:
         parts = tuple((steps[piece.graph], piece.times) for piece in stretch.pieces)
@@ -45,4 +45,4 @@ def _more(before: TurnCost | None, stretch: Stretch, steps: list[Estimate]) -> T
         for name in ("turns", "run", "loading", "batches", "brought", "taken")
     }
     fields = {name: getattr(kept, name) for name in kept.__struct_fields__}
-    return replace(before, stretch=Stretch(**{**fields, **added}))
+    return replace(before, stretch=Turns(**{**fields, **added}))

@@ -14,7 +14,7 @@ from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.tracer.scripts import Script, Stretch
+from rooftrace.tracer.scripts import Script, Turns
 
 if TYPE_CHECKING:
     import pandas
@@ -28,7 +28,7 @@ class TurnCost:
     accumulation has several: passes over a batch that are equal are one piece.
     """
 
-    stretch: Stretch
+    stretch: Turns
     parts: tuple[tuple[Estimate, int], ...]
 
     @property

@@ -2,7 +2,6 @@ from rooftrace.reporting.figures import (
     folder as folder,
     ofsizes as ofsizes,
     parity as parity,
-    runtimeline as runtimeline,
     style as style,
     timeline as timeline,
 )

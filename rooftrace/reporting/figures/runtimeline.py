@@ -14,7 +14,7 @@ from typing import Any
 from rooftrace._escapes import to_json
 from rooftrace._writing import write_packed
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
-from rooftrace.tracer.scripts import Stretch
+from rooftrace.tracer.scripts import Turns
 
 LIMIT = 20_000
 """Turns that have slices of their own; of a longer stretch, the last turns are one slice."""
@@ -83,7 +83,7 @@ def _turns(result: ScriptCost, limit: int) -> Iterator[Event]:
             host = begin
 
 
-def _slices(stretch: Stretch, alone: int) -> Iterator[tuple[str, int]]:
+def _slices(stretch: Turns, alone: int) -> Iterator[tuple[str, int]]:
     """Numbers of turns, and how many each slice has."""
     for place in range(alone):
         yield str(stretch.first + place), 1

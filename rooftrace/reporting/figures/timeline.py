@@ -19,6 +19,7 @@ from rooftrace._escapes import file_part, to_json
 from rooftrace._writing import write_packed
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.costmodels.timing import streams
+from rooftrace.reporting.figures.runtimeline import write_run as write_run
 from rooftrace.reporting.view import words
 from rooftrace.tracer.paths import pattern_of
 

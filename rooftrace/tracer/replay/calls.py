@@ -98,19 +98,13 @@ class CallReplay:
             yield
             return
         self._watchers = _global_hooks()
-        if self._tape.hands_on_calls:
-            yield
-            return
-        with replaced(nn.Module, {"__call__": self.answer}):
+        ours = {} if self._tape.hands_on_calls else {"__call__": self.answer}
+        with replaced(nn.Module, ours):
             yield
 
     def answer(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, or give what an equal call gave."""
-        return self._answer(original_of(nn.Module, "__call__"), module, *args, **kwargs)
-
-    def _answer(
-        self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
-    ) -> Any:
+        original = original_of(nn.Module, "__call__")
         tape, group = self._tape, self._groups.get(id(module))
         trained = torch.is_grad_enabled()
         if group is None or not self._looks(trained):

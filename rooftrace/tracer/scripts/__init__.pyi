@@ -2,9 +2,9 @@ from rooftrace.tracer.scripts.failing import (
     ScriptError as ScriptError,
 )
 from rooftrace.tracer.scripts.records import (
-    Piece as Piece,
     Script as Script,
-    Stretch as Stretch,
+    TurnPiece as TurnPiece,
+    Turns as Turns,
 )
 from rooftrace.tracer.scripts.running import (
     run_script as run_script,

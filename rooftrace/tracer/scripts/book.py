@@ -10,7 +10,7 @@ from torch import fx
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import Stretch
+from rooftrace.tracer.scripts.records import Turns
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded
 
 
@@ -19,7 +19,7 @@ class Book:
 
     def __init__(self) -> None:
         self.graphs: list[OpGraph] = []
-        self.stretches: list[Stretch] = []
+        self.stretches: list[Turns] = []
         self._places: dict[int, int] = {}  # of graphs, by the print of what was recorded
 
     def graph(self, recorder: ScriptRecorder, root: Any, learnt: Any) -> int:
@@ -38,7 +38,7 @@ class Book:
         recorder.tags.forget_places()
         recorder.forget()
 
-    def add(self, stretch: Stretch) -> None:
+    def add(self, stretch: Turns) -> None:
         """One more turn, or several equal ones."""
         before = self.stretches[-1] if self.stretches else None
         same = before is not None and (before.kind, before.pieces, before.label) == (

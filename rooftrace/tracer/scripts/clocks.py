@@ -15,7 +15,7 @@ from typing import Any
 
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.patches import original_of, replaced
-from rooftrace.tracer.scripts.records import Piece
+from rooftrace.tracer.scripts.records import TurnPiece
 
 _CLOCKS = ("time", "perf_counter", "monotonic")
 """Functions of the standard library that give seconds, each with one for nanoseconds."""
@@ -34,7 +34,7 @@ class HostClock:
     def began(self) -> None:
         """A turn begins."""
 
-    def ended(self, pieces: Sequence[Piece], loading: float) -> None:
+    def ended(self, pieces: Sequence[TurnPiece], loading: float) -> None:
         """A turn of these pieces has ended; data loaders took `loading` seconds in it."""
 
 
@@ -62,7 +62,7 @@ class SimulatedClock(HostClock):
         """A turn begins."""
         self._opened = perf_counter()
 
-    def ended(self, pieces: Sequence[Piece], loading: float) -> None:
+    def ended(self, pieces: Sequence[TurnPiece], loading: float) -> None:
         """A turn of these pieces has ended; data loaders took `loading` seconds in it."""
         if self._opened is not None:
             self._shift -= perf_counter() - self._opened

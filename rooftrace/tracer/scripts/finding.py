@@ -8,12 +8,11 @@ trained, or in a script that trains nothing, is a turn of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import nn
 
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.book import Book
@@ -22,8 +21,10 @@ from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Piece, Stretch
-from rooftrace.tracer.scripts.stage import Stage
+from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
+from rooftrace.tracer.scripts.roots import Roots
+from rooftrace.tracer.scripts.stage import RecorderStage
+from rooftrace.tracer.scripts.turns import OpenTurn, SteadyTurns
 from rooftrace.tracer.tensors import tensors_in
 
 _ALIKE = 2
@@ -35,40 +36,6 @@ _LONG = 1000
 """Ops that a recorder may hold of turns that need no graph, before another takes its place."""
 
 
-@dataclass
-class _Turn:
-    """The turn that is open."""
-
-    kind: str
-    label: str
-    learnt: Any
-    recorded: bool = True  # False: it is taken to be like one that was
-    calls: list[Look] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-    backwards: int = 0  # how many of the calls were followed by a backward
-    repeating: bool = False  # what runs is taken to be like the last piece
-    loading: float = 0.0
-    batches: int = 0
-    brought: int = 0
-    taken: int = 0
-
-    def repeat(self) -> None:
-        """The last piece ran once more."""
-        last = self.pieces[-1]
-        self.pieces[-1] = Piece(last.graph, last.times + 1)
-
-
-@dataclass
-class _Steady:
-    """The last turns of one kind, which were equal."""
-
-    pieces: tuple[Piece, ...] = ()
-    calls: tuple[Any, ...] = ()
-    alike: int = 0
-    results: list[Result] = field(default_factory=list)
-    stretch: Stretch | None = None
-
-
 class Finder:
     """Is told what a script does, and has the recorder record it turn by turn.
 
@@ -77,7 +44,7 @@ class Finder:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: RecorderStage,
         shapes: Shapes,
         optimizers: Optimizers,
         wanted: int | None,
@@ -85,11 +52,11 @@ class Finder:
     ) -> None:
         self.book = Book()
         self.clock: HostClock = HostClock()
-        self._stage, self._shapes, self._optimizers = stage, shapes, optimizers
+        self._stage, self._optimizers = stage, optimizers
         self._wanted, self._stop = wanted, stop
-        self._roots: list[nn.Module] = []
-        self._turn: _Turn | None = None
-        self._steady: dict[Any, _Steady] = {}
+        self._roots = Roots(shapes)
+        self._turn: OpenTurn | None = None
+        self._steady: dict[Any, SteadyTurns] = {}
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.trained = 0  # training steps so far
@@ -106,7 +73,7 @@ class Finder:
         if torch._C._current_autograd_node() is not None:
             return self.run(module, args, kwargs)
         with torch._C.DisableTorchFunction():
-            here = self._on_device(module, (args, kwargs))
+            here = self._roots.on_device(module, (args, kwargs))
             known = self._known(module, args, kwargs) if here else None
         if not here:
             return self.run(module, args, kwargs)
@@ -122,14 +89,15 @@ class Finder:
     ) -> tuple[Any] | None:
         """What the call returns, where it need not run; else None, and the turn is ready for it."""
         look = look_of(module, args, kwargs)
-        self._meet(module)
+        self._roots.meet(module)
         turn = self._turn_of(look, module, says(module, args, kwargs))
         if not turn.recorded:
-            result = self._answer(turn, look)
+            result = self._steady[_key(turn.kind, look)].answer(len(turn.calls), look)
             if result is not None:
                 turn.calls.append(look)
                 return (result.again(module, self._stage.recorder.values),)
-            turn = self._record_after_all(turn)
+            turn.recorded = True  # it is not like the turns before: the rest of it is recorded
+            self.book.discard(self._stage.change(self._name))
         if self._accumulates(turn, look):
             if not turn.repeating:
                 self._close_piece(turn)
@@ -180,27 +148,7 @@ class Finder:
 
     # -- turns -------------------------------------------------------------------------------------
 
-    def _on_device(self, module: nn.Module, arguments: Any) -> bool:
-        weight = next(iter(module.parameters()), None)
-        if weight is None:
-            weight = next(iter(module.buffers()), None)
-        if weight is not None:
-            return self._is_there(weight)
-        return any(self._is_there(tensor) for tensor in tensors_in(arguments))
-
-    def _is_there(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and tensor not in self._shapes
-
-    def _meet(self, module: nn.Module) -> None:
-        """A module is called from outside: recorders to come know its parts by their names."""
-        if any(module is part for root in self._roots for part in root.modules()):
-            return
-        inside = {id(part) for part in module.modules()}
-        weighs = next(iter(module.parameters()), None) is not None
-        if weighs or not self._roots:
-            self._roots = [root for root in self._roots if id(root) not in inside] + [module]
-
-    def _turn_of(self, look: Look, module: nn.Module, label: str) -> _Turn:
+    def _turn_of(self, look: Look, module: nn.Module, label: str) -> OpenTurn:
         """The turn that a call belongs to: the open one, or a new one."""
         turn = self._turn
         kind = self._kind(module)
@@ -229,7 +177,7 @@ class Finder:
             return INFERENCE
         return TRAINING  # another model that helps to train
 
-    def _stepped(self, turn: _Turn) -> bool:
+    def _stepped(self, turn: OpenTurn) -> bool:
         """Whether the optimizers of a training step have all stepped."""
         times = self._optimizers.steps
         if not times:
@@ -241,11 +189,11 @@ class Finder:
     def _backward_ran(self) -> bool:
         return self._stage.recorder.after_backward
 
-    def _begin(self, kind: str, look: Look, label: str) -> _Turn:
-        key = TRAINING if kind == TRAINING else look.key
+    def _begin(self, kind: str, look: Look, label: str) -> OpenTurn:
+        key = _key(kind, look)
         steady = self._steady.get(key)
         known = steady is not None and steady.alike >= _ALIKE and look.plain
-        turn = self._turn = _Turn(kind, label, steps.Learnt(), recorded=not known)
+        turn = self._turn = OpenTurn(kind, label, steps.Learnt(), recorded=not known)
         self.clock.began()
         self._optimizers.steps.clear()
         self._results = []
@@ -256,12 +204,12 @@ class Finder:
 
     def _name(self, recorder: ScriptRecorder) -> None:
         """A recorder knows the modules by their paths, and the states of the optimizers."""
-        steps.enter_modules(recorder, steps.container_of(self._roots))
+        steps.enter_modules(recorder, self._roots.container)
         self._optimizers.enter(recorder)
 
-    def _finish(self, turn: _Turn) -> None:
+    def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
-        key = TRAINING if turn.kind == TRAINING else turn.calls[0].key
+        key = _key(turn.kind, turn.calls[0])
         steady = self._steady.get(key)
         if not turn.recorded:
             assert steady is not None and steady.stretch is not None
@@ -271,7 +219,7 @@ class Finder:
         calls = tuple(look.key for look in turn.calls)
         plain = all(look.plain for look in turn.calls) and all(r.known for r in self._results)
         pieces = tuple(turn.pieces)
-        stretch = Stretch(
+        stretch = Turns(
             kind=turn.kind,
             pieces=pieces,
             brought=turn.brought,
@@ -282,9 +230,9 @@ class Finder:
         self._add(turn, stretch, run=1)
         same = steady is not None and (steady.pieces, steady.calls) == (pieces, calls)
         alike = (steady.alike + 1 if same and steady is not None else 1) if plain else 0
-        self._steady[key] = _Steady(pieces, calls, alike, list(self._results), stretch)
+        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
 
-    def _add(self, turn: _Turn, stretch: Stretch, run: int) -> None:
+    def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
         self.clock.ended(stretch.pieces, turn.loading)
         if turn.kind == TRAINING:
             self.trained += 1
@@ -296,23 +244,9 @@ class Finder:
 
     # -- turns that are like others ----------------------------------------------------------------
 
-    def _answer(self, turn: _Turn, look: Look) -> Result | None:
-        """What the call gave in the turn that this one is like; None where it is not."""
-        steady = self._steady[TRAINING if turn.kind == TRAINING else look.key]
-        place = len(turn.calls)
-        if place < len(steady.calls) and steady.calls[place] == look.key:
-            return steady.results[place]
-        return None
-
-    def _record_after_all(self, turn: _Turn) -> _Turn:
-        """A turn that was taken to be like others is not: the rest of it is recorded."""
-        turn.recorded = True
-        self.book.discard(self._stage.change(self._name))
-        return turn
-
     # -- gradient accumulation -------------------------------------------------------------------
 
-    def _accumulates(self, turn: _Turn, look: Look) -> bool:
+    def _accumulates(self, turn: OpenTurn, look: Look) -> bool:
         """Whether a call begins one more of several equal forward and backward passes of a step.
 
         The first two are recorded together, the third is a piece of its own, and those that look
@@ -333,15 +267,15 @@ class Finder:
             return False
         return len(turn.pieces) > 0 and self._results[-1].known
 
-    def _next_piece(self, turn: _Turn) -> None:
+    def _next_piece(self, turn: OpenTurn) -> None:
         self._close_piece(turn, self._name)
 
     def _close_piece(
-        self, turn: _Turn, prepare: Callable[[ScriptRecorder], None] | None = None
+        self, turn: OpenTurn, prepare: Callable[[ScriptRecorder], None] | None = None
     ) -> None:
         """What was recorded becomes a piece; what was taken to be like the last one does not."""
         recorder = self._stage.recorder
-        root = steps.container_of(self._roots)
+        root = self._roots.container
         steps.note_gradients(recorder, root, turn.learnt)
         old = self._stage.change(prepare)
         turn.brought += old.brought_bytes
@@ -350,4 +284,9 @@ class Finder:
             turn.repeating = False
             self.book.discard(old)
         else:
-            turn.pieces.append(Piece(self.book.graph(old, root, turn.learnt)))
+            turn.pieces.append(TurnPiece(self.book.graph(old, root, turn.learnt)))
+
+
+def _key(kind: str, look: Look) -> Any:
+    """By what turns are alike: training steps are one after another, calls by how they look."""
+    return TRAINING if kind == TRAINING else look.key

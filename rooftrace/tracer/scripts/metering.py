@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from rooftrace.tracer.scripts.stage import Stage
+from rooftrace.tracer.scripts.stage import RecorderStage
 
 
-class StageMeter:
+class RecordedMemory:
     """Bytes of the device that are alive, by what recorders know of their storages.
 
     They are counted where the script asks, so a peak between two questions is not seen: `peak` is
     the largest answer since the last reset.  The report has the peaks of the steps.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RecorderStage) -> None:
         self._stage = stage
         self._peak = 0
 

@@ -111,10 +111,10 @@ def moved_in_place() -> Iterator[None]:
     name = "_has_compatible_shallow_copy_type"
     original = original_of(torch, name)
 
-    def compatible(one: Tensor, other: Tensor) -> bool:
+    def compatible(first: Tensor, second: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            kinds = {one.device.type, other.device.type}
-        return kinds == {"cpu", "meta"} or bool(original(one, other))
+            kinds = {first.device.type, second.device.type}
+        return kinds == {"cpu", "meta"} or bool(original(first, second))
 
     with replaced(torch, {name: compatible}):
         yield

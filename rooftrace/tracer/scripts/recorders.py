@@ -77,7 +77,7 @@ class ScriptRecorder(Recorder):
     def alive_bytes(self) -> int:
         """Bytes of the storages that this recording knows and that are alive."""
         held = [reference() for reference in list(self.tags.alive.values())]
-        entered = [reference() for _, reference in self.entries.entered()]
+        entered = [reference() for _, reference in list(self.entries.storages.values())]
         places = {s._cdata: s.nbytes() for s in (*held, *entered) if s is not None}
         return sum(places.values())
 

@@ -11,7 +11,7 @@ from rooftrace.tracer.graph import OpGraph
 TRAINING, INFERENCE = "training", "inference"
 
 
-class Piece(Struct, frozen=True):
+class TurnPiece(Struct, frozen=True):
     """A part of a stretch that has a graph of its own, and how often it ran in a row.
 
     graph: the place in `Script.graphs`.
@@ -21,7 +21,7 @@ class Piece(Struct, frozen=True):
     times: int = 1
 
 
-class Stretch(Struct, frozen=True):
+class Turns(Struct, frozen=True):
     """Equal turns of the script in a row: training steps, or calls without gradients.
 
     kind: training or inference.  first: the number of the first turn among those of its kind, from
@@ -32,7 +32,7 @@ class Stretch(Struct, frozen=True):
     """
 
     kind: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TurnPiece, ...]
     first: int = 1
     turns: int = 1
     run: int = 1
@@ -59,7 +59,7 @@ class Script(Struct, frozen=True):
 
     name: str
     graphs: tuple[OpGraph, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Turns, ...]
     ended: str = "end"
     code: int = 0
     compiled: bool = False
@@ -68,16 +68,16 @@ class Script(Struct, frozen=True):
     rank: int = 0
     world: int = 1
 
-    def of_kind(self, kind: str) -> tuple[Stretch, ...]:
+    def of_kind(self, kind: str) -> tuple[Turns, ...]:
         """The stretches of one kind."""
         return tuple(stretch for stretch in self.stretches if stretch.kind == kind)
 
     @property
-    def steady(self) -> Stretch | None:
+    def steady(self) -> Turns | None:
         """The training steps that the others became alike: the longest stretch, the last of
         equals; of a script that does not train, the calls.  None for a script without any."""
         for kind in (TRAINING, INFERENCE):
-            found = self.of_kind(kind)
-            if found:
-                return max(reversed(found), key=lambda stretch: stretch.turns)
+            alike = self.of_kind(kind)
+            if alike:
+                return max(reversed(alike), key=lambda stretch: stretch.turns)
         return None

@@ -18,12 +18,12 @@ from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, unde
 from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.scripts.clocks import SimulatedClock
 from rooftrace.tracer.scripts.finding import Finder
-from rooftrace.tracer.scripts.metering import StageMeter
+from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
-from rooftrace.tracer.scripts.stage import Stage
+from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.watching import compiling, watched
 from rooftrace.tracer.values import Values
 
@@ -56,7 +56,7 @@ def run_script(
     where = Ranks.of(line, ranks, rank, per_node)
     began = perf_counter()
     stops: list[Callable[[], None]] = []
-    watch = Watch(where.local_rank, steps, lambda: stops[0](), assume)
+    watch = RunWatch(where.local_rank, steps, lambda: stops[0](), assume)
     said: dict[str, str] = {}
     device = replace(Device.of(chip), count=max(where.local_world, 1))
     with contextlib.ExitStack() as undo:
@@ -66,7 +66,7 @@ def run_script(
         finder = watch.finder
         if seconds is not None:
             finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
-        meter = StageMeter(watch.stage)
+        meter = RecordedMemory(watch.stage)
         index = where.local_rank
         undo.enter_context(emulated(device, meter, finder.clock, index, said.setdefault))
         if isinstance(finder.clock, SimulatedClock):
@@ -77,7 +77,7 @@ def run_script(
     return watch.script(line, began, ended, said), ended
 
 
-class Watch:
+class RunWatch:
     """Everything that records one run; `finder` has what was found.
 
     index: of the device that the script sees.  wanted: steps, after which `stop` is called.
@@ -97,7 +97,7 @@ class Watch:
         self.optimizers = Optimizers()
         self.compiled: list[str] = []
         with self.scope.entered():
-            self.stage = Stage(self._recorder)
+            self.stage = RecorderStage(self._recorder)
         self.finder = Finder(self.stage, self.shapes, self.optimizers, wanted, stop)
 
     def _recorder(self, record: bool) -> ScriptRecorder:

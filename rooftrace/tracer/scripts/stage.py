@@ -10,7 +10,7 @@ from rooftrace.tracer.scripts.presenting import Presented
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 
 
-class Stage:
+class RecorderStage:
     """The recorder that is on.
 
     make: makes one; its argument says whether it records.

@@ -45,7 +45,7 @@ class Entries:
         self._tensors: list[Tensor] = []  # those that bear a tag
         self._parameters: dict[int, str] = {}  # names, by identity
         self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
-        self._storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
+        self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
         self._first: dict[int, Tensor] = {}  # the tensor that entered first, by its bytes
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._numbers = itertools.count()
@@ -118,7 +118,7 @@ class Entries:
         if storage is None:
             storage = self._tags.new_storage()
         if kind != "constant" and self.storage_of(tensor) is None:
-            self._storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
+            self.storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
         if tensor.layout is not torch.strided:
             self.say_sparse()
         node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
@@ -157,13 +157,9 @@ class Entries:
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of the weight or input that a tensor is another view of."""
         key = trees.bytes_of(tensor)
-        storage, reference = self._storages.get(key, (None, no_storage))
+        storage, reference = self.storages.get(key, (None, no_storage))
         bytes_there = reference()  # another storage may lie where a freed one was
         return storage if bytes_there is not None and bytes_there._cdata == key else None
-
-    def entered(self) -> list[tuple[int, Any]]:
-        """The storages of weights, inputs and states: their numbers, and weak references."""
-        return list(self._storages.values())
 
     # -- reading -----------------------------------------------------------------------------------
 

@@ -34,11 +34,10 @@ from rooftrace.tracer.values import META, Values, marks
 class Tape:
     """The ops and tensors that one recording has recorded so far.
 
-    record=False keeps only the values that are known (to build modules).  hands_on_calls: another
-    part of rooftrace is told of calls of modules first, and hands them on.
+    record=False keeps only the values that are known (to build modules).
     """
 
-    hands_on_calls = False
+    hands_on_calls = False  # True: calls of modules come to another part of rooftrace first
 
     def __init__(self, values: Values, record: bool) -> None:
         self._records = record

@@ -1,0 +1,45 @@
+"""The modules of a script that are called from outside of any module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rooftrace.tracer.phases import steps
+from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.tensors import tensors_in
+
+
+class Roots:
+    """The outermost modules so far.  shapes: tensors that are on meta for the script too."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+        self._modules: list[nn.Module] = []
+
+    @property
+    def container(self) -> nn.Module:
+        """The only one, or a container of all under their class names."""
+        return steps.container_of(self._modules)
+
+    def on_device(self, module: nn.Module, arguments: Any) -> bool:
+        """Whether a call of a module runs on the device: its weights are there, or its inputs."""
+        weight = next(iter(module.parameters()), None)
+        if weight is None:
+            weight = next(iter(module.buffers()), None)
+        if weight is not None:
+            return self._is_there(weight)
+        return any(self._is_there(tensor) for tensor in tensors_in(arguments))
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and tensor not in self._shapes
+
+    def meet(self, module: nn.Module) -> None:
+        """A module is called: recorders to come know its parts by their names."""
+        if any(module is part for root in self._modules for part in root.modules()):
+            return
+        inside = {id(part) for part in module.modules()}
+        weighs = next(iter(module.parameters()), None) is not None
+        if weighs or not self._modules:
+            self._modules = [m for m in self._modules if id(m) not in inside] + [module]

@@ -1,0 +1,49 @@
+"""The turn of a script that is open, and the last turns that were equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rooftrace.tracer.scripts.calls import Look, Result
+from rooftrace.tracer.scripts.records import TurnPiece, Turns
+
+
+@dataclass
+class OpenTurn:
+    """The turn that is open."""
+
+    kind: str
+    label: str
+    learnt: Any
+    recorded: bool = True  # False: it is taken to be like one that was
+    calls: list[Look] = field(default_factory=list)
+    pieces: list[TurnPiece] = field(default_factory=list)
+    backwards: int = 0  # how many of the calls were followed by a backward
+    repeating: bool = False  # what runs is taken to be like the last piece
+    loading: float = 0.0
+    batches: int = 0
+    brought: int = 0
+    taken: int = 0
+
+    def repeat(self) -> None:
+        """The last piece ran once more."""
+        last = self.pieces[-1]
+        self.pieces[-1] = TurnPiece(last.graph, last.times + 1)
+
+
+@dataclass
+class SteadyTurns:
+    """The last turns of one kind, which were equal."""
+
+    pieces: tuple[TurnPiece, ...] = ()
+    calls: tuple[Any, ...] = ()
+    alike: int = 0
+    results: list[Result] = field(default_factory=list)
+    stretch: Turns | None = None
+
+    def answer(self, place: int, look: Look) -> Result | None:
+        """What the call at this place of a turn gave; None where it looked otherwise."""
+        if place < len(self.calls) and self.calls[place] == look.key:
+            return self.results[place]
+        return None
