@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ PROCESS = (
     attribute(threading, "excepthook", "_trace_hook", "_profile_hook"),
     KeptState("stack size", threading.stack_size, threading.stack_size),
     KeptState("collector", lambda: (gc.isenabled(), gc.get_threshold()), _restore_collector),
-    _same_list(lambda: warnings.filters),
+    _same_list(lambda: cast("list[Any]", warnings.filters)),
     attribute(warnings, "showwarning", "formatwarning", "filters"),
     KeptState("loggers", _loggers, _restore_loggers),
     attribute(logging.root.manager, "disable", "loggerClass"),

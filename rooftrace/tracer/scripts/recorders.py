@@ -16,7 +16,7 @@ _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 
 
-class ScriptRecorder(Recorder):
+class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
     """Records what a script runs on the device that is not there.
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.

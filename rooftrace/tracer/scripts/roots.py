@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,9 +26,8 @@ class Roots:
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
-        weight = next(iter(module.parameters()), None)
-        if weight is None:
-            weight = next(iter(module.buffers()), None)
+        weights = chain(module.parameters(), module.buffers())
+        weight = next(iter(weights), None)
         if weight is not None:
             return self._is_there(weight)
         return any(self._is_there(tensor) for tensor in tensors_in(arguments))

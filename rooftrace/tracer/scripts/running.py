@@ -58,6 +58,10 @@ def run_script(
     stops: list[Callable[[], None]] = []
     watch = RunWatch(where.local_rank, steps, lambda: stops[0](), assume)
     said: dict[str, str] = {}
+
+    def say(kind: str, text: str) -> None:
+        said.setdefault(kind, text)
+
     device = replace(Device.of(chip), count=max(where.local_world, 1))
     with contextlib.ExitStack() as undo:
         undo.enter_context(watch.scope.entered())
@@ -68,7 +72,7 @@ def run_script(
             finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
-        undo.enter_context(emulated(device, meter, finder.clock, index, said.setdefault))
+        undo.enter_context(emulated(device, meter, finder.clock, index, say))
         if isinstance(finder.clock, SimulatedClock):
             undo.enter_context(finder.clock.told())
         with watch.on():

@@ -1,0 +1,210 @@
+"""`rooftrace run`: a script, unmodified, and what its steps cost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+
+import rooftrace as rt
+from rooftrace.reporting.cli import cli
+from tests.reporting.conftest import Run
+
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+device = "cuda"
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+data = TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
+print(torch.cuda.get_device_name(), sys.argv[1:])
+began = time.perf_counter()
+for epoch in range(3):
+    for x, y in DataLoader(data, batch_size=16):
+        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        now = time.perf_counter()
+        print(f"loss {loss.item():.2f} seconds {now - began:.9f}")
+        began = now
+with open("log.txt", "w") as log:
+    log.write("done")
+"""
+WIDE, NARROW, BATCH = 64 * 256, 256 * 10, 16
+FLOPS = 2 * BATCH * (3 * NARROW + 2 * WIDE)  # the input of the model needs no gradient
+PARAMETERS = WIDE + 256 + NARROW + 10
+
+
+@pytest.fixture
+def here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script in it; commands run there."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def matrix(cost: rt.TurnCost) -> int:
+    return sum(step.flops_matrix * times for step, times in cost.parts)
+
+
+def document(run: Run, *words: str) -> dict[str, Any]:
+    ran = run("run", *words[:-1], "--format", "json", "--out", "run.json", words[-1])
+    assert ran.code == 0, ran.err
+    made: dict[str, Any] = json.loads(Path("run.json").read_text())
+    return made
+
+
+def test_a_step_of_a_script_has_the_flops_and_bytes_of_its_model(here: Path) -> None:
+    cost = rt.run(["train.py"], chip="h100-sxm")
+    steady = cost.steady
+    assert steady is not None and cost.script.ended == "stopped"
+    assert sum(row.turns for row in cost.rows) == 3
+    assert matrix(steady) == FLOPS
+    memory = steady.largest.memory
+    assert memory.at_peak["weights"] == 4 * PARAMETERS
+    assert memory.optimizer == 2 * 4 * PARAMETERS  # two moments; AdamW counts its steps on the host
+    assert "h100" in repr(cost) and "train.py" in cost.title
+
+
+def test_afterwards_the_process_is_as_before(here: Path) -> None:
+    before = sys.argv[:], sys.modules["__main__"], sys.path[:], torch.cuda.is_available()
+    rt.run(["train.py"], chip="l4", steps=1)
+    assert (sys.argv, sys.modules["__main__"], sys.path, torch.cuda.is_available()) == before
+    assert not torch.ones(1).is_meta and torch.ones(1).device.type == "cpu"
+
+
+def test_to_its_end_most_steps_are_counted_and_not_run(here: Path, run: Run) -> None:
+    made = document(run, "--to-end", "train.py")
+    assert made["ended"] == "end" and sum(row["turns"] for row in made["turns"]) == 18
+    assert sum(row["recorded"] for row in made["turns"]) < 6
+    assert (here / "log.txt").read_text() == "done"
+
+
+def test_files_of_a_script_come_to_lie_in_the_scratch_folder(here: Path, run: Run) -> None:
+    ran = run("run", "--to-end", "--scratch", "scratch", "train.py")
+    assert ran.code == 0, ran.err
+    assert not (here / "log.txt").exists()
+    assert [path.name for path in (here / "scratch").rglob("*.txt")] == ["log.txt"]
+
+
+def test_a_script_reads_the_time_that_its_steps_take_on_the_chip(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cost = rt.run(["train.py"], chip="h100-sxm", steps=6, clock="simulated", execution="eager")
+    seconds = [float(text) for text in re.findall(r"seconds ([\d.]+)", capfd.readouterr().out)]
+    steady = cost.steady
+    assert steady is not None
+    least = steady.t_est
+    assert all(least <= each < least + 0.5 for each in seconds[2:])  # the loader's time is real
+
+
+def test_arguments_after_the_script_are_its_own(here: Path, run: Run) -> None:
+    ran = run("run", "--steps", "1", "--chip", "a100-sxm-40", "train.py", "--steps", "9")
+    assert ran.code == 0 and "['--steps', '9']" in ran.out and "A100-SXM4-40GB" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "expected a script"),
+        (("missing.py",), "missing.py"),
+        (("--chip", "h900", "train.py"), "h900"),
+        (("--chip", "l4", "--system", "dgx-h100", "train.py"), "a system has its own chip"),
+        (("--tf32", "train.py"), "--execution"),
+        (("--rank", "2", "--ranks", "2", "train.py"), "rank 2 of 2"),
+    ],
+)
+def test_a_wrong_request_is_one_line(
+    words: tuple[str, ...], said: str, here: Path, run: Run
+) -> None:
+    ran = run("run", *words)
+    assert ran.code == 2 and said in ran.err and "Traceback" not in ran.err
+
+
+def test_an_error_of_the_script_names_its_line(here: Path, run: Run) -> None:
+    (here / "wrong.py").write_text("import torch\nx = torch.ones(2, device='cuda')\nx @ x.new(3)\n")
+    ran = run("run", "wrong.py")
+    assert ran.code != 0 and "wrong.py:3" in ran.err
+
+
+def test_a_script_without_a_device_says_so(here: Path, run: Run) -> None:
+    (here / "host.py").write_text("import torch\nprint(torch.ones(3).sum())\n")
+    ran = run("run", "host.py")
+    assert ran.code == 0 and "nothing ran on the device" in ran.out
+
+
+def test_torch_compile_chooses_how_the_step_is_run(here: Path) -> None:
+    text = SCRIPT.replace("optimizer =", "model = torch.compile(model)\noptimizer =")
+    (here / "compiled.py").write_text(text)
+    assert rt.run("train.py", chip="l4", steps=1).execution.name == "eager"
+    assert rt.run("compiled.py", chip="l4", steps=1).execution.name == "compiled"
+
+
+def test_replicas_exchange_the_gradients(here: Path) -> None:
+    text = SCRIPT.replace(
+        "optimizer =",
+        "torch.distributed.init_process_group('nccl')\n"
+        "model = nn.parallel.DistributedDataParallel(model)\noptimizer =",
+    )
+    (here / "ddp.py").write_text(text)
+    cost = rt.run("torchrun --nproc_per_node=4 ddp.py", system="dgx-h100", steps=2)
+    assert cost.steady is not None and (cost.script.rank, cost.script.world) == (0, 4)
+    # Each rank of a ring sends, and gets, (n - 1) / n of the gradients twice.
+    assert cost.steady.bytes_net >= 2 * 3 / 4 * 4 * PARAMETERS
+
+
+def test_the_timeline_has_loaders_beside_the_device(here: Path, run: Run) -> None:
+    ran = run("run", "--timeline", "run.json.gz", "--save", "step.json.gz", "train.py")
+    assert ran.code == 0, ran.err
+    events = json.loads(gzip.decompress((here / "run.json.gz").read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names.count("load") == 3 and {"training 1", "training 3"} <= set(names)
+    assert set(rt.load("step.json.gz", "training").modules) >= {"0", "2"}
+
+
+def test_every_option_is_felt(here: Path, run: Run) -> None:
+    (here / "rules.py").write_text(
+        "import rooftrace\n@rooftrace.rule('aten.addmm', override=True)\n"
+        "def mm(op):\n    return rooftrace.Cost.of(vector=7) + op.streamed()\n"
+    )
+    plain = told(document(run, "train.py"))
+    ways = {
+        "--chip": ("--chip", "l4"),
+        "--system": ("--system", "dgx-a100"),
+        "--steps": ("--steps", "2"),
+        "--to-end": ("--to-end",),
+        "--ranks": ("--ranks", "2"),
+        "--execution": ("--execution", "naive"),
+        "--tf32": ("--tf32", "--execution", "eager"),
+        "--knobs": ("--knobs", "none", "--execution", "eager"),
+        "--assume": ("--assume", "value=3"),
+        "--rules": ("--rules", "rules.py"),
+    }
+    from rooftrace.costmodels.registry.lookup import own_rules
+
+    for way in ways.values():
+        with own_rules():
+            assert told(document(run, *way, "train.py")) != plain, way
+    elsewhere = {"--rank", "--clock", "--scratch", "--save", "--timeline", "--format", "--out"}
+    command = cli.commands["run"]
+    assert isinstance(command, click.Command)
+    options = {option.opts[-1] for option in command.params if isinstance(option, click.Option)}
+    assert options == {*ways, *elsewhere, "--help"} - {"--help"}
+
+
+def told(made: dict[str, Any]) -> str:
+    """What a document says, without what was measured here."""
+    rows = [{k: v for k, v in row.items() if k != "loading"} for row in made["turns"]]
+    kept = {k: v for k, v in made.items() if not k.endswith(("_here", "loading_seconds"))}
+    return json.dumps({**kept, "turns": rows})
