@@ -91,6 +91,8 @@ class Finder:
         self._steady: dict[Any, _Steady] = {}
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
+        self._vary: set[str] = set()  # kinds of turns that began alike and went on otherwise
+        self.said: dict[str, str] = {}  # what could not be counted, by kind
         self.trained = 0  # training steps so far
         self.called = 0  # calls without gradients so far
 
@@ -246,6 +248,7 @@ class Finder:
         key = TRAINING if kind == TRAINING else look.key
         steady = self._steady.get(key)
         known = steady is not None and steady.alike >= _ALIKE and look.plain
+        known = known and kind not in self._vary
         turn = self._turn = _Turn(kind, label, steps.Learnt(), recorded=not known)
         self.clock.began()
         self._optimizers.steps.clear()
@@ -309,11 +312,23 @@ class Finder:
         return None
 
     def _record_after_all(self, turn: _Turn) -> _Turn:
-        """A turn that was taken to be like others is not: the rest of it is recorded."""
+        """A turn that was taken to be like others is not: the rest of it is recorded.
+
+        What ran of it before is not known; from here on every turn of this kind is recorded.
+        """
         turn.recorded = True
+        if turn.calls:
+            self._vary.add(turn.kind)
+            self.said[f"{turn.kind} turns that differ"] = (
+                f"{turn.kind} turn {self._number(turn)} began as the ones before it and went on "
+                "otherwise: its first calls were not run and are not counted in it"
+            )
         self.book.discard(self._stage.change(record=True))
         self._name()
         return turn
+
+    def _number(self, turn: _Turn) -> int:
+        return 1 + (self.trained if turn.kind == TRAINING else self.called)
 
     # -- gradient accumulation -------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ def run_script(
         with watch.on():
             ended = run()
     said.update(ended.assumed)
+    said.update(finder.said)
     return watch.script(line, began, ended, said), ended
 
 
