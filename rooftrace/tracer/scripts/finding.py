@@ -131,7 +131,7 @@ class Finder:
             result = self._answer(turn, look)
             if result is not None:
                 turn.calls.append(look)
-                return (result.again(module, self._stage.recorder.values),)
+                return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
             turn = self._record_after_all(turn)
         if self._accumulates(turn, look):
             if not turn.repeating:
@@ -141,7 +141,7 @@ class Finder:
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            return (result.again(module, self._stage.recorder.values),)
+            return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
         turn.calls.append(look)
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None
