@@ -186,6 +186,28 @@ def _restore_numpy(home: Any, before: Any) -> None:
     home.set_printoptions(**before[2])
 
 
+_STATES = ("AcceleratorState", "PartialState", "GradientState")
+"""Classes of accelerate whose objects all share one state: the device, the processes, the type."""
+
+
+def _shared_states() -> list[dict[str, Any]]:
+    home = sys.modules.get("accelerate.state")
+    return [] if home is None else [getattr(home, name)._shared_state for name in _STATES]
+
+
+def _set_aside() -> list[dict[str, Any]]:
+    """What accelerate knows of this process; the program finds it as in a process of its own."""
+    states = [dict(state) for state in _shared_states()]
+    _restore_shared([])
+    return states
+
+
+def _restore_shared(before: list[dict[str, Any]]) -> None:
+    for place, state in enumerate(_shared_states()):
+        state.clear()
+        state.update(before[place] if before else {})
+
+
 def _restore_backend(home: Any, before: Any) -> None:
     if dict.get(home.rcParams, "backend") != before:
         dict.__setitem__(home.rcParams, "backend", before)
@@ -226,6 +248,7 @@ LIBRARIES = (
     _config("torch._dynamo.config"),
     _config("torch._inductor.config"),
     _config("torch._functorch.config"),
+    KeptState("state of accelerate", _set_aside, _restore_shared),
     _of("numpy", _numpy, _restore_numpy),
     _of(
         "matplotlib",
@@ -233,7 +256,7 @@ LIBRARIES = (
         _restore_backend,
     ),
 )
-"""States of torch, numpy and matplotlib."""
+"""States of torch, numpy, accelerate and matplotlib."""
 
 
 @contextlib.contextmanager

@@ -98,11 +98,18 @@ class Result:
         if self.known:
             self._leaves = [_leaf(x, values) if isinstance(x, Tensor) else x for x in leaves]
 
-    def again(self, module: nn.Module, values: Values) -> Any:
-        """The output of such a call: new tensors of these sizes, which depend on the weights."""
+    def again(self, module: nn.Module, values: Values, arguments: Any = ()) -> Any:
+        """The output of such a call: new tensors of these sizes.
+
+        They depend on the weights of the module, and on the tensors among its arguments.
+        """
         wanted = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
         with_grad = [leaf for leaf in wanted if leaf.grad]
-        weights = [p for p in module.parameters() if p.requires_grad] if with_grad else []
+        weights = [
+            tensor
+            for tensor in (*module.parameters(), *tensors_in(arguments))
+            if with_grad and tensor.requires_grad
+        ]
         made: list[Tensor] = []
         if weights:
             out = _Depends.apply(with_grad, *weights)  # type: ignore[no-untyped-call]
@@ -133,11 +140,12 @@ class _Depends(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaves: Sequence[_Leaf], *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*weights)
+        ctx.weights = weights  # not saved: a later step may have changed them in place
         return tuple(_empty(leaf) for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         # One that has a gradient keeps it: adding to it would change nothing that is seen.
-        weights = ctx.saved_tensors
-        return None, *(torch.empty_like(w) if w.grad is None else None for w in weights)
+        return None, *(
+            None if w.is_leaf and w.grad is not None else torch.empty_like(w) for w in ctx.weights
+        )

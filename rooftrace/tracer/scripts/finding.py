@@ -24,7 +24,7 @@ from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
-from rooftrace.tracer.scripts.turns import OpenTurn, SteadyTurns
+from rooftrace.tracer.scripts.turns import OpenTurn, SteadyTurns, Variety
 from rooftrace.tracer.tensors import tensors_in
 
 _ALIKE = 2
@@ -59,6 +59,7 @@ class Finder:
         self._steady: dict[Any, SteadyTurns] = {}
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
+        self.variety = Variety()
         self.trained = 0  # training steps so far
         self.called = 0  # calls without gradients so far
 
@@ -95,8 +96,10 @@ class Finder:
             result = self._steady[_key(turn.kind, look)].answer(len(turn.calls), look)
             if result is not None:
                 turn.calls.append(look)
-                return (result.again(module, self._stage.recorder.values),)
+                return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
             turn.recorded = True  # it is not like the turns before: the rest of it is recorded
+            if turn.calls:
+                self.variety.note(turn.kind, self.trained if turn.kind == TRAINING else self.called)
             self.book.discard(self._stage.change(self._name))
         if self._accumulates(turn, look):
             if not turn.repeating:
@@ -106,7 +109,7 @@ class Finder:
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            return (result.again(module, self._stage.recorder.values),)
+            return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
         turn.calls.append(look)
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None
@@ -193,6 +196,7 @@ class Finder:
         key = _key(kind, look)
         steady = self._steady.get(key)
         known = steady is not None and steady.alike >= _ALIKE and look.plain
+        known = known and kind not in self.variety.kinds
         turn = self._turn = OpenTurn(kind, label, steps.Learnt(), recorded=not known)
         self.clock.began()
         self._optimizers.steps.clear()

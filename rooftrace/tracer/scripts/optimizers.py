@@ -62,7 +62,7 @@ class Optimizers:
 
         before: is called before each step.  learnt: what is known of the open turn.
         """
-        outer: list[tuple[str, str]] = []
+        outer: list[tuple[Any, str, str]] = []
 
         def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
             if not recorder().here_recorded() or recorder().part == "optimizer":
@@ -71,23 +71,26 @@ class Optimizers:
                 before()
                 tape = recorder()
                 _enter_states(tape, optimizer)
-                key = _key(optimizer)
-            outer.append((tape.part, tape.function))
+            outer.append((optimizer, tape.part, tape.function))
             self._made.add(optimizer)
-            if key is not None:
-                self.steps[key] += 1
             tape.part, tape.function = "optimizer", type(optimizer).__name__
-            known = learnt()
-            if known is not None:
-                known.optimizers.append(type(optimizer).__name__.lower())
             if args[1:] or kwargs.get("closure"):
                 return steps.with_closures_outside(recorder, args, kwargs)
             return None
 
         def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # Only now has it stepped: a closure that it calls may have begun the turn.
             tape = recorder()
-            if outer and tape.here_recorded() and tape.part == "optimizer":
-                tape.part, tape.function = outer.pop()
+            if not outer or outer[-1][0] is not optimizer or not tape.here_recorded():
+                return
+            _, tape.part, tape.function = outer.pop()
+            with torch._C.DisableTorchFunction():
+                key = _key(optimizer)
+            if key is not None:
+                self.steps[key] += 1
+            known = learnt()
+            if known is not None:
+                known.optimizers.append(type(optimizer).__name__.lower())
 
         made = original_of(Optimizer, "__init__")
 

@@ -78,6 +78,7 @@ def run_script(
         with watch.on():
             ended = run()
     said.update(ended.assumed)
+    said.update(finder.variety.said)
     return watch.script(line, began, ended, said), ended
 
 

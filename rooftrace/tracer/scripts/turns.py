@@ -47,3 +47,22 @@ class SteadyTurns:
         if place < len(self.calls) and self.calls[place] == look.key:
             return self.results[place]
         return None
+
+
+@dataclass
+class Variety:
+    """The kinds of turns of which one began like those before it and went on otherwise.
+
+    From then on every turn of such a kind is recorded.  said: what was not counted, by kind.
+    """
+
+    kinds: set[str] = field(default_factory=set)
+    said: dict[str, str] = field(default_factory=dict)
+
+    def note(self, kind: str, before: int) -> None:
+        """A turn of this kind, after so many, has begun alike and goes on otherwise."""
+        self.kinds.add(kind)
+        self.said[f"{kind} turns that differ"] = (
+            f"{kind} turn {before + 1} began as the ones before it and went on otherwise: its first "
+            "calls were not run and are not counted in it"
+        )
