@@ -15,6 +15,7 @@ from msgspec import structs
 
 from rooftrace.costmodels.opviews.opview import OpView, Slot, TensorView
 from rooftrace.costmodels.registry.lookup import all_rules, find_rule
+from tests.conftest import mostly_heavy
 from tests.costmodels.rules_support import views
 
 WITHOUT_WORK = {
@@ -58,7 +59,8 @@ PRIMS_WITHOUT_WORK = """
 """Views, copies, values written, choices and bits."""
 NOT_ALWAYS = {"aten.scatter"}
 """They work where they add up, which the samples of one direction may not do."""
-SAMPLES = 24
+SAMPLES, FEW = 24, 6
+"""So many samples of an operator are run by `make heavy`, and by `make test`."""
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,10 @@ def operators():
         yield [op for op in op_db if torch.float32 in op.dtypes]
 
 
-def sampled(operator, backward):
+def sampled(operator, backward, count):
     """Every aten op that the first samples of an operator run, as a rule sees it."""
     samples = operator.sample_inputs("cpu", torch.float32, requires_grad=backward)
-    for sample in islice(samples, SAMPLES):
+    for sample in islice(samples, count):
 
         def call(sample=sample):
             result = operator.op(sample.input, *sample.args, **sample.kwargs)
@@ -101,12 +103,13 @@ def sampled(operator, backward):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
-def test_only_listed_ops_are_priced_at_no_work(operators, backward):
+@pytest.mark.parametrize("count", mostly_heavy([FEW, SAMPLES], [FEW]))
+def test_only_listed_ops_are_priced_at_no_work(operators, backward, count):
     works = defaultdict(set)
     for operator in operators:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for view in sampled(operator, backward):
+            for view in sampled(operator, backward, count):
                 rule = find_rule(view.target)
                 sizes = [t.elements for t in (*view.inputs, *view.outputs) if t.floating]
                 empty = any(t.elements == 0 for t in (*view.inputs, *view.outputs))
