@@ -16,6 +16,7 @@ GROUPS: Mapping[str, str] = {
     "Trace": "trace trace_target Request OpGraph save load capture telling",
     "Price": """estimate priced_graphs Estimate Breakdown plan Plan execution_model ExecutionModel
         reprice memory load_chip available_chips Chip""",
+    "Run a script": "run ScriptCost TurnCost",
     "Report": "report reports save_timeline largest_batch summary profile flop_count_table units",
     "What would help": """guidance Guidance WhatIf graph_breaks GraphBreaks headroom Headroom Saving
         explain Explanation""",

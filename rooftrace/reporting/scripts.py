@@ -55,7 +55,7 @@ def run(
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
     from rooftrace.costmodels.estimating import estimate
-    from rooftrace.costmodels.scripting import price_script
+    from rooftrace.costmodels.scripting import execution_of, price_script
     from rooftrace.tracer.scripts import ScriptError, run_script
 
     _check(clock, steps, chip, system)
@@ -63,8 +63,8 @@ def run(
     joined = None if system is None else load_system(system)
     device = load_chip(chip or CHIP) if joined is None else joined.joined_chip
 
-    def seconds(graph: OpGraph) -> float:
-        return estimate(graph, device, execution or "compiled").t_est
+    def seconds(graph: OpGraph, compiled: bool) -> float:
+        return estimate(graph, device, execution_of(compiled, execution)).t_est
 
     with telling(progress):
         script, ended = run_script(

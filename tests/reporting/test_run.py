@@ -101,7 +101,7 @@ def test_files_of_a_script_come_to_lie_in_the_scratch_folder(here: Path, run: Ru
 def test_a_script_reads_the_time_that_its_steps_take_on_the_chip(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cost = rt.run(["train.py"], chip="h100-sxm", steps=6, clock="simulated", execution="eager")
+    cost = rt.run(["train.py"], chip="h100-sxm", steps=6, clock="simulated")
     seconds = [float(text) for text in re.findall(r"seconds ([\d.]+)", capfd.readouterr().out)]
     steady = cost.steady
     assert steady is not None

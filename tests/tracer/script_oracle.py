@@ -8,6 +8,7 @@ what their backward computes a second time, which our counts keep apart.
 import contextlib
 import gc
 import io
+import itertools
 import runpy
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Real:
         """FLOPs from one step of the optimizer that steps last to the next."""
         last = self.marks[-1][0]
         ends = [flops for key, flops in self.marks if key == last]
-        return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(ends)]
 
     @property
     def trained(self) -> int:

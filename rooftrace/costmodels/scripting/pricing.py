@@ -11,9 +11,9 @@ from rooftrace.hardware import Chip
 from rooftrace.tracer.scripts import Script, Turns
 
 
-def execution_of(script: Script, asked: str | ExecutionModel | None) -> ExecutionModel:
-    """How the script is run: as asked for, else compiled if it calls torch.compile, else eager."""
-    return execution_model(asked or ("compiled" if script.compiled else "eager"))
+def execution_of(compiled: bool, asked: str | ExecutionModel | None = None) -> ExecutionModel:
+    """How a script is run: as asked for, else compiled if it calls torch.compile, else eager."""
+    return execution_model(asked or ("compiled" if compiled else "eager"))
 
 
 def price_script(
@@ -23,7 +23,7 @@ def price_script(
 
     execution: None takes compiled for a script that calls torch.compile, else eager.
     """
-    model = execution_of(script, execution)
+    model = execution_of(script.compiled, execution)
     steps = [estimate(graph, chip, model) for graph in script.graphs]
     rows: dict[object, TurnCost] = {}
     for stretch in script.stretches:

@@ -40,7 +40,7 @@ def run_script(
     per_node: int | None = None,
     scratch: str | os.PathLike[str] | None = None,
     assume: Mapping[str, Any] | None = None,
-    seconds: Callable[[OpGraph], float] | None = None,
+    seconds: Callable[[OpGraph, bool], float] | None = None,
 ) -> tuple[Script, Ended]:
     """Run a script, as its command line says, on a chip that is not there.
 
@@ -48,7 +48,8 @@ def run_script(
     after so many training steps; None: it runs to its end.  ranks: of how many processes this is
     the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which the
     files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
-    seconds: of a graph on the chip; with it the clocks that the script reads give simulated time.
+    seconds: of a graph on the chip, compiled or not; with it the clocks that the script reads give
+    simulated time.
 
     Raises RequestError for a command line that is none.  What the script raises is in `Ended`.
     """
@@ -69,7 +70,11 @@ def run_script(
         stops.append(run.stop)
         finder = watch.finder
         if seconds is not None:
-            finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
+            finder.clock = SimulatedClock(
+                lambda graph: seconds(graph, bool(watch.compiled)),
+                finder.book.graphs,
+                finder.settle,
+            )
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
         undo.enter_context(emulated(device, meter, finder.clock, index, say))

@@ -63,6 +63,6 @@ class Variety:
         """A turn of this kind, after so many, has begun alike and goes on otherwise."""
         self.kinds.add(kind)
         self.said[f"{kind} turns that differ"] = (
-            f"{kind} turn {before + 1} began as the ones before it and went on otherwise: its first "
-            "calls were not run and are not counted in it"
+            f"{kind} turn {before + 1} began as the ones before it and went on otherwise: its "
+            "first calls were not run and are not counted in it"
         )
