@@ -130,8 +130,23 @@ with open("models.py", "w") as file:
     file.write("from model import *\\nsmall = wide = deep = long = build\\n")
 with open("steps.csv", "w") as file:
     file.write("model,batch,ms\\nsmall,16,1.5\\nwide,16,1.6\\ndeep,16,1.4\\nlong,16,1.55\\n")
+with open("train.py", "w") as file:
+    file.write('''
+import os, torch
+from model import build
+model, (x,) = build()
+model.cuda()
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    optimizer.zero_grad()
+    model(x.cuda()).square().mean().backward()
+    optimizer.step()
+''')
 """
-"""What a user has: measured step times, a run of `rooftrace measure` and a profile."""
+"""What a user has: measured step times, a run of `rooftrace measure`, a profile and a script."""
 MEASURED = 'rt.measure(model, x, phase="training")'
 COMMANDS = """
 import json, sys
