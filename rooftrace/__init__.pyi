@@ -143,14 +143,14 @@ from rooftrace.reporting.rooflines import (
 from rooftrace.reporting.rooflinesteps import (
     Rooflines as Rooflines,
 )
+from rooftrace.reporting.scripts import (
+    run as run,
+)
 from rooftrace.reporting.sections import (
     section as section,
 )
 from rooftrace.reporting.sensitivity import (
     sensitivity as sensitivity,
-)
-from rooftrace.reporting.scripts import (
-    run as run,
 )
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,

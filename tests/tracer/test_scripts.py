@@ -1,17 +1,11 @@
 """Scripts on a GPU that is not there, against the same scripts run for real on the CPU."""
 
-import io
-import os
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import torch
 
-import rooftrace as rt
-from tests.process_state import changed, of_the_process, of_this_thread
 from tests.tracer.script_oracle import (
     all_flops,
     held,
@@ -19,7 +13,6 @@ from tests.tracer.script_oracle import (
     ours,
     really,
     trained,
-    training,
 )
 
 if torch.cuda.is_available():

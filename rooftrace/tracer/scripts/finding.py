@@ -7,7 +7,8 @@ trained, or in a script that trains nothing, is a turn of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from rooftrace.tracer.scripts.calls import Look, Result, look_of, says
 from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Piece, Stretch
 from rooftrace.tracer.scripts.stage import Stage
 from rooftrace.tracer.tensors import tensors_in
@@ -92,6 +94,7 @@ class Finder:
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self._vary: set[str] = set()  # kinds of turns that began alike and went on otherwise
+        self._before: Counter[int] | None = None  # steps of optimizers before a capture
         self.said: dict[str, str] = {}  # what could not be counted, by kind
         self.trained = 0  # training steps so far
         self.called = 0  # calls without gradients so far
@@ -106,7 +109,7 @@ class Finder:
         run: Callable[[], Any],
     ) -> Any:
         """A module is called from outside of any module; run: runs it."""
-        if torch._C._current_autograd_node() is not None:
+        if self.suspended or torch._C._current_autograd_node() is not None:
             return run()
         with torch._C.DisableTorchFunction():
             here = self._on_device(module, (args, kwargs))
@@ -175,6 +178,59 @@ class Finder:
         steady = self._steady.get(TRAINING)
         calls = len(steady.calls) if steady is not None else 0
         return min(len(turn.calls) / calls, 1.0) if calls else 0.0
+
+    @property
+    def recorder(self) -> ScriptRecorder:
+        """The one that is on."""
+        return self._stage.recorder
+
+    @property
+    def suspended(self) -> bool:
+        """Whether what runs is no part of any turn, and runs whatever it looks like."""
+        return self._before is not None
+
+    def suspend(self) -> None:
+        """A CUDA graph is being captured."""
+        self._end_whole()
+        self._before = Counter(self._optimizers.steps)
+        self._aside()
+
+    def resume(self) -> None:
+        """The capture has ended."""
+        self._aside()
+        self._optimizers.steps, self._before = self._before or Counter(), None
+
+    def _end_whole(self) -> None:
+        turn = self._turn
+        if turn is not None and (turn.kind != TRAINING or self._stepped(turn)):
+            self._finish(turn)
+
+    def _aside(self) -> None:
+        """Outside of turns, what was recorded is dropped."""
+        if self._turn is None:
+            self.book.discard(self._stage.change(record=True))
+            self._name()
+
+    def take_part(self, look: Look, label: str) -> None:
+        """A CUDA graph is about to be replayed: a turn of its own, or a part of the open one."""
+        self._end_whole()
+        turn = self._turn
+        if turn is None:
+            kind = TRAINING if self._optimizers.known else INFERENCE
+            if self._has_run_enough(kind):
+                self._stop()
+            turn = self._begin(kind, look, label)
+        elif not turn.recorded:
+            turn = self._record_after_all(turn)
+        turn.calls.append(look)
+
+    def replayed(self, classes: Container[str]) -> None:
+        """A replay has ended, in which optimizers of these classes have stepped."""
+        for key, name in self._optimizers.names().items():
+            if name in classes:
+                self._optimizers.steps[key] += 1
+                if self._turn is not None:
+                    self._turn.learnt.optimizers.append(name.lower())
 
     @property
     def learnt(self) -> steps.Learnt | None:

@@ -23,6 +23,7 @@ from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
+from rooftrace.tracer.scripts.replaying import Graphs
 from rooftrace.tracer.scripts.stage import Stage
 from rooftrace.tracer.scripts.watching import compiling, watched
 from rooftrace.tracer.values import Values
@@ -68,7 +69,8 @@ def run_script(
             finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
         meter = StageMeter(watch.stage)
         index = where.local_rank
-        undo.enter_context(emulated(device, meter, finder.clock, index, said.setdefault))
+        told = Graphs(finder).told
+        undo.enter_context(emulated(device, meter, finder.clock, index, said.setdefault, told))
         if isinstance(finder.clock, SimulatedClock):
             undo.enter_context(finder.clock.told())
         with watch.on():
