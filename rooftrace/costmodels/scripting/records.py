@@ -54,7 +54,7 @@ class TurnCost:
     @property
     def t_interval(self) -> tuple[float, float] | None:
         """Seconds between which 90 % of such steps were measured; None without knobs."""
-        ends = [(step.t_interval, times) for step, times in self.parts]
+        ends = [(step.t_interval, times) for step, times in self.parts if step.t_est]
         known = [(end, times) for end, times in ends if end is not None]
         if len(known) < len(ends):
             return None

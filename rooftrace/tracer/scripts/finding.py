@@ -97,10 +97,7 @@ class Finder:
             if result is not None:
                 turn.calls.append(look)
                 return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
-            turn.recorded = True  # it is not like the turns before: the rest of it is recorded
-            if turn.calls:
-                self.variety.note(turn.kind, self.trained if turn.kind == TRAINING else self.called)
-            self.book.discard(self._stage.change(self._name))
+            self._record_rest(turn)
         if self._accumulates(turn, look):
             if not turn.repeating:
                 self._close_piece(turn)
@@ -137,7 +134,7 @@ class Finder:
         if turn is None:
             return 0.0
         with torch._C.DisableTorchFunction():
-            if turn.kind != TRAINING or self._stepped(turn):
+            if turn.kind != TRAINING or self._stepped_all(turn):
                 self._finish(turn)
                 return 0.0
         steady = self._steady.get(TRAINING)
@@ -156,7 +153,7 @@ class Finder:
         turn = self._turn
         kind = self._kind(module)
         if turn is not None:
-            if turn.kind == TRAINING and not self._stepped(turn):
+            if turn.kind == TRAINING and not self._stepped_all(turn):
                 turn.backwards += self._backward_ran()
                 return turn
             self._finish(turn)
@@ -180,7 +177,7 @@ class Finder:
             return INFERENCE
         return TRAINING  # another model that helps to train
 
-    def _stepped(self, turn: OpenTurn) -> bool:
+    def _stepped_all(self, turn: OpenTurn) -> bool:
         """Whether the optimizers of a training step have all stepped."""
         times = self._optimizers.steps
         if not times:
@@ -247,6 +244,13 @@ class Finder:
         )
 
     # -- turns that are like others ----------------------------------------------------------------
+
+    def _record_rest(self, turn: OpenTurn) -> None:
+        """A turn is not like the turns before: the rest of it is recorded."""
+        turn.recorded = True
+        if turn.calls:
+            self.variety.note(turn.kind, self.trained if turn.kind == TRAINING else self.called)
+        self.book.discard(self._stage.change(self._name))
 
     # -- gradient accumulation -------------------------------------------------------------------
 

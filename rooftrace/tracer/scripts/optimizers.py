@@ -38,6 +38,11 @@ class Optimizers:
         keys = (_key(optimizer) for optimizer in list(self._made))
         return {key for key in keys if key is not None}
 
+    def names(self) -> dict[int, str]:
+        """The class of each of those, by the identity of its weight."""
+        made = [(_key(optimizer), type(optimizer).__name__) for optimizer in list(self._made)]
+        return {key: name for key, name in made if key is not None}
+
     def enter(self, tape: ScriptRecorder) -> None:
         """The states of all of them are on the device, also where nothing reads them."""
         for optimizer in list(self._made):

@@ -17,12 +17,12 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
 from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.scripts.clocks import SimulatedClock
-from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
+from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.watching import compiling, watched
 from rooftrace.tracer.values import Values
@@ -77,7 +77,7 @@ def run_script(
             )
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
-        undo.enter_context(emulated(device, meter, finder.clock, index, say))
+        undo.enter_context(emulated(device, meter, finder.clock, index, say, finder.told))
         if isinstance(finder.clock, SimulatedClock):
             undo.enter_context(finder.clock.told())
         with watch.on():
@@ -108,7 +108,7 @@ class RunWatch:
         self.compiled: list[str] = []
         with self.scope.entered():
             self.stage = RecorderStage(self._recorder)
-        self.finder = Finder(self.stage, self.shapes, self.optimizers, wanted, stop)
+        self.finder = GraphFinder(self.stage, self.shapes, self.optimizers, wanted, stop)
 
     def _recorder(self, record: bool) -> ScriptRecorder:
         return ScriptRecorder(self.values, record, self.shown, self.shapes)
