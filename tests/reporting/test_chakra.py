@@ -18,6 +18,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph import OpGraph
+from tests.conftest import mostly_heavy
 from tests.reporting.test_sharded_timeline import estimated
 from tests.tracer.sharded_models import WAYS
 
@@ -132,7 +133,10 @@ KINDS = {
 COMP, SEND, RECV, COLLECTIVE = 4, 5, 6, 7
 
 
-@pytest.mark.parametrize("way", WAYS)
+RUN_ALWAYS = [way for way in WAYS if way in ("fsdp-again", "hsdp", "sp", "fsdp-sp", "ddp")]
+
+
+@pytest.mark.parametrize("way", mostly_heavy(WAYS, RUN_ALWAYS))
 def test_nodes_are_the_kernels_and_exchanges_of_the_step(way: str, tmp_path: Path) -> None:
     step = estimated(way)
     path, groups = rt.save_chakra(step, tmp_path / "step.et")
@@ -176,7 +180,7 @@ def bytes_of(each: dict[str, Any], ranks: dict[str, tuple[int, ...]]) -> int:
     return int(each["comm_size"]) * (len(ranks[each["pg_name"]]) if gathers else 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_heavy(WAYS, RUN_ALWAYS))
 def test_nodes_wait_as_the_streams_of_the_step_do(way: str, tmp_path: Path) -> None:
     step = estimated(way)
     _, nodes = decoded(rt.save_chakra(step, tmp_path / "step")[0])

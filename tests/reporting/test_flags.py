@@ -608,8 +608,9 @@ CANNOT_CHANGE = {
 SHARED = {**WORKLOAD, **REQUESTS, **PRICING}
 """Options that one place reads for every command: each command only has to take them up."""
 EVERY = 5
-"""Of so many shared options `make test` tries one on each kind of source, in turn; on the first
-command all."""
+"""Of so many shared options `make test` tries one on each kind of source, in turn."""
+QUICK = (CODE, NODES)
+"""Commands on which it tries all of them: on code, and on a language model in one phase."""
 
 
 def changes() -> Iterator[Any]:
@@ -618,7 +619,7 @@ def changes() -> Iterator[Any]:
         for name, ways in options.items():
             shared = ways == SHARED.get(name)
             place = list(SHARED).index(name) if shared else 0
-            heavy = shared and number > 0 and (place + number) % EVERY > 0
+            heavy = shared and base not in QUICK and (place + number) % EVERY > 0
             for way in ways:
                 yield pytest.param(base, way, marks=[pytest.mark.heavy] if heavy else [])
 

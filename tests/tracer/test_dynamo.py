@@ -25,6 +25,7 @@ from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.running import traced_with_dynamo
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.tensors import tensors_in
+from tests.conftest import mostly_heavy
 from tests.releases import needs_torch
 from tests.tracer import broken_models as models
 
@@ -74,7 +75,9 @@ def test_graphs_and_breaks_are_those_that_torch_explains(kind: type[models.Layer
     assert bool(run.causes) == (kind is not models.Whole)
 
 
-@pytest.mark.parametrize("kind", [models.Printing, models.Asked, models.Disabled])
+@pytest.mark.parametrize(
+    "kind", mostly_heavy([models.Printing, models.Asked, models.Disabled], [models.Asked])
+)
 def test_a_break_in_a_layer_is_one_cause_as_often_as_the_layer_is_called(
     kind: type[models.Layer],
 ) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import rooftrace as rt
+from tests.conftest import mostly_heavy
 from tests.tracer.sharded_models import BATCH, SEQ, WAYS, WORDS, Net, sp, step, tp
 
 KINDS = {
@@ -231,7 +232,9 @@ def test_a_mesh_of_one_is_the_plain_module(spread: Any, execution: str) -> None:
     assert set(counts[0] - counts[1]) <= {"aten.view.default"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", mostly_heavy(WAYS, ("fsdp-bf16", "fsdp-again", "hsdp", "tp", "sp", "ddp"))
+)
 def test_a_module_is_afterwards_what_it_was(way: str) -> None:
     sizes, spread, again = WAYS[way]
     with rt.fake_mesh(sizes) as mesh, torch.device("meta"):

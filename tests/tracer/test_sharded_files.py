@@ -13,13 +13,14 @@ from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.dtypes import torch_dtype
 from rooftrace.tracer.graph import GraphError, OpGraph
 from rooftrace.tracer.rebuilding.rebuild import to_fx
+from tests.conftest import mostly_heavy
 from tests.tracer.test_sharded import WAYS, sharded
 
 BY_NAME = ("tp", "tp-again", "sp")
 """Ways whose collectives name their groups; those of the others are objects."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_heavy(WAYS, ("fsdp-bf16", "hsdp", "tp-again", "sp", "ddp")))
 def test_a_sharded_graph_is_the_same_after_a_file(way: str, tmp_path: Path) -> None:
     graph = sharded(way, layers=12 if way in BY_NAME else 3)
     assert graph.groups and graph.mesh
