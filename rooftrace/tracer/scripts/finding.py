@@ -60,8 +60,7 @@ class Finder:
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.variety = Variety()
-        self.trained = 0  # training steps so far
-        self.called = 0  # calls without gradients so far
+        self.trained = self.called = 0  # training steps, and calls without gradients, so far
 
     # -- what the script does ----------------------------------------------------------------------
 
@@ -113,15 +112,13 @@ class Finder:
 
     def before_step(self) -> None:
         """An optimizer is about to step."""
-        turn = self._turn
-        if turn is not None and turn.repeating:
-            self._next_piece(turn)
+        if self._turn is not None and self._turn.repeating:
+            self._next_piece(self._turn)
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds."""
-        if self._turn is not None:
-            self._turn.loading += seconds
-            self._turn.batches += 1
+        if (turn := self._turn) is not None:
+            turn.loading, turn.batches = turn.loading + seconds, turn.batches + 1
 
     def end(self) -> None:
         """The script has ended."""
@@ -154,7 +151,7 @@ class Finder:
         kind = self._kind(module)
         if turn is not None:
             if turn.kind == TRAINING and not self._stepped_all(turn):
-                turn.backwards += self._backward_ran()
+                turn.backwards += self._stage.recorder.after_backward
                 return turn
             self._finish(turn)
         if self._has_run_enough(kind):
@@ -165,9 +162,8 @@ class Finder:
         """Whether the wanted steps have run: training steps, or calls where nothing trains."""
         if self._wanted is None:
             return False
-        if kind == TRAINING:
-            return self.trained >= self._wanted
-        return not self._optimizers.known and self.called >= self._wanted
+        done = self.trained if kind == TRAINING else self.called
+        return done >= self._wanted and (kind == TRAINING or not self._optimizers.known)
 
     def _kind(self, module: nn.Module) -> str:
         known = self._optimizers.known
@@ -185,9 +181,6 @@ class Finder:
         if self._optimizers.required() <= times.keys():
             return True
         return max(times.values()) >= _WAITS_FOR_OTHERS
-
-    def _backward_ran(self) -> bool:
-        return self._stage.recorder.after_backward
 
     def _begin(self, kind: str, look: Look, label: str) -> OpenTurn:
         key = _key(kind, look)
@@ -229,8 +222,8 @@ class Finder:
             label=turn.label,
         )
         self._add(turn, stretch, run=1)
-        same = steady is not None and (steady.pieces, steady.calls) == (pieces, calls)
-        alike = (steady.alike + 1 if same and steady is not None else 1) if plain else 0
+        before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
+        alike = (1 + (before.alike if before else 0)) * plain
         self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
