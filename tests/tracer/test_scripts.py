@@ -6,6 +6,7 @@ from textwrap import dedent
 import pytest
 import torch
 
+import rooftrace as rt
 from tests.tracer.script_oracle import (
     all_flops,
     held,
@@ -244,3 +245,30 @@ def test_a_script_does_what_it_does_for_real(case: str, tmp_path: Path) -> None:
     assert matrix_flops(steady) == min(real.steps())
     assert held(steady, "weights") >= sum(real.weights.values())
     assert held(steady, "optimizer") == sum(real.states.values())
+
+
+REGION = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+region = torch.autocast("cuda", dtype=torch.bfloat16)
+for step in range(4):
+    for micro in range(2):
+        with region:
+            loss = model(torch.randn(4, 32, device="cuda")).square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.randn(4, 32, device="cuda"))
+"""
+
+
+def test_a_region_of_autocast_stays_on_where_a_turn_begins_inside_of_it(tmp_path: Path) -> None:
+    (tmp_path / "region.py").write_text(REGION)
+    cost = rt.run([str(tmp_path / "region.py")], chip="l4", steps=4)
+    for graph in cost.script.graphs:
+        products = [op for op in graph.ops if op.name == "aten.addmm"]
+        kinds = [graph.values[op.outputs[0]].dtype for op in products]
+        # Two passes in the region; the call after the step, outside of it, begins the next turn.
+        assert set(kinds[-4:]) == {"bf16"} and set(kinds[:-4]) <= {"fp32"}, kinds
