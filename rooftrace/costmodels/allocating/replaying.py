@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from rooftrace.costmodels.allocating.caching import CachingAllocator, Piece
+from rooftrace.costmodels.allocating.caching import CachingAllocator, Piece, rounded
 from rooftrace.costmodels.allocating.workspaces import Scratch, is_product, scratch
 from rooftrace.costmodels.liveness import EDGE, Lives, Visits, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
@@ -25,6 +25,8 @@ from rooftrace.tracer.vocabulary import PARTS
 
 VISITED = 6000
 """So many ops are visited at the most, beyond the least that a graph with repeats takes."""
+BLOCKS = 4096
+"""So many blocks come one by one where equal ones come together; the rest of them is one block."""
 STEPS = 4
 """Steps after which what is reserved is taken as it is."""
 _BACKWARD = ("backward", "recompute")
@@ -96,7 +98,10 @@ def _apply(
         what = change.what
         if what == "make":
             blocks = held[change.number]
-            for _ in range(change.times):
+            rest = change.times - BLOCKS
+            if rest > 0:  # first, so that it goes last
+                blocks.insert(0, allocate(rest * rounded(change.size), change.stream))
+            for _ in range(min(change.times, BLOCKS)):
                 blocks.append(allocate(change.size, change.stream))
         elif what == "drop":
             blocks = held.get(change.number, [])
@@ -122,7 +127,8 @@ def program(graph: OpGraph, unmade: Collection[int] = ()) -> Program:
 def _edge(graph: OpGraph) -> int:
     """How many iterations at either end of repeats may be visited, for `VISITED` in all."""
     counts = [repeat.count for repeat in graph.repeats]
-    most = max(counts, default=0)
+    # A repeat that no op is in adds no visit, however often it runs.
+    most = max((counts[r] for op in graph.ops for r in op.repeats), default=0)
 
     def visited(edge: int) -> int:
         return sum(math.prod(min(counts[r], 2 * edge + 1) for r in op.repeats) for op in graph.ops)
