@@ -54,6 +54,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("census", *ONE, "--chip", "l4"),
     ("census", *ONE, "--chip", "l4", "--format", "csv"),
     ("breaks", *ONE, "--chip", "l4"),
+    ("run", "--chip", "l4", "t.py"),
     ("nodes", *ONE, "--chip", "l4"),
     ("nodes", *ONE, "--chip", "l4", "--format", "json"),
     ("roofline", *ONE, "--chip", "l4"),
