@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.scripting.records import ScriptCost, TurnCost
 from rooftrace.hardware import Chip
-from rooftrace.tracer.scripts import Script, Turns
+from rooftrace.tracer.scripts import Script
 
 
 def execution_of(compiled: bool, asked: str | ExecutionModel | None = None) -> ExecutionModel:
@@ -27,22 +27,12 @@ def price_script(
     steps = [estimate(graph, chip, model) for graph in script.graphs]
     rows: dict[object, TurnCost] = {}
     for stretch in script.stretches:
-        key = stretch.kind, stretch.pieces, stretch.label
-        rows[key] = _more(rows.get(key), stretch, steps)
+        before = rows.get(stretch.key)
+        if before is not None:
+            rows[stretch.key] = replace(before, stretch=before.stretch.and_also(stretch))
+            continue
+        parts = tuple((steps[piece.graph], piece.times) for piece in stretch.pieces)
+        rows[stretch.key] = TurnCost(stretch=stretch, parts=parts)
     return ScriptCost(
         script=script, chip=chip, execution=model, rows=tuple(rows.values()), steps=tuple(steps)
     )
-
-
-def _more(before: TurnCost | None, stretch: Turns, steps: list[Estimate]) -> TurnCost:
-    """The row of equal turns with one more stretch of them."""
-    if before is None:
-        parts = tuple((steps[piece.graph], piece.times) for piece in stretch.pieces)
-        return TurnCost(stretch=stretch, parts=parts)
-    kept = before.stretch
-    added = {
-        name: getattr(kept, name) + getattr(stretch, name)
-        for name in ("turns", "run", "loading", "batches", "brought", "taken")
-    }
-    fields = {name: getattr(kept, name) for name in kept.__struct_fields__}
-    return replace(before, stretch=Turns(**{**fields, **added}))

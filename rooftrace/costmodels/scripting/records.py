@@ -171,13 +171,7 @@ class ScriptCost(Shown):
         stretch = self.script.steady
         if stretch is None:
             return None
-        alike = (
-            row
-            for row in self.rows
-            if (row.kind, row.label, row.stretch.pieces)
-            == (stretch.kind, stretch.label, stretch.pieces)
-        )
-        return next(alike)
+        return next(row for row in self.rows if row.stretch.key == stretch.key)
 
     @property
     def title(self) -> str:

@@ -61,10 +61,10 @@ def _names() -> Iterator[Event]:
 
 
 def _turns(result: ScriptCost, limit: int) -> Iterator[Event]:
-    rows = {(row.kind, row.stretch.pieces, row.label): row for row in result.rows}
+    rows = {row.stretch.key: row for row in result.rows}
     host = device = 0.0
     for stretch in result.script.stretches:
-        row = rows[stretch.kind, stretch.pieces, stretch.label]
+        row = rows[stretch.key]
         loading = stretch.loading / stretch.turns
         alone = min(stretch.turns, max(limit, 1))
         limit -= alone

@@ -86,20 +86,16 @@ def answered(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
     scope = current_scope()
     assert scope is not None, "a replacement belongs to a scope"
     keys = {(id(module), name): value for name, value in values.items()}
-    before = {key: scope.replacements[key] for key in keys if key in scope.replacements}
     with _LOCK:
         answers = _ANSWERS.get(id(module))
         if answers is None:
             answers = _ANSWERS[id(module)] = _Answers(module)
         for name in values:
             answers.take(name)
-    scope.replacements.update(keys)
     try:
-        yield
+        with scope.replacing(keys):
+            yield
     finally:
-        for key in keys:
-            scope.replacements.pop(key, None)
-        scope.replacements.update(before)
         with _LOCK:
             for name in values:
                 answers.give_back(name)

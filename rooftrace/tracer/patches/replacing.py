@@ -64,8 +64,7 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
     """Inside, these attributes of a module or a class are others for the threads of this scope."""
     scope = current_scope()
     assert scope is not None, "a replacement belongs to a scope"
-    keys = [(id(home), name) for name in replacements]
-    before = {key: scope.replacements[key] for key in keys if key in scope.replacements}
+    keys = {(id(home), name): value for name, value in replacements.items()}
     with _LOCK:
         for key in keys:
             guard = _GUARDS.get(key)
@@ -73,13 +72,10 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
                 guard = _GUARDS[key] = _Guard(home, key[1])
                 guard.install()
             guard.count += 1
-    scope.replacements.update(zip(keys, replacements.values(), strict=True))
     try:
-        yield
+        with scope.replacing(keys):
+            yield
     finally:
-        for key in keys:
-            scope.replacements.pop(key, None)
-        scope.replacements.update(before)
         with _LOCK:
             for key in keys:
                 guard = _GUARDS[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rooftrace.tracer.releases import Release, installed_release
@@ -37,6 +37,18 @@ class Scope:
         self.kept: dict[str, Any] = {}
         self.spans = spans
         self.around: Scope | None = None
+
+    @contextlib.contextmanager
+    def replacing(self, values: Mapping[tuple[int, str], Any]) -> Iterator[None]:
+        """Inside, these values stand for their names in the threads of this scope."""
+        before = {key: self.replacements[key] for key in values if key in self.replacements}
+        self.replacements.update(values)
+        try:
+            yield
+        finally:
+            for key in values:
+                self.replacements.pop(key, None)
+            self.replacements.update(before)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

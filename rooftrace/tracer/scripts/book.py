@@ -41,22 +41,11 @@ class Book:
     def add(self, stretch: Turns) -> None:
         """One more turn, or several equal ones."""
         before = self.stretches[-1] if self.stretches else None
-        same = before is not None and (before.kind, before.pieces, before.label) == (
-            stretch.kind,
-            stretch.pieces,
-            stretch.label,
-        )
-        if before is None or not same:
-            turns = sum(s.turns for s in self.stretches if s.kind == stretch.kind)
-            self.stretches.append(replace(stretch, first=turns + 1))
+        if before is not None and before.key == stretch.key:
+            self.stretches[-1] = before.and_also(stretch)
             return
-        self.stretches[-1] = replace(
-            before,
-            **{
-                name: getattr(before, name) + getattr(stretch, name)
-                for name in ("turns", "run", "loading", "batches", "brought", "taken")
-            },
-        )
+        turns = sum(s.turns for s in self.stretches if s.kind == stretch.kind)
+        self.stretches.append(replace(stretch, first=turns + 1))
 
 
 def _print_of(graph: fx.Graph) -> int:

@@ -131,7 +131,7 @@ class Finder:
         if turn is None:
             return 0.0
         with torch._C.DisableTorchFunction():
-            if turn.kind != TRAINING or self._stepped_all(turn):
+            if turn.kind != TRAINING or self._stepped_all():
                 self._finish(turn)
                 return 0.0
         steady = self._steady.get(TRAINING)
@@ -150,7 +150,7 @@ class Finder:
         turn = self._turn
         kind = self._kind(module)
         if turn is not None:
-            if turn.kind == TRAINING and not self._stepped_all(turn):
+            if turn.kind == TRAINING and not self._stepped_all():
                 turn.backwards += self._stage.recorder.after_backward
                 return turn
             self._finish(turn)
@@ -173,8 +173,8 @@ class Finder:
             return INFERENCE
         return TRAINING  # another model that helps to train
 
-    def _stepped_all(self, turn: OpenTurn) -> bool:
-        """Whether the optimizers of a training step have all stepped."""
+    def _stepped_all(self) -> bool:
+        """Whether the optimizers have all stepped in the open turn."""
         times = self._optimizers.steps
         if not times:
             return False

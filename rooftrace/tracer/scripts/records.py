@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rooftrace.tracer.graph import OpGraph
 
 TRAINING, INFERENCE = "training", "inference"
+_SUMS = ("turns", "run", "loading", "batches", "brought", "taken")
+"""What equal turns in several places add up to."""
 
 
 class TurnPiece(Struct, frozen=True):
@@ -42,6 +45,15 @@ class Turns(Struct, frozen=True):
     taken: int = 0
     optimizers: tuple[str, ...] = ()
     label: str = ""
+
+    @property
+    def key(self) -> tuple[str, tuple[TurnPiece, ...], str]:
+        """What equal turns have in common: the kind, the pieces, what was called."""
+        return self.kind, self.pieces, self.label
+
+    def and_also(self, other: Turns) -> Turns:
+        """These turns and equal ones that came later, together."""
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
 
     @property
     def last(self) -> int:

@@ -49,7 +49,7 @@ class GraphFinder(Finder):
 
     def _end_whole(self) -> None:
         turn = self._turn
-        if turn is not None and (turn.kind != TRAINING or self._stepped_all(turn)):
+        if turn is not None and (turn.kind != TRAINING or self._stepped_all()):
             self._finish(turn)
 
     def _aside(self) -> None:
