@@ -72,6 +72,7 @@ def really(path: Path, *words: str) -> Real:
             if isinstance(value, Tensor) and name != "step"
         )
 
+    _forget_accelerate()
     with contextlib.ExitStack() as undo:
         patch = undo.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "argv", [str(path), "cpu", *words])
@@ -83,6 +84,12 @@ def really(path: Path, *words: str) -> Real:
     found.flops = counter.get_total_flops()
     gc.collect()
     return found
+
+
+def _forget_accelerate() -> None:
+    """Drop what an earlier test told accelerate of this process; a script starts with nothing."""
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _size(tensor: Tensor) -> int:

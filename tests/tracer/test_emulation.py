@@ -244,7 +244,10 @@ def names_of(home: Any) -> dict[str, Any]:
     return {name: item for name, item in {**vars(home)}.items() if type(item) is not type(torch)}
 
 
-def test_afterwards_torch_is_as_before() -> None:
+def test_afterwards_torch_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's own test helpers, which another test may have imported, freeze the flags
+    flags = backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
     switches = torch.get_float32_matmul_precision(), backends.cudnn.benchmark
     before = [names_of(home) for home in (*PARTS, *KINDS)]
     with h100(2):

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
+import torch
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
@@ -414,7 +416,14 @@ def state() -> dict[str, object]:
     }
 
 
-def test_the_process_is_afterwards_as_before(write: Write) -> None:
+@pytest.mark.parametrize("may_set", [True, False], ids=["usual", "frozen"])
+def test_the_process_is_afterwards_as_before(
+    write: Write, may_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's own test helpers freeze its flags; a program finds them as in a process of its own
+    backends: Any = torch.backends
+    flags = backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", may_set)
     script = write("s/t.py", CHANGES)
     run(write("nothing.py", "import numpy, torch"))  # what is imported once stays
     before = state()
@@ -422,6 +431,7 @@ def test_the_process_is_afterwards_as_before(write: Write) -> None:
     after = state()
     assert ended.exception is None
     assert {name for name in before if before[name] != after[name]} == set()
+    assert backends.flags_frozen() is not may_set
 
 
 def test_nothing_is_downloaded_unless_the_user_says_so(

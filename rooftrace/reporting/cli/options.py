@@ -32,6 +32,17 @@ class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
 
 
+_MOST_DIGITS = 18
+"""A size of more digits is a slip; Python itself reads no more than 4300."""
+
+
+def _whole(text: str) -> int | None:
+    """A whole number in digits alone, or None."""
+    text = text.strip()
+    plain = text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS
+    return int(text) if plain else None
+
+
 class SizesByName(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """Sizes by name, between commas: dp=4,tp=8."""
 
@@ -45,11 +56,12 @@ class SizesByName(click.ParamType):  # type: ignore[type-arg]  # generic in newe
         sizes = {}
         for part in str(value).split(","):
             axis, _, size = part.partition("=")
-            if not axis.strip() or not size.strip().isdigit() or axis.strip() in sizes:
+            whole = _whole(size)
+            if not axis.strip() or whole is None or axis.strip() in sizes:
                 raise RequestError(
                     f"--mesh {value}: expected one size for each axis, for example dp=4,tp=8"
                 )
-            sizes[axis.strip()] = int(size)
+            sizes[axis.strip()] = whole
         return sizes
 
 
@@ -109,14 +121,14 @@ class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic in newer c
     ) -> int | tuple[int, ...]:
         if isinstance(value, (int, tuple)):
             return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and part.isascii() and int(part) > 0 for part in parts):
+        sizes = [_whole(part) or 0 for part in str(value).split(",")]
+        if 0 in sizes:
             option = param.opts[0] if param is not None else "size"
             raise RequestError(
                 f"{option} {value}: expected whole numbers above 0 between commas, for example "
                 "1,2,4,8"
             )
-        return int(parts[0]) if len(parts) == 1 else tuple(map(int, parts))
+        return sizes[0] if len(sizes) == 1 else tuple(sizes)
 
 
 def workload_options(
@@ -193,14 +205,14 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic in newer cl
         numbers: list[int] = []
         for part in str(value).split(","):
             count, times, number = part.strip().rpartition("x")
-            texts = (count, number) if times else ("1", number)
-            if not all(text.isdecimal() and text.isascii() for text in texts):
+            repeats, length = _whole(count) if times else 1, _whole(number)
+            if repeats is None or length is None:
                 option = param.opts[0] if param is not None else "lengths"
                 raise RequestError(
                     f"{option} {value}: expected a whole number for each request, for example "
                     "4096,100,0 or 8x4096,0"
                 )
-            numbers += [int(number)] * min(int(texts[0]), _MOST_LISTED)
+            numbers += [length] * min(repeats, _MOST_LISTED)
         return tuple(numbers)
 
 

@@ -92,6 +92,20 @@ def _restore_flags(before: dict[tuple[str, str], Any]) -> None:
                 setattr(home, key[1], value)
 
 
+_ALLOWED = "__allow_nonbracketed_mutation_flag"
+
+
+def _unfrozen() -> bool:
+    """Let the program set flags of torch.backends, also where torch's test helpers froze them."""
+    allowed = not torch.backends.flags_frozen()
+    _freeze(allowed=True)
+    return allowed
+
+
+def _freeze(allowed: bool) -> None:
+    torch.backends.flags_frozen.__globals__[_ALLOWED] = allowed
+
+
 def _attention() -> tuple[bool, ...]:
     cuda: Any = torch.backends.cuda
     return (
@@ -231,6 +245,7 @@ LIBRARIES = (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
+    KeptState("whether flags of torch.backends can be set", _unfrozen, _freeze),
     KeptState("flags of torch.backends", _flags, _restore_flags),
     _changed(_attention, _restore_attention, "kernels of attention"),
     _changed(_autocast, _restore_autocast, "autocast"),
