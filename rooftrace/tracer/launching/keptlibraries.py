@@ -92,18 +92,19 @@ def _restore_flags(before: dict[tuple[str, str], Any]) -> None:
                 setattr(home, key[1], value)
 
 
+_backends: Any = torch.backends
 _ALLOWED = "__allow_nonbracketed_mutation_flag"
 
 
 def _unfrozen() -> bool:
     """Let the program set flags of torch.backends, also where torch's test helpers froze them."""
-    allowed = not torch.backends.flags_frozen()
+    allowed = not _backends.flags_frozen()
     _freeze(allowed=True)
     return allowed
 
 
 def _freeze(allowed: bool) -> None:
-    torch.backends.flags_frozen.__globals__[_ALLOWED] = allowed
+    _backends.flags_frozen.__globals__[_ALLOWED] = allowed
 
 
 def _attention() -> tuple[bool, ...]:
