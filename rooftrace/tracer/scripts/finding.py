@@ -25,14 +25,11 @@ from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
-from rooftrace.tracer.scripts.turns import Loaded, OpenTurn, SteadyTurns, Variety
+from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
 from rooftrace.tracer.tensors import tensors_in
 
 _ALIKE = 2
 """So many equal turns in a row, and those that look like them are not run again."""
-_WAITS_FOR_OTHERS = 8
-"""An optimizer may step so often in one training step while another has not stepped at all."""
-
 _LONG = 1000
 """Ops that a recorder may hold of turns that need no graph, before another takes its place."""
 
@@ -56,7 +53,7 @@ class Finder:
         self._stage, self._optimizers = stage, optimizers
         self._wanted, self._stop = wanted, stop
         self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
-        self._loaded = Loaded()  # for the next turn
+        self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
         self._steady: dict[Any, SteadyTurns] = {}
         self._unread = False  # what the recorder has is of turns that need no graph
@@ -123,8 +120,7 @@ class Finder:
         """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
         turn = self._turn
         with torch._C.DisableTorchFunction():
-            here = turn is not None and not self._whole(turn)
-        goes_to = turn.loaded if turn is not None and here else self._loaded
+            goes_to = self._loaded if turn is None or self._whole(turn) else turn.loaded
         goes_to.add(seconds, awaited=turn is not None)
 
     def end(self) -> None:
@@ -157,7 +153,7 @@ class Finder:
         turn = self._turn
         if turn is not None:
             brought = self._stage.recorder.brought_bytes
-            if self._kinds.goes_on(turn, module, self._stepped_all(), brought):
+            if self._kinds.goes_on(turn, module, self._optimizers.have_stepped(), brought):
                 turn.backwards += self._stage.recorder.after_backward
                 return turn
             self._finish(turn)
@@ -175,16 +171,7 @@ class Finder:
 
     def _whole(self, turn: OpenTurn) -> bool:
         """Whether all of a turn has run, but for what follows its last call."""
-        return turn.kind != TRAINING or self._stepped_all()
-
-    def _stepped_all(self) -> bool:
-        """Whether the optimizers have all stepped in the open turn."""
-        times = self._optimizers.steps
-        if not times:
-            return False
-        if self._optimizers.required() <= times.keys():
-            return True
-        return max(times.values()) >= _WAITS_FOR_OTHERS
+        return turn.kind != TRAINING or self._optimizers.have_stepped()
 
     def _begin(self, kind: str, look: Look, label: str) -> OpenTurn:
         key = _key(kind, look)
@@ -192,7 +179,7 @@ class Finder:
         known = steady is not None and steady.alike >= _ALIKE and look.plain
         known = known and kind not in self.variety.kinds
         turn = self._turn = OpenTurn(kind, label, steps.Learnt(), recorded=not known)
-        turn.loaded, self._loaded = self._loaded, Loaded()
+        turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
         self._optimizers.steps.clear()
         self._results = []
@@ -213,7 +200,7 @@ class Finder:
         if not turn.recorded:
             if steady is not None and steady.stretch is not None:
                 self._add(turn, steady.stretch, run=0)
-            else:  # it was taken for one of another kind
+            else:
                 self.variety.note(turn.kind, self.called)
             return
         self._close_piece(turn)

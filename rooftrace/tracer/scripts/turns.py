@@ -10,31 +10,7 @@ from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
 
 @dataclass
-class OpenTurn:
-    """The turn that is open."""
-
-    kind: str
-    label: str
-    learnt: Any
-    recorded: bool = True  # False: it is taken to be like one that was
-    calls: list[Look] = field(default_factory=list)
-    pieces: list[TurnPiece] = field(default_factory=list)
-    backwards: int = 0  # how many of the calls were followed by a backward
-    repeating: bool = False  # what runs is taken to be like the last piece
-    loaded: Loaded = field(default_factory=lambda: Loaded())
-    brought: int = 0
-    taken: int = 0
-    helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
-    had: int = 0  # bytes that the host had brought when the last call began
-
-    def repeat(self) -> None:
-        """The last piece ran once more."""
-        last = self.pieces[-1]
-        self.pieces[-1] = TurnPiece(last.graph, last.times + 1)
-
-
-@dataclass
-class Loaded:
+class LoadedBatches:
     """What data loaders did for a turn.
 
     awaited: seconds of it in which no other time of the script passed.
@@ -49,6 +25,30 @@ class Loaded:
         self.seconds += seconds
         self.batches += 1
         self.awaited += seconds * awaited
+
+
+@dataclass
+class OpenTurn:
+    """The turn that is open."""
+
+    kind: str
+    label: str
+    learnt: Any
+    recorded: bool = True  # False: it is taken to be like one that was
+    calls: list[Look] = field(default_factory=list)
+    pieces: list[TurnPiece] = field(default_factory=list)
+    backwards: int = 0  # how many of the calls were followed by a backward
+    repeating: bool = False  # what runs is taken to be like the last piece
+    loaded: LoadedBatches = field(default_factory=LoadedBatches)
+    brought: int = 0
+    taken: int = 0
+    helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
+    had: int = 0  # bytes that the host had brought when the last call began
+
+    def repeat(self) -> None:
+        """The last piece ran once more."""
+        last = self.pieces[-1]
+        self.pieces[-1] = TurnPiece(last.graph, last.times + 1)
 
 
 @dataclass

@@ -39,9 +39,9 @@ def watched(finder: Finder) -> Iterator[None]:
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
-        given = next_(loader)
+        loaded = next_(loader)
         finder.loaded(perf_counter() - began)
-        return given
+        return loaded
 
     assert current_scope() is not None
     with contextlib.ExitStack() as undo:
