@@ -213,6 +213,27 @@ for step in range(5):
     opt.zero_grad()
 """
 
+SCORED = """
+import copy
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+average, criterion = copy.deepcopy(model), nn.CrossEntropyLoss(label_smoothing=0.1)
+opt = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for step in range(6):
+        x, y = torch.randn(8, 16).to(device), torch.randint(4, (8,)).to(device)
+        loss = criterion(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if len(sys.argv) > 2:
+            print(loss.item())
+    for tried in (model, average):
+        with torch.no_grad():
+            for batch in range(3):
+                x, y = torch.randn(8, 16).to(device), torch.randint(4, (8,)).to(device)
+                criterion(tried(x), y).item()
+"""
+
 CASES = {
     "amp": (AMP, (), 6),
     "accumulated-2": (ACCUMULATED, ("2",), 5),
@@ -221,6 +242,7 @@ CASES = {
     "gan": (GAN, (), 5),
     "ppo": (PPO, (), 8),
     "evaluated": (EVALUATED, (), 6),
+    "scored": (SCORED, (), 12),
     "images": (IMAGES, (), 5),
     "distilled": (DISTILLED, (), 5),
     "attention": (ATTENTION, (), 5),
@@ -272,3 +294,51 @@ def test_a_region_of_autocast_stays_on_where_a_turn_begins_inside_of_it(tmp_path
         kinds = [graph.values[op.outputs[0]].dtype for op in products]
         # Two passes in the region; the call after the step, outside of it, begins the next turn.
         assert set(kinds[-4:]) == {"bf16"} and set(kinds[:-4]) <= {"fp32"}, kinds
+
+
+def test_a_model_that_is_tried_is_no_training_step(tmp_path: Path) -> None:
+    cost = ours(written(tmp_path, SCORED))
+    tries = [row for row in cost.rows if row.kind == "inference"]
+    assert sum(row.turns for row in tries) == 2 * 2 * 3  # epochs, models, batches
+
+
+def test_a_loss_of_a_step_that_was_not_run_is_the_one_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rt.run([str(written(tmp_path, SCORED)), "cuda", "say"], chip="l4", steps=None)
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    assert len(losses) == 12 and set(losses[1:]) == {1.0}
+
+
+BATCHES = """
+model = nn.Linear(16, 4).to(device)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(12, 16))
+for (x,) in torch.utils.data.DataLoader(data, batch_size=4):
+    model(x.to(device)).sum().backward()
+    opt.step()
+"""
+
+
+def test_a_batch_is_that_of_the_step_that_it_is_loaded_for(tmp_path: Path) -> None:
+    cost = ours(written(tmp_path, BATCHES))
+    assert all(stretch.batches == stretch.turns for stretch in cost.script.stretches)
+
+
+def test_synchronised_batch_norm_has_statistics_of_channels(tmp_path: Path) -> None:
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).cuda()
+model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.randn(4, 3, 8, 8, device="cuda")).square().sum().backward()
+    opt.step()
+    assert [p.grad.shape for p in model[1].parameters()] == [(8,), (8,)]
+"""
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    words = ["torchrun", "--nproc_per_node=4", str(tmp_path / "train.py")]
+    graph = rt.run(words, chip="l4", steps=None).script.graphs[0]
+    (stats,) = [op for op in graph.ops if op.name == "aten.batch_norm_stats"]
+    assert [graph.values[value].shape for value in stats.outputs] == [(8,), (8,)]

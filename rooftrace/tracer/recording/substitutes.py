@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.recording import cuda_shapes
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
@@ -45,8 +46,9 @@ def _with(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
 def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
     """The outputs of an op that meta refused.
 
-    In order: stray CPU tensors to meta, a precision that meta knows, a decomposition, a run on CPU
-    zeros, "writes in place", "like its first input".  Raises `error` where it was the user's.
+    In order: what a GPU returns where only it has the op, stray CPU tensors to meta, a precision
+    that meta knows, a decomposition, a run on CPU zeros,
+    "writes in place", "like its first input".  Raises `error` where it was the user's.
     """
     for attempt in _attempts(tape, call, error):
         with contextlib.suppress(*_REFUSED):
@@ -62,6 +64,7 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
     """Ways to run an op that give its exact shapes; only those that apply."""
+    yield lambda: cuda_shapes.returned(call)
     if {"cpu", "meta"} <= {t.device.type for t in call.tensors}:
         yield lambda: _with(call, lambda tensor: _off_host(tape, tensor))
     if call.name in _BF16_ONLY:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rooftrace.tracer.tensors import tensors_in
@@ -132,7 +133,9 @@ def _leaf(tensor: Tensor, values: Values) -> _Leaf:
 
 
 def _empty(leaf: _Leaf) -> Tensor:
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=META)
+    """A tensor that nothing is known of: what a recorder sees being made counts as zeros."""
+    with _disable_current_modes():
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=META)
 
 
 class _Depends(torch.autograd.Function):
@@ -147,5 +150,10 @@ class _Depends(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         # One that has a gradient keeps it: adding to it would change nothing that is seen.
         return None, *(
-            None if w.is_leaf and w.grad is not None else torch.empty_like(w) for w in ctx.weights
+            None if w.is_leaf and w.grad is not None else _gradient(w) for w in ctx.weights
         )
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    with _disable_current_modes():
+        return torch.empty_like(weight)

@@ -18,20 +18,18 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, Result, look_of, says
 from rooftrace.tracer.scripts.clocks import HostClock
+from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
+from rooftrace.tracer.scripts.records import TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
-from rooftrace.tracer.scripts.turns import OpenTurn, SteadyTurns, Variety
+from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
 from rooftrace.tracer.tensors import tensors_in
 
 _ALIKE = 2
 """So many equal turns in a row, and those that look like them are not run again."""
-_WAITS_FOR_OTHERS = 8
-"""An optimizer may step so often in one training step while another has not stepped at all."""
-
 _LONG = 1000
 """Ops that a recorder may hold of turns that need no graph, before another takes its place."""
 
@@ -54,7 +52,8 @@ class Finder:
         self.clock: HostClock = HostClock()
         self._stage, self._optimizers = stage, optimizers
         self._wanted, self._stop = wanted, stop
-        self._roots = Roots(shapes)
+        self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
+        self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
         self._steady: dict[Any, SteadyTurns] = {}
         self._unread = False  # what the recorder has is of turns that need no graph
@@ -91,8 +90,10 @@ class Finder:
         look = look_of(module, args, kwargs)
         self._roots.meet(module)
         turn = self._turn_of(look, module, says(module, args, kwargs))
+        self._kinds.note(turn, module, self._stage.recorder.brought_bytes)
         if not turn.recorded:
-            result = self._steady[_key(turn.kind, look)].answer(len(turn.calls), look)
+            first = turn.calls[0] if turn.calls else look
+            result = self._steady[_key(turn.kind, first)].answer(len(turn.calls), look)
             if result is not None:
                 turn.calls.append(look)
                 return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
@@ -116,9 +117,11 @@ class Finder:
             self._next_piece(self._turn)
 
     def loaded(self, seconds: float) -> None:
-        """A data loader gave a batch, after so many seconds."""
-        if (turn := self._turn) is not None:
-            turn.loading, turn.batches = turn.loading + seconds, turn.batches + 1
+        """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
+        turn = self._turn
+        with torch._C.DisableTorchFunction():
+            goes_to = self._loaded if turn is None or self._whole(turn) else turn.loaded
+        goes_to.add(seconds, awaited=turn is not None)
 
     def end(self) -> None:
         """The script has ended."""
@@ -131,7 +134,7 @@ class Finder:
         if turn is None:
             return 0.0
         with torch._C.DisableTorchFunction():
-            if turn.kind != TRAINING or self._stepped_all():
+            if self._whole(turn):
                 self._finish(turn)
                 return 0.0
         steady = self._steady.get(TRAINING)
@@ -148,12 +151,13 @@ class Finder:
     def _turn_of(self, look: Look, module: nn.Module, label: str) -> OpenTurn:
         """The turn that a call belongs to: the open one, or a new one."""
         turn = self._turn
-        kind = self._kind(module)
         if turn is not None:
-            if turn.kind == TRAINING and not self._stepped_all():
+            brought = self._stage.recorder.brought_bytes
+            if self._kinds.goes_on(turn, module, self._optimizers.have_stepped(), brought):
                 turn.backwards += self._stage.recorder.after_backward
                 return turn
             self._finish(turn)
+        kind = self._kinds.of(module)
         if self._has_run_enough(kind):
             self._stop()
         return self._begin(kind, look, label)
@@ -165,22 +169,9 @@ class Finder:
         done = self.trained if kind == TRAINING else self.called
         return done >= self._wanted and (kind == TRAINING or not self._optimizers.known)
 
-    def _kind(self, module: nn.Module) -> str:
-        known = self._optimizers.known
-        if torch.is_grad_enabled():
-            return TRAINING if known else INFERENCE
-        if not known or self._optimizers.trains(module):
-            return INFERENCE
-        return TRAINING  # another model that helps to train
-
-    def _stepped_all(self) -> bool:
-        """Whether the optimizers have all stepped in the open turn."""
-        times = self._optimizers.steps
-        if not times:
-            return False
-        if self._optimizers.required() <= times.keys():
-            return True
-        return max(times.values()) >= _WAITS_FOR_OTHERS
+    def _whole(self, turn: OpenTurn) -> bool:
+        """Whether all of a turn has run, but for what follows its last call."""
+        return turn.kind != TRAINING or self._optimizers.have_stepped()
 
     def _begin(self, kind: str, look: Look, label: str) -> OpenTurn:
         key = _key(kind, look)
@@ -188,6 +179,7 @@ class Finder:
         known = steady is not None and steady.alike >= _ALIKE and look.plain
         known = known and kind not in self.variety.kinds
         turn = self._turn = OpenTurn(kind, label, steps.Learnt(), recorded=not known)
+        turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
         self._optimizers.steps.clear()
         self._results = []
@@ -206,8 +198,10 @@ class Finder:
         key = _key(turn.kind, turn.calls[0])
         steady = self._steady.get(key)
         if not turn.recorded:
-            assert steady is not None and steady.stretch is not None
-            self._add(turn, steady.stretch, run=0)
+            if steady is not None and steady.stretch is not None:
+                self._add(turn, steady.stretch, run=0)
+            else:
+                self.variety.note(turn.kind, self.called)
             return
         self._close_piece(turn)
         calls = tuple(look.key for look in turn.calls)
@@ -227,13 +221,15 @@ class Finder:
         self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
-        self.clock.ended(stretch.pieces, turn.loading)
+        self.clock.ended(stretch.pieces, turn.loaded.awaited)
         if turn.kind == TRAINING:
             self.trained += 1
         else:
             self.called += 1
         self.book.add(
-            replace(stretch, run=run, loading=turn.loading, batches=turn.batches, turns=1)
+            replace(
+                stretch, run=run, turns=1, loading=turn.loaded.seconds, batches=turn.loaded.batches
+            )
         )
 
     # -- turns that are like others ----------------------------------------------------------------

@@ -20,6 +20,9 @@ from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 
+_WAITS_FOR_OTHERS = 8
+"""An optimizer may step so often in one training step while another has not stepped at all."""
+
 
 class Optimizers:
     """The optimizers of a run that step on tensors of the device, each by its first weight."""
@@ -37,6 +40,14 @@ class Optimizers:
         """Those that have weights of the device to step on."""
         keys = (_key(optimizer) for optimizer in list(self._made))
         return {key for key in keys if key is not None}
+
+    def have_stepped(self) -> bool:
+        """Whether they have all stepped in the open turn."""
+        if not self.steps:
+            return False
+        if self.required() <= self.steps.keys():
+            return True
+        return max(self.steps.values()) >= _WAITS_FOR_OTHERS
 
     def names(self) -> dict[int, str]:
         """The class of each of those, by the identity of its weight."""

@@ -49,7 +49,7 @@ class GraphFinder(Finder):
 
     def _end_whole(self) -> None:
         turn = self._turn
-        if turn is not None and (turn.kind != TRAINING or self._stepped_all()):
+        if turn is not None and (turn.kind != TRAINING or self._optimizers.have_stepped()):
             self._finish(turn)
 
     def _aside(self) -> None:

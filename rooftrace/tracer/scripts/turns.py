@@ -10,6 +10,24 @@ from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
 
 @dataclass
+class LoadedBatches:
+    """What data loaders did for a turn.
+
+    awaited: seconds of it in which no other time of the script passed.
+    """
+
+    seconds: float = 0.0
+    batches: int = 0
+    awaited: float = 0.0
+
+    def add(self, seconds: float, awaited: bool) -> None:
+        """One more batch, after so many seconds."""
+        self.seconds += seconds
+        self.batches += 1
+        self.awaited += seconds * awaited
+
+
+@dataclass
 class OpenTurn:
     """The turn that is open."""
 
@@ -21,10 +39,11 @@ class OpenTurn:
     pieces: list[TurnPiece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
     repeating: bool = False  # what runs is taken to be like the last piece
-    loading: float = 0.0
-    batches: int = 0
+    loaded: LoadedBatches = field(default_factory=LoadedBatches)
     brought: int = 0
     taken: int = 0
+    helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
+    had: int = 0  # bytes that the host had brought when the last call began
 
     def repeat(self) -> None:
         """The last piece ran once more."""

@@ -39,10 +39,9 @@ def watched(finder: Finder) -> Iterator[None]:
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
-        try:
-            return next_(loader)
-        finally:
-            finder.loaded(perf_counter() - began)
+        loaded = next_(loader)
+        finder.loaded(perf_counter() - began)
+        return loaded
 
     assert current_scope() is not None
     with contextlib.ExitStack() as undo:
