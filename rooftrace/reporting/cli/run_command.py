@@ -108,21 +108,11 @@ def run_script(
             **asked,
         )
     if save is not None:
-        rt.save(saved(result), save)
+        graphs = result.script.by_phase()
+        if not graphs:
+            raise RequestError("--save: nothing ran on the device, so there is no step to write")
+        rt.save(graphs, save)
     shown = write_result(result, form_of(form, out), out)
     write_timeline(timeline, result, quiet=not shown)
     if shown and save is not None:
         say(f"\nthe steady step is in {save}: rooftrace report {save}")
-
-
-def saved(result: Any) -> dict[str, Any]:
-    """The graphs by phase that stand for a script: the largest piece of each kind's last turns."""
-    graphs: dict[str, Any] = {}
-    for row in result.rows:
-        graph = row.largest.plan.source
-        graphs[graph.phase] = graph
-    steady = result.steady
-    if steady is None:
-        raise RequestError("--save: nothing ran on the device, so there is no step to write")
-    graph = steady.largest.plan.source
-    return {**graphs, graph.phase: graph}

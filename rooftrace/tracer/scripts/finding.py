@@ -214,6 +214,7 @@ class Finder:
             taken=turn.taken,
             optimizers=tuple(dict.fromkeys(turn.learnt.optimizers)),
             label=turn.label,
+            passes=len(calls) if turn.is_accumulated else 1,
         )
         self._add(turn, stretch, run=1)
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
@@ -282,6 +283,7 @@ class Finder:
             self.book.discard(old)
         else:
             turn.pieces.append(TurnPiece(self.book.graph(old, root, turn.learnt)))
+        turn.learnt.gradients.clear()  # the next recorder numbers storages anew
 
 
 def _key(kind: str, look: Look) -> Any:

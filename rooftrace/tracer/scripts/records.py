@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.scripts.joining import joined
 
 TRAINING, INFERENCE = "training", "inference"
 _SUMS = ("turns", "run", "loading", "batches", "brought", "taken")
@@ -31,7 +32,8 @@ class Turns(Struct, frozen=True):
     1.  turns: how many there were.  run: how many of them were recorded; the others were called
     with the same sizes, in the same order, as the last one recorded.  loading: seconds that the
     host spent in data loaders; batches: how many batches they gave.  brought, taken: bytes copied
-    from the host to the device, and back.  label: what was called, in words.
+    from the host to the device, and back.  label: what was called, in words.  passes: equal forward
+    and backward passes of a turn.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Turns(Struct, frozen=True):
     taken: int = 0
     optimizers: tuple[str, ...] = ()
     label: str = ""
+    passes: int = 1
 
     @property
     def key(self) -> tuple[str, tuple[TurnPiece, ...], str]:
@@ -86,10 +89,26 @@ class Script(Struct, frozen=True):
 
     @property
     def steady(self) -> Turns | None:
-        """The training steps that the others became alike: the longest stretch, the last of
-        equals; of a script that does not train, the calls.  None for a script without any."""
+        """The training steps that the others became alike; of a script that does not train, the
+        calls.  None for a script without any."""
+        return next(self._steady(), None)
+
+    def _steady(self) -> Iterator[Turns]:
+        """Of each kind the longest stretch, the last of equals."""
         for kind in (TRAINING, INFERENCE):
             alike = self.of_kind(kind)
             if alike:
-                return max(reversed(alike), key=lambda stretch: stretch.turns)
-        return None
+                yield max(reversed(alike), key=lambda stretch: stretch.turns)
+
+    def graph_of(self, stretch: Turns) -> OpGraph:
+        """One graph of a whole turn of a stretch."""
+        pieces = [(self.graphs[piece.graph], piece.times) for piece in stretch.pieces]
+        return joined(pieces, training=stretch.kind == TRAINING, passes=stretch.passes)
+
+    def by_phase(self) -> dict[str, OpGraph]:
+        """The graphs of the turns that the others became alike, by phase, as `trace` gives them."""
+        graphs: dict[str, OpGraph] = {}
+        for stretch in self._steady():
+            graph = self.graph_of(stretch)
+            graphs.setdefault(graph.phase, graph)
+        return graphs

@@ -45,6 +45,12 @@ class OpenTurn:
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
     had: int = 0  # bytes that the host had brought when the last call began
 
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether all calls look alike, each with a backward after it."""
+        alike = all(look.key == self.calls[0].key for look in self.calls)
+        return alike and self.backwards >= len(self.calls) - 1
+
     def repeat(self) -> None:
         """The last piece ran once more."""
         last = self.pieces[-1]

@@ -1,0 +1,82 @@
+"""One graph of a whole turn, from the graphs of its pieces."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+import rooftrace as rt
+from rooftrace.costmodels.costs import MATRIX
+from rooftrace.costmodels.scripting import ScriptCost
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU answers for itself", allow_module_level=True)
+
+ACCUMULATED = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+model = nn.Sequential(nn.Linear(16, 32), *[Block() for _ in range({layers})]).cuda()
+opt = torch.optim.AdamW(model.parameters())
+for step in range(5):
+    for micro in range({passes}):
+        loss = model(torch.randn(8, 16).cuda()).square().mean() / {passes}
+        loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+"""
+
+
+def run(folder: Path, layers: int, passes: int) -> ScriptCost:
+    script = folder / "t.py"
+    script.write_text(ACCUMULATED.format(layers=layers, passes=passes))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return rt.run([str(script)], chip="a100-sxm-40", steps=4)
+
+
+@pytest.mark.parametrize("layers", [2, 8], ids=["few", "rolled"])
+def test_one_graph_costs_what_its_pieces_cost(layers: int, tmp_path: Path) -> None:
+    cost = run(tmp_path, layers, 6)
+    row = cost.steady
+    assert row is not None and len(row.parts) > 1
+    graph = cost.script.by_phase()["training"]
+    for whole in (graph, graph.expand()):
+        step = rt.estimate(whole, cost.chip, cost.execution)
+        assert (step.flops, step.kernels) == (row.flops, row.kernels)
+        assert step.plan.total.flops(MATRIX) == sum(
+            part.plan.total.flops(MATRIX) * times for part, times in row.parts
+        )
+        assert step.bytes_hbm == row.bytes_hbm
+        assert step.t_est == pytest.approx(row.t_est, rel=0.02)
+        weights = 4 * (16 * 32 + 32 + layers * (2 * 32 * 64 + 96))
+        assert step.memory.weights == pytest.approx(weights, abs=4096)
+        assert step.memory.optimizer == pytest.approx(2 * weights, abs=8192)
+        assert step.memory.peak == pytest.approx(row.peak, rel=0.1)
+    assert graph.phase == "training"
+    assert graph.workload["items"] == 6 * 8
+    assert graph.workload["optimizer"] == "adamw"
+
+
+def test_gradients_of_a_further_pass_are_those_of_the_first(tmp_path: Path) -> None:
+    cost = run(tmp_path, 2, 6)
+    weights = 4 * (16 * 32 + 32 + 2 * (2 * 32 * 64 + 96))
+    assert cost.steady is not None
+    for step, _ in cost.steady.parts:
+        graph = step.plan.source
+        names = [
+            tensor.name
+            for place, tensor in enumerate(graph.values)
+            if tensor.role == "gradients" and tensor.storage == place
+        ]
+        assert len(names) == len(set(names)) <= 10
+        assert step.memory.gradients <= weights + 4096
