@@ -79,6 +79,8 @@ def at_commit(
     """A side at a commit, whose checkout lives as long as the stack."""
     tell(f"checking out {commit}")
     checkout = stack.enter_context(checkouts.checked_out(repository, commit.hash))
+    if side.job.is_script:
+        checkouts.link_ignored(repository, checkout.root)
     place = ProcessPlace(
         side.python or sys.executable, checkout.root, repository.root, repository.ignored
     )
@@ -105,7 +107,7 @@ def repository_of(target: str) -> Repository:
     """The repository of a target: of its file, or of the package that its name leads to."""
     if not names.names_code(target):
         return repository_at(os.path.dirname(os.path.realpath(target)))
-    where = target.rpartition(":")[0]
+    where = names.where_of(target)
     if where.endswith(".py"):
         return repository_at(os.path.dirname(os.path.realpath(where)))
     here = os.getcwd()
@@ -181,7 +183,7 @@ def pointers(at: Placed, reads: Reads) -> list[str]:
 def _of_elsewhere(at: Placed, reads: Reads, tracked: frozenset[str]) -> list[str]:
     """Notes on modules that the repository has and that an installed copy hides."""
     assert at.place is not None
-    where = at.side.job.name.rpartition(":")[0]
+    where = names.where_of(at.side.job.name)
     own = "" if where.endswith(".py") else where.partition(".")[0]
     notes = []
     for name, file in reads.modules.items():

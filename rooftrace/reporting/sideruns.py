@@ -14,7 +14,7 @@ from rooftrace.errors import RequestError, TargetError, is_ours, naming
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.estimates import in_precisions, priced
 from rooftrace.reporting.revisions import Placed, checked, pointers
-from rooftrace.tracer.asking import Job
+from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.revisions.origins import SideOrigin
 from rooftrace.tracer.sources.apart import (
     Outcome,
@@ -202,7 +202,7 @@ def _added_elsewhere(at: Placed) -> list[str]:
     """Which commit added the file of a target that a revision does not have."""
     assert at.repository is not None and at.origin.commit is not None
     name = at.side.job.name
-    where = name.rpartition(":")[0] if at.side.job.is_code else name
+    where = names.where_of(name) if at.side.job.is_code else name
     path = os.path.relpath(os.path.realpath(where), at.repository.root)
     files = at.repository.tree(at.origin.commit.hash)
     if path.startswith("..") or path in files or (at.side.job.is_code and where[-3:] != ".py"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.measured.pairing.reading import MeasuredRequestError
+from rooftrace.tracer.asking.commands import is_script
 
 NAME = "target"
 """The column of what ran."""
@@ -52,7 +53,18 @@ class TargetTemplate:
         code, and elsewhere also "." and "/", without a leading "/" and without "..".
         """
         made = [text + (self._checked(name, values) if name else "") for text, name in self.parts]
-        return "".join(made)
+        target = "".join(made)
+        if is_script(target) and not self.trusts_names and not is_script(self._plain):
+            raise MeasuredRequestError(
+                f"--target {shortened(self.text)!r}: {shortened(target)!r} is a script, which a "
+                "name in a file cannot run"
+            )
+        return target
+
+    @property
+    def _plain(self) -> str:
+        """The template with a harmless word in each place."""
+        return "".join(text + ("x" if name else "") for text, name in self.parts)
 
     def _checked(self, name: str, values: Mapping[str, Any]) -> str:
         value = values.get(name)

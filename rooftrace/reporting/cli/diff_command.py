@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -184,6 +185,11 @@ def _targets(
         if len(words) > 2:
             raise click.UsageError(f"expected one target or two, got {len(words)}")
         return (words[0], words[1] if len(words) == 2 else None), None
+    from rooftrace.tracer.asking.commands import is_script
+
+    script = next((place for place, word in enumerate(everything) if is_script(word)), None)
+    if script is not None and script + 1 < len(everything):  # the rest is the script's
+        everything[script:] = [f"{everything[script]} {shlex.join(everything[script + 1 :])}"]
     targets = [word for word in everything if _is_target(word)] or everything[-1:]
     revisions = list(everything)
     revisions.remove(targets[0])

@@ -15,7 +15,8 @@ from rooftrace.tracer.pipelines import SCHEDULES
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
-saved graph, an exported program (.pt2, .onnx), or the name of a config that comes along:
+saved graph, an exported program (.pt2, .onnx), a script with its arguments in one word ("train.py
+--batch_size=12", or run:COMMAND), or the name of a config that comes along:
 {", ".join(names.configs())}."""
 
 

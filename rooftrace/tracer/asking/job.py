@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from rooftrace.errors import RequestError, UnusedError, hint, near
+from rooftrace.tracer.asking.commands import is_script
 from rooftrace.tracer.asking.names import names_code, phases as known_phases
 from rooftrace.tracer.asking.request import Options, Request
 from rooftrace.tracer.graph import OpGraph
@@ -117,6 +118,11 @@ class Job:
         return self.is_named and names_code(self.name)
 
     @property
+    def is_script(self) -> bool:
+        """Whether the source is named, and is a script with its command line."""
+        return self.is_named and not looks_saved(self.name) and is_script(self.name)
+
+    @property
     def is_step(self) -> bool:
         """Whether the source is a function of the user's whose first argument is a module."""
         if self.is_named or self.is_graph or not callable(self.source):
@@ -153,11 +159,20 @@ class Job:
 
     def of_one_phase(self) -> Job:
         """This job with the phase `forward`, unless it names a phase or its source has only one."""
-        if self.phases is not None or self.is_graph or self.is_step:
+        if self.phases is not None or self.is_graph or self.is_step or self.is_script:
             return self
         job = replace(self, phases=("forward",))
         job.check_phases(("forward",))
         return job
+
+    def of_phases(
+        self, graphs: Mapping[str, OpGraph], error: type[Exception], name: str
+    ) -> dict[str, OpGraph]:
+        """The graphs of the phases that are asked for; `error` says what `name` has no graph of."""
+        for phase in self.phases or ():
+            if phase not in graphs:
+                raise error(f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}")
+        return {phase: graphs[phase] for phase in self.phases or graphs}
 
     # -- what would change nothing -----------------------------------------------------------------
 
@@ -187,6 +202,15 @@ class Job:
                 f"{self.name}: a graph is traced already; leave it out, or trace again with it",
             )
         elif self.is_named:
+            if self.is_script:
+                self.refuse(
+                    SIZES,
+                    f"{self.name}: a script has its own sizes; give it options of its own",
+                )
+                self.refuse(
+                    [name for name in HOW if name != "assume"],
+                    f"{self.name}: a script runs what it runs; leave it out",
+                )
             if self.is_code:
                 self.refuse(("trust_remote_code",), "the code of this target runs as it is")
         elif self.is_step:

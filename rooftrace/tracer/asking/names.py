@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.errors import RequestError
+from rooftrace.tracer.asking.commands import ScriptCommand, is_script
 from rooftrace.tracer.graphfiles import looks_saved
 
 CHECKPOINTS = ("none", "full", "selective")
@@ -147,11 +148,18 @@ def is_program(target: str) -> bool:
 
 
 def names_code(target: str) -> bool:
-    """Whether a target is Python code: package.module:attr or path/file.py:attr."""
-    return (
+    """Whether a target is Python code: package.module:attr, path/file.py:attr, or a script."""
+    return is_script(target) or (
         ":" in target
         and not target.startswith("hf:")
         and not is_config(target)
         and not is_program(target)
         and not looks_saved(target)
     )
+
+
+def where_of(target: str) -> str:
+    """The file of a target that is Python code, or the dotted name of its module."""
+    if is_script(target):
+        return ScriptCommand.of(target).where
+    return target.rpartition(":")[0]

@@ -48,6 +48,18 @@ def checked_out(repository: Repository, hash_: str) -> Iterator[Checkout]:
                     tried(root, "worktree", "remove", "--force", "--force", worktree)
 
 
+def link_ignored(repository: Repository, root: str) -> None:
+    """Lead a checkout to what git ignores in the repository: data that a script reads.
+
+    What lies there already stays.
+    """
+    for path in repository.ignored:
+        there, here = (os.path.join(place, path.rstrip("/")) for place in (repository.root, root))
+        if not os.path.lexists(here):
+            os.makedirs(os.path.dirname(here), exist_ok=True)
+            os.symlink(there, here, target_is_directory=path.endswith("/"))
+
+
 def _check_out(
     root: str, hash_: str, place: str, below: str, made: list[tuple[str, str]]
 ) -> list[str]:

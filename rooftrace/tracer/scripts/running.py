@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rooftrace.hardware import Chip
+from rooftrace.tracer.asking.commands import STEPS
 from rooftrace.tracer.emulation import Device, emulated
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
@@ -26,9 +27,6 @@ from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.watching import compiling, watched
 from rooftrace.tracer.values import Values
-
-STEPS = 3
-"""How many training steps a script runs, if nobody says."""
 
 
 def run_script(

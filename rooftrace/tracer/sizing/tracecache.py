@@ -77,6 +77,8 @@ class TraceCache:
             return None
         if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
             return None
+        if job.is_script:  # which files it read nobody knows
+            return None
         told: dict[str, Any] = {
             "source": _place_of(job),
             "phases": job.phases,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rooftrace.tracer.asking.commands import ScriptCommand, is_script
 from rooftrace.tracer.sources.starting import Moves
 
 _OURS = str(Path(__file__).resolve().parents[2])
@@ -44,12 +46,23 @@ class ProcessPlace:
 
     def target(self, name: str) -> str:
         """The name of a target there: an absolute path leads into the checkout."""
-        if self._moves is None or not os.path.isabs(name):
+        if self._moves is None:
+            return name
+        if is_script(name):
+            return self._command(name)
+        if not os.path.isabs(name):
             return name
         path, colon, attribute = name.rpartition(":")
         if not colon:
             path = name
         return f"{self._moves.new(path) or path}{colon}{attribute if colon else ''}"
+
+    def _command(self, name: str) -> str:
+        """A script's command there: absolute paths among its words lead into the checkout."""
+        assert self._moves is not None
+        before, words = ScriptCommand.parted(name)
+        moved = [(os.path.isabs(word) and self._moves.new(word)) or word for word in words]
+        return f"{before}{shlex.join(moved)}"
 
     def value(self, value: Any) -> Any:
         """The value of an assumption there: a file that it names stays the one of this folder."""

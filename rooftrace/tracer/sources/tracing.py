@@ -14,6 +14,7 @@ from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphfiles import GraphFileError, load_graphs
 from rooftrace.tracer.sources.apart import Traced, can_go_apart, trace_apart
+from rooftrace.tracer.sources.running import script_graphs
 
 if TYPE_CHECKING:
     from rooftrace.tracer.inputs import Loaded
@@ -44,6 +45,11 @@ def loaded(job: Job) -> Loaded:
     from rooftrace.tracer.inputs import Loaded, call_inputs, module_inputs
     from rooftrace.tracer.targets import load_target
 
+    if job.is_script:
+        raise RequestError(
+            f"{job.name}: a script is no module that can be called; name the module in it "
+            f"({job.name.split()[0]}:NAME), or use a command that takes the graphs of its steps"
+        )
     if job.is_named:
         tell("building the model")
         return load_target(job.name, job.request)
@@ -67,12 +73,7 @@ def _graphs_there(job: Job) -> dict[str, OpGraph]:
                 raise RequestError(
                     f"{phase!r}: expected an OpGraph, got {type(graph).__name__}; trace it first"
                 )
-    for phase in job.phases or ():
-        if phase not in graphs:
-            raise GraphFileError(
-                f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}"
-            )
-    return graphs if job.phases is None else {phase: graphs[phase] for phase in job.phases}
+    return job.of_phases(graphs, GraphFileError, name)
 
 
 def traced_target(job: Job) -> Traced:
@@ -89,6 +90,8 @@ def traced_target(job: Job) -> Traced:
             stack.enter_context(context)
         if job.request.mesh:
             stack.enter_context(_mesh_of(job))
+        if job.is_script:
+            return Traced(script_graphs(job), isolation.source_files())
         try:
             made = loaded(job)
         except TargetError:
