@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.measured.pairing.reading import MeasuredRequestError
-from rooftrace.tracer.asking.commands import is_script
+from rooftrace.tracer.asking import names
 
 NAME = "target"
 """The column of what ran."""
@@ -54,7 +54,7 @@ class TargetTemplate:
         """
         made = [text + (self._checked(name, values) if name else "") for text, name in self.parts]
         target = "".join(made)
-        if is_script(target) and not self.trusts_names and not is_script(self._plain):
+        if names.is_script(target) and not (self.trusts_names or names.is_script(self._plain)):
             raise MeasuredRequestError(
                 f"--target {shortened(self.text)!r}: {shortened(target)!r} is a script, which a "
                 "name in a file cannot run"

@@ -185,9 +185,9 @@ def _targets(
         if len(words) > 2:
             raise click.UsageError(f"expected one target or two, got {len(words)}")
         return (words[0], words[1] if len(words) == 2 else None), None
-    from rooftrace.tracer.asking.commands import is_script
+    from rooftrace.tracer.asking import names
 
-    script = next((place for place, word in enumerate(everything) if is_script(word)), None)
+    script = next((place for place, word in enumerate(everything) if names.is_script(word)), None)
     if script is not None and script + 1 < len(everything):  # the rest is the script's
         everything[script:] = [f"{everything[script]} {shlex.join(everything[script + 1 :])}"]
     targets = [word for word in everything if _is_target(word)] or everything[-1:]

@@ -9,7 +9,11 @@ from typing import Any, TypeVar
 
 from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking.commands import ScriptCommand, is_script
+from rooftrace.tracer.asking.commands import (
+    STEPS as STEPS,
+    ScriptCommand as ScriptCommand,
+    is_script as is_script,
+)
 from rooftrace.tracer.graphfiles import looks_saved
 
 CHECKPOINTS = ("none", "full", "selective")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rooftrace.hardware import Chip
-from rooftrace.tracer.asking.commands import STEPS
+from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
@@ -32,7 +32,7 @@ from rooftrace.tracer.values import Values
 def run_script(
     command: Sequence[str],
     chip: Chip,
-    steps: int | None = STEPS,
+    steps: int | None = names.STEPS,
     ranks: int | None = None,
     rank: int = 0,
     per_node: int | None = None,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rooftrace.tracer.asking.commands import ScriptCommand, is_script
+from rooftrace.tracer.asking import names
 from rooftrace.tracer.sources.starting import Moves
 
 _OURS = str(Path(__file__).resolve().parents[2])
@@ -48,7 +48,7 @@ class ProcessPlace:
         """The name of a target there: an absolute path leads into the checkout."""
         if self._moves is None:
             return name
-        if is_script(name):
+        if names.is_script(name):
             return self._command(name)
         if not os.path.isabs(name):
             return name
@@ -60,7 +60,7 @@ class ProcessPlace:
     def _command(self, name: str) -> str:
         """A script's command there: absolute paths among its words lead into the checkout."""
         assert self._moves is not None
-        before, words = ScriptCommand.parted(name)
+        before, words = names.ScriptCommand.parted(name)
         moved = [(os.path.isabs(word) and self._moves.new(word)) or word for word in words]
         return f"{before}{shlex.join(moved)}"
 

@@ -10,8 +10,7 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.hardware import load_chip
 from rooftrace.hardware.systems import load_system
-from rooftrace.tracer.asking import Job
-from rooftrace.tracer.asking.commands import ScriptCommand
+from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import Assumption, OpGraph
 
 CHIP = "h200-sxm"
@@ -26,7 +25,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     """
     from rooftrace.tracer.scripts import ScriptError, run_script
 
-    asked = ScriptCommand.of(job.name)
+    asked = names.ScriptCommand.of(job.name)
     joined = None if asked.system is None else load_system(asked.system)
     if joined is not None and asked.chip is not None:
         raise RequestError(f"target {job.name!r}: --chip beside --system, which has its own chip")
@@ -57,7 +56,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     return job.of_phases(graphs, RequestError, job.name)
 
 
-def _said(graph: OpGraph, asked: ScriptCommand) -> OpGraph:
+def _said(graph: OpGraph, asked: names.ScriptCommand) -> OpGraph:
     """The graph, which says what its script saw where nobody chose it."""
     if asked.chip or asked.system:
         return graph
