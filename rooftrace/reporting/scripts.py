@@ -30,6 +30,7 @@ def run(
     steps: int | None = 3,
     ranks: int | None = None,
     rank: int = 0,
+    boundary: str = "auto",
     execution: str | ExecutionModel | None = None,
     clock: str = "real",
     scratch: str | os.PathLike[str] | None = None,
@@ -46,11 +47,14 @@ def run(
     system: how chips are joined, for a script of several processes; its chip is `chip` then.
     steps: after so many training steps, or calls of a script that trains nothing, it is ended; None
     for its own end.  Steps equal to the two before are counted and not run again.  ranks: of how
-    many processes this is the one numbered `rank`, where the launcher does not say.  execution:
-    default compiled for a script that calls torch.compile, else eager.  clock: "simulated" lets
-    the script read the time that its steps would take on the chip.  scratch: a folder in which
-    files come to lie that the script writes.  assume: what is taken for unknown values, as in
-    `trace`.
+    many processes this is the one numbered `rank`, where the launcher does not say.  boundary:
+    what begins a turn: "auto" finds training steps and calls, "batch" begins one with each batch of
+    a data loader, "call" with each call of a module, "optimizer" after each step of the optimizers,
+    "mark=NAME" where the script says NAME to torch.profiler or NVTX ("step": a profiler's
+    `step()`).  execution: default compiled for a script that calls torch.compile, else eager.
+    clock: "simulated" lets the script read the time that its steps would take on the chip.
+    scratch: a folder in which files come to lie that the script writes.  assume: what is taken for
+    unknown values, as in `trace`.
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
@@ -76,6 +80,7 @@ def run(
             per_node=None if joined is None else joined.levels[0].size,
             scratch=scratch,
             assume=assume,
+            boundary=boundary,
             seconds=seconds if clock == "simulated" else None,
         )
         if ended.exception is not None:

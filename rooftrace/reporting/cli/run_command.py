@@ -50,6 +50,15 @@ is read is a stated assumption.  What it does on the host is real: data, logging
     "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them runs."
 )
 @click.option(
+    "--boundary",
+    default="auto",
+    show_default=True,
+    metavar="auto|batch|call|optimizer|mark=NAME",
+    help="What begins a turn: training steps and calls are found; a batch of a data loader; a call "
+    "of a module; the end of the optimizers' step; a range of torch.profiler or NVTX of that name "
+    "(step: a profiler's step()).",
+)
+@click.option(
     "--execution", help=f"{EXECUTIONS}.  [default: compiled with torch.compile, or eager]"
 )
 @click.option("--tf32", is_flag=True, help="fp32 matrix products in TF32.")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ASSUMPTIONS_SHOWN = 40
 ISLANDS_SHOWN = 20
-UNSUPPORTED_ON_A_SCREEN = 3
 
 
 def _code(path: str) -> str:
@@ -209,7 +208,7 @@ def trust(results: Results) -> view.Section:
     assumed = words.assumption_words(assumption for _, assumption in results.assumptions)
     guesses = words.guess_words(results.chips[0])
     notes = [view.Note(f"coverage: {sentence}", "" if whole else "bad")]
-    notes += _missing_rules(results)
+    notes += words.missing_rules(estimates)
     notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
     if experts := routing_words(results):
@@ -248,32 +247,6 @@ def _few_residuals(knobs: Knobs) -> str:
     """That an interval rests on few steps; "" where it does not."""
     known = knobs.residuals.get(knobs.use)
     return f"interval by {known.told}" if known is not None and known.few else ""
-
-
-def _missing_rules(results: Results) -> list[view.Note]:
-    """The first few ops without a rule, and how to add one."""
-    missing = {
-        entry.target: entry
-        for _, _, estimate in results.of_first_chip()
-        for entry in estimate.unsupported_ops()
-    }
-    if not missing:
-        return []
-    ranked = sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))
-    shown = ranked[:UNSUPPORTED_ON_A_SCREEN]
-    notes = [
-        view.Note(
-            f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
-            f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
-            f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
-            "bad",
-        )
-        for entry in shown
-    ]
-    stub = next(iter(missing.values())).stub.splitlines()[0]
-    rest = len(missing) - len(shown)
-    more = f" ({rest} more ops)" if rest else ""
-    return [*notes, view.Note(f"  add one with {stub}, see report.md{more}", "bad")]
 
 
 # -- chips -----------------------------------------------------------------------------------------

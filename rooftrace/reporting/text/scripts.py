@@ -8,7 +8,8 @@ from typing import Any
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.reporting.text.dispatch import view_of
-from rooftrace.reporting.view import model as view, units
+from rooftrace.reporting.view import model as view, units, words
+from rooftrace.tracer.scripts import Script
 
 _LIMITS = {"compute": "compute", "hbm": "HBM", "network": "network", "launch": "launch"}
 _KINDS = {"training": "step", "inference": "no grad"}
@@ -57,8 +58,9 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if result.rows:
         head.append(view.Table(columns=_TURNS, rows=result.rows))
         head += [view.Note(line) for line in _sums(result)]
+        head += words.coverage_notes(result.steps)
     else:
-        head.append(view.Note("nothing ran on the device: no module with tensors there was called"))
+        head.append(view.Note(_nothing(result.script)))
     sections = [view.Section(parts=head, place=1)]
     steady = result.steady
     if steady is not None:
@@ -70,6 +72,17 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if notes:
         sections.append(view.Section(title="What is assumed", parts=notes, place=4))
     return view.View(tuple(sections), "A script")
+
+
+def _nothing(script: Script) -> str:
+    """Why there is no turn."""
+    if not script.outside:
+        return "nothing ran on the device"
+    return (
+        f"{plural(script.outside, 'op')} ran on the device, none of them in a call of a module or "
+        "in a step of an optimizer: say where a turn begins, with --boundary mark=NAME, a name "
+        "that the script gives to torch.profiler.record_function or to NVTX"
+    )
 
 
 def _number(row: TurnCost) -> str:
@@ -125,7 +138,7 @@ def _of_steady(row: TurnCost) -> Iterator[view.Section]:
         yield view.Section(title="Pieces of the steady step", parts=[table], place=2)
     most = max((step for step, _ in row.parts), key=lambda step: step.memory.peak)
     roles: list[dict[str, Any]] = [
-        {"role": role, "bytes": size} for role, size in most.memory.at_peak.items() if size
+        {"role": role, "bytes": size} for role, size in words.alive(most.memory).items() if size
     ]
     table = view.Table(columns=_MEMORY, rows=roles)
     yield view.Section(title="Memory of the steady step", parts=[table], place=3)

@@ -1,6 +1,6 @@
 """The sentences and short cells that every report shares; knows wording, knows no layout.
 
-Each function is data in, text out, so that the terminal and the markdown page say the same thing.
+Each function is data in, text or notes out, so that the terminal and the markdown page say the same thing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
+from rooftrace.reporting.view.model import Note
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.timing import StepTimes
     from rooftrace.hardware import Chip
     from rooftrace.tracer.graph import Assumption
+
+UNSUPPORTED_ON_A_SCREEN = 3
+"""How many ops without a rule are named."""
 
 plural, listed = units.plural, units.listed
 
@@ -262,6 +266,37 @@ def coverage_words(
         f"{with_rule:,} of {ops:,} recorded ops have a rule, but not everything was recorded: "
         f"totals are a lower bound ({what})"
     )
+
+
+def coverage_notes(estimates: Sequence[Estimate]) -> list[Note]:
+    """How much of these steps was counted, and the ops that have no rule."""
+    gaps = [gap for estimate in estimates for gap in estimate.graph.unrecorded]
+    whole, sentence = coverage_words((e.coverage for e in estimates), gaps)
+    return [Note(f"coverage: {sentence}", "" if whole else "bad"), *missing_rules(estimates)]
+
+
+def missing_rules(estimates: Iterable[Estimate]) -> list[Note]:
+    """The first few ops without a rule, and how to add one."""
+    missing = {
+        entry.target: entry for estimate in estimates for entry in estimate.unsupported_ops()
+    }
+    if not missing:
+        return []
+    by_size = sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))
+    shown = by_size[:UNSUPPORTED_ON_A_SCREEN]
+    notes = [
+        Note(
+            f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
+            f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+            f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
+            "bad",
+        )
+        for entry in shown
+    ]
+    stub = next(iter(missing.values())).stub.splitlines()[0]
+    rest = len(missing) - len(shown)
+    more = f" ({rest} more ops)" if rest else ""
+    return [*notes, Note(f"  add one with {stub}, see report.md{more}", "bad")]
 
 
 def assumption_words(assumptions: Iterable[Assumption]) -> str:

@@ -13,7 +13,7 @@ _RUN = "run:"
 STEPS = 3
 """How many training steps a script runs, if nobody says."""
 _NUMBERS = ("steps", "ranks", "rank")
-_OPTIONS = ("chip", "system", *_NUMBERS)
+_OPTIONS = ("chip", "system", "boundary", *_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class ScriptCommand:
 
     words: its command line.  chip, system: what it sees, by name or path; None: the usual chip.
     steps: after so many training steps it is ended.  ranks: of how many processes it is the one
-    with number `rank`, where no launcher says.
+    with number `rank`, where no launcher says.  boundary: what begins a turn.
     """
 
     words: tuple[str, ...]
@@ -31,6 +31,7 @@ class ScriptCommand:
     steps: int = STEPS
     ranks: int | None = None
     rank: int = 0
+    boundary: str = "auto"
 
     @staticmethod
     def of(target: str) -> ScriptCommand:

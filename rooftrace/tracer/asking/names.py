@@ -16,6 +16,8 @@ from rooftrace.tracer.asking.commands import (
 )
 from rooftrace.tracer.graphfiles import looks_saved
 
+BOUNDARIES = ("auto", "batch", "call", "optimizer", "mark")
+"""What may begin a turn of a script."""
 CHECKPOINTS = ("none", "full", "selective")
 """none: all are kept.  full: those inside of a layer are made again.  selective: as full, but every
 second matrix product, attention and what is exchanged are kept."""

@@ -89,11 +89,11 @@ class Finder:
         """What the call returns, where it need not run; else None, and the turn is ready for it."""
         look = look_of(module, args, kwargs)
         self._roots.meet(module)
-        turn = self._turn_of(look, module, says(module, args, kwargs))
+        turn = self._turn_of(look, module, args, kwargs)
         self._kinds.note(turn, module, self._stage.recorder.brought_bytes)
         if not turn.recorded:
             first = turn.calls[0] if turn.calls else look
-            result = self._steady[_key(turn.kind, first)].answer(len(turn.calls), look)
+            result = self._steady[self._key(turn, first)].answer(len(turn.calls), look)
             if result is not None:
                 turn.calls.append(look)
                 return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
@@ -120,12 +120,13 @@ class Finder:
         """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
         turn = self._turn
         with torch._C.DisableTorchFunction():
-            goes_to = self._loaded if turn is None or self._whole(turn) else turn.loaded
+            goes_to = self._loaded if turn is None or self._is_whole(turn) else turn.loaded
         goes_to.add(seconds, awaited=turn is not None)
 
     def end(self) -> None:
         """The script has ended."""
         if self._turn is not None:
+            self._note_backward(self._turn)
             self._finish(self._turn)
 
     def settle(self) -> float:
@@ -134,7 +135,7 @@ class Finder:
         if turn is None:
             return 0.0
         with torch._C.DisableTorchFunction():
-            if self._whole(turn):
+            if self._is_whole(turn):
                 self._finish(turn)
                 return 0.0
         steady = self._steady.get(TRAINING)
@@ -148,37 +149,45 @@ class Finder:
 
     # -- turns -------------------------------------------------------------------------------------
 
-    def _turn_of(self, look: Look, module: nn.Module, label: str) -> OpenTurn:
+    def _turn_of(
+        self, look: Look, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> OpenTurn:
         """The turn that a call belongs to: the open one, or a new one."""
         turn = self._turn
         if turn is not None:
+            self._note_backward(turn)
+            self._stage.recorder.after_backward = False
             brought = self._stage.recorder.brought_bytes
-            if self._kinds.goes_on(turn, module, self._optimizers.have_stepped(), brought):
-                turn.backwards += self._stage.recorder.after_backward
+            if self._kinds.goes_on(turn, module, (args, kwargs), brought):
                 return turn
             self._finish(turn)
         kind = self._kinds.of(module)
         if self._has_run_enough(kind):
             self._stop()
-        return self._begin(kind, look, label)
+        return self._begin(OpenTurn(kind, says(module, args, kwargs)), look)
 
     def _has_run_enough(self, kind: str) -> bool:
         """Whether the wanted steps have run: training steps, or calls where nothing trains."""
         if self._wanted is None:
             return False
         done = self.trained if kind == TRAINING else self.called
-        return done >= self._wanted and (kind == TRAINING or not self._optimizers.known)
+        return done >= self._wanted and (kind == TRAINING or not self._kinds.train)
 
-    def _whole(self, turn: OpenTurn) -> bool:
+    def _note_backward(self, turn: OpenTurn) -> None:
+        """Note whether a backward has run since the last call."""
+        if self._stage.recorder.after_backward and turn.followed < len(turn.calls):
+            turn.followed = len(turn.calls)
+            self._kinds.differentiated(turn)
+
+    def _is_whole(self, turn: OpenTurn) -> bool:
         """Whether all of a turn has run, but for what follows its last call."""
-        return turn.kind != TRAINING or self._optimizers.have_stepped()
+        self._note_backward(turn)
+        return self._kinds.whole(turn)
 
-    def _begin(self, kind: str, look: Look, label: str) -> OpenTurn:
-        key = _key(kind, look)
-        steady = self._steady.get(key)
-        known = steady is not None and steady.alike >= _ALIKE and look.plain
-        known = known and kind not in self.variety.kinds
-        turn = self._turn = OpenTurn(kind, label, steps.Learnt(), recorded=not known)
+    def _begin(self, turn: OpenTurn, look: Look | None) -> OpenTurn:
+        """Open a turn.  look: of the call that begins it; None: it begins before any call."""
+        self._turn = turn
+        turn.recorded = look is None or not self._is_known(turn, look)
         turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
         self._optimizers.steps.clear()
@@ -188,6 +197,16 @@ class Finder:
         self._unread = not turn.recorded
         return turn
 
+    def _is_known(self, turn: OpenTurn, look: Look) -> bool:
+        """Whether a turn whose first call looks so is taken to be like those before it."""
+        steady = self._steady.get(self._key(turn, look))
+        known = steady is not None and steady.alike >= _ALIKE and look.plain
+        return known and turn.kind not in self.variety.kinds
+
+    def _key(self, turn: OpenTurn, look: Look | None) -> Any:
+        """By what turns are alike: steps are one after another, calls by how the first looks."""
+        return TRAINING if turn.kind == TRAINING or look is None else look.key
+
     def _name(self, recorder: ScriptRecorder) -> None:
         """A recorder knows the modules by their paths, and the states of the optimizers."""
         steps.enter_modules(recorder, self._roots.container)
@@ -195,7 +214,7 @@ class Finder:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
-        key = _key(turn.kind, turn.calls[0])
+        key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
         if not turn.recorded:
             if steady is not None and steady.stretch is not None:
@@ -205,7 +224,8 @@ class Finder:
             return
         self._close_piece(turn)
         calls = tuple(look.key for look in turn.calls)
-        plain = all(look.plain for look in turn.calls) and all(r.known for r in self._results)
+        plain = bool(calls) and all(look.plain for look in turn.calls)
+        plain = plain and all(result.known for result in self._results)
         pieces = tuple(turn.pieces)
         stretch = Turns(
             kind=turn.kind,
@@ -284,8 +304,3 @@ class Finder:
         else:
             turn.pieces.append(TurnPiece(self.book.graph(old, root, turn.learnt)))
         turn.learnt.gradients.clear()  # the next recorder numbers storages anew
-
-
-def _key(kind: str, look: Look) -> Any:
-    """By what turns are alike: training steps are one after another, calls by how they look."""
-    return TRAINING if kind == TRAINING else look.key

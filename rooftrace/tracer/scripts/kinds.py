@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
 from rooftrace.tracer.scripts.turns import OpenTurn
+from rooftrace.tracer.tensors import tensors_in
 
 
 class Kinds:
     """Tells training steps from calls without gradients, by the optimizers that there are.
+
+    Without any, a script may still train by hand: a call that a backward follows is a step then,
+    and ends with that backward.
 
     A model that nothing trains may help to train another, as a teacher does, or be tried by itself,
     as an average of weights is.  It is tried if it is called again on new data of the host and no
@@ -21,10 +27,18 @@ class Kinds:
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
         self._tried: set[int] = set()  # models that nothing trains and that are called alone
+        self._by_hand = False  # a backward ran, and there is no optimizer
+
+    @property
+    def train(self) -> bool:
+        """Whether the script is known to train something."""
+        return self._by_hand or self._optimizers.known
 
     def of(self, module: nn.Module) -> str:
         """The kind of the turn that a call of a module begins."""
         known = self._optimizers.known
+        if not known and self._by_hand and torch.is_grad_enabled():
+            return TRAINING
         if not known or not torch.is_grad_enabled():
             if not known or torch.is_inference_mode_enabled() or id(module) in self._tried:
                 return INFERENCE
@@ -32,14 +46,32 @@ class Kinds:
                 return INFERENCE
         return TRAINING
 
-    def goes_on(self, turn: OpenTurn, module: nn.Module, stepped: bool, brought: int) -> bool:
+    def differentiated(self, turn: OpenTurn) -> None:
+        """A backward has run in a turn, which makes it a step if there is no optimizer."""
+        turn.backwards += 1
+        if not self._optimizers.known:
+            self._by_hand = True
+            turn.kind = TRAINING
+
+    def whole(self, turn: OpenTurn) -> bool:
+        """Whether all of a turn has run, but for what follows its last call."""
+        if turn.kind != TRAINING:
+            return True
+        if self._by_hand and not self._optimizers.known:
+            return turn.backwards > 0
+        return self._optimizers.have_stepped()
+
+    def goes_on(self, turn: OpenTurn, module: nn.Module, arguments: Any, brought: int) -> bool:
         """Whether a call belongs to the open turn; if not, the kind of that turn may change.
 
-        stepped: the optimizers have all stepped in it.  brought: bytes from the host so far.
+        brought: bytes from the host so far.
         """
         if not torch.is_grad_enabled() and not _weighs(module):
             return True  # a loss or a score of what was computed
-        if turn.kind == INFERENCE or stepped:
+        if turn.kind == INFERENCE and not self.train and id(module) not in turn.modules:
+            # Another part of a model, which may yet be trained by hand.
+            return any(tensor.grad_fn is not None for tensor in tensors_in(arguments))
+        if self.whole(turn):
             return False
         if turn.helps is None:
             return True
@@ -53,6 +85,7 @@ class Kinds:
     def note(self, turn: OpenTurn, module: nn.Module, brought: int) -> None:
         """A call belongs to a turn."""
         turn.had = brought
+        turn.modules.add(id(module))
         if torch.is_grad_enabled():
             turn.helps = None
         elif turn.helps is not None and _weighs(module):

@@ -72,11 +72,13 @@ class Optimizers:
         self,
         recorder: Callable[[], ScriptRecorder],
         before: Callable[[], None],
+        after: Callable[[], None],
         learnt: Callable[[], steps.Learnt | None],
     ) -> Iterator[None]:
         """Inside, ops of optimizers are the optimizer part of a step.
 
-        before: is called before each step.  learnt: what is known of the open turn.
+        before, after: are called before and after each step.  learnt: what is known of the open
+        turn.
         """
         outer: list[tuple[Any, str, str]] = []
 
@@ -107,6 +109,7 @@ class Optimizers:
             known = learnt()
             if known is not None:
                 known.optimizers.append(type(optimizer).__name__.lower())
+            after()
 
         made = original_of(Optimizer, "__init__")
 

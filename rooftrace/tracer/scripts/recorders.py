@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
+from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
@@ -28,6 +29,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
         self._shown, self._shapes = shown, shapes
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
+        self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
         super().__init__(values, record, own_step=True, roll_loops=False)
 
     def functions(self, device: torch.device | None = None) -> Functions:
@@ -46,7 +48,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self._count(args[0], args[1])
             if args[0].device.type == "cpu" and args[1].device.type == "meta":
                 return self._filled(args[0], args[1])
-        return super()._dispatched(func, args, kwargs)
+        out = super()._dispatched(func, args, kwargs)
+        if not self.recording and isinstance(out, Tensor) and out.is_meta:
+            self.unrecorded += 1
+        return out
 
     def _count(self, to: Tensor, source: Tensor) -> None:
         if source.device.type == to.device.type:
@@ -73,6 +78,12 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self.values.learn(made, tensor.detach().to(dtype, copy=True))
         self.enter_inputs([made])
         return made
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether anything ran on the device since this one is on."""
+        noted = (node.meta.get(META_KEY) for node in self.graph.nodes)
+        return any(isinstance(note, Recorded) for note in noted)
 
     def alive_bytes(self) -> int:
         """Bytes of the storages that this recording knows and that are alive."""

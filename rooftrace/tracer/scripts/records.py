@@ -69,6 +69,7 @@ class Script(Struct, frozen=True):
 
     ended: why it ended (steps, end, exit, error).  said: how the emulated device answered what no
     trace can know, by kind.  compiled: torch.compile was called.  seconds: the run took here.
+    outside: ops that ran on the device before the first turn, or without any, about.
     rank: of how many processes, `world`, it was the one with this number.
     """
 
@@ -80,6 +81,7 @@ class Script(Struct, frozen=True):
     compiled: bool = False
     seconds: float = 0.0
     said: Mapping[str, str] = field(default_factory=dict)
+    outside: int = 0
     rank: int = 0
     world: int = 1
 

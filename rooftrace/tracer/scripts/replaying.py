@@ -9,15 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rooftrace.tracer.scripts.boundaries import BoundaryFinder
 from rooftrace.tracer.scripts.calls import Look
-from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
+from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tape import META_KEY, Recorded
 
 _LABEL = "CUDAGraph.replay()"
 
 
-class GraphFinder(Finder):
+class GraphFinder(BoundaryFinder):
     """A finder that is told of CUDA graphs, too.
 
     Calls during a capture run, whatever they look like, and are part of no turn.
@@ -49,7 +50,7 @@ class GraphFinder(Finder):
 
     def _end_whole(self) -> None:
         turn = self._turn
-        if turn is not None and (turn.kind != TRAINING or self._optimizers.have_stepped()):
+        if turn is not None and self._is_whole(turn):
             self._finish(turn)
 
     def _aside(self) -> None:
@@ -65,7 +66,7 @@ class GraphFinder(Finder):
             kind = TRAINING if self._optimizers.known else INFERENCE
             if self._has_run_enough(kind):
                 self._stop()
-            turn = self._begin(kind, look, _LABEL)
+            turn = self._begin(OpenTurn(kind, _LABEL), look)
         elif not turn.recorded:
             self._record_rest(turn)
         turn.calls.append(look)

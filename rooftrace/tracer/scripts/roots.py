@@ -22,7 +22,7 @@ class Roots:
     @property
     def container(self) -> nn.Module:
         """The only one, or a container of all under their class names."""
-        return steps.container_of(self._modules)
+        return steps.container_of(self._modules) if self._modules else nn.Module()
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
@@ -34,6 +34,11 @@ class Roots:
 
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.is_meta and tensor not in self._shapes
+
+    @property
+    def met(self) -> bool:
+        """Whether there are any."""
+        return bool(self._modules)
 
     def meet(self, module: nn.Module) -> None:
         """A module is called: recorders to come know its parts by their names."""

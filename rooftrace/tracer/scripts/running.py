@@ -17,6 +17,7 @@ from rooftrace.tracer.emulation import Device, emulated
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
 from rooftrace.tracer.patches import Scope
+from rooftrace.tracer.scripts.boundaries import Boundary
 from rooftrace.tracer.scripts.clocks import SimulatedClock
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -25,7 +26,7 @@ from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
-from rooftrace.tracer.scripts.watching import compiling, watched
+from rooftrace.tracer.scripts.watching import compiling, marks_told, watched
 from rooftrace.tracer.values import Values
 
 
@@ -38,6 +39,7 @@ def run_script(
     per_node: int | None = None,
     scratch: str | os.PathLike[str] | None = None,
     assume: Mapping[str, Any] | None = None,
+    boundary: str = names.BOUNDARIES[0],
     seconds: Callable[[OpGraph, bool], float] | None = None,
 ) -> tuple[Script, Ended]:
     """Run a script, as its command line says, on a chip that is not there.
@@ -46,16 +48,19 @@ def run_script(
     after so many training steps; None: it runs to its end.  ranks: of how many processes this is
     the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which the
     files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
-    seconds: of a graph on the chip, compiled or not; with it the clocks that the script reads give
-    simulated time.
+    boundary: what begins a turn, one of `names.BOUNDARIES`; "mark=NAME" for a mark.  seconds: of a
+    graph on the chip, compiled or not; with it the clocks that the script reads give simulated
+    time.
 
-    Raises RequestError for a command line that is none.  What the script raises is in `Ended`.
+    Raises RequestError for a command line that is none, or a mark that never came.  What the script
+    raises is in `Ended`.
     """
     line = understood(command)
     where = Ranks.of(line, ranks, rank, per_node)
     began = perf_counter()
     stops: list[Callable[[], None]] = []
-    watch = RunWatch(where.local_rank, steps, lambda: stops[0](), assume)
+    begins = Boundary.of(boundary)
+    watch = RunWatch(where.local_rank, steps, lambda: stops[0](), assume, begins)
     said: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
@@ -80,6 +85,8 @@ def run_script(
             undo.enter_context(finder.clock.told())
         with watch.on():
             ended = run()
+        if ended.exception is None:
+            finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
     return watch.script(line, began, ended, said), ended
@@ -97,6 +104,7 @@ class RunWatch:
         wanted: int | None,
         stop: Callable[[], None],
         assume: Mapping[str, Any] | None = None,
+        boundary: Boundary | None = None,
     ) -> None:
         self.scope = Scope(spans=True)
         self.values = Values(assume=assume or {})
@@ -106,7 +114,9 @@ class RunWatch:
         self.compiled: list[str] = []
         with self.scope.entered():
             self.stage = RecorderStage(self._recorder)
-        self.finder = GraphFinder(self.stage, self.shapes, self.optimizers, wanted, stop)
+        self.finder = GraphFinder(
+            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
+        )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
         return ScriptRecorder(self.values, record, self.shown, self.shapes)
@@ -117,12 +127,16 @@ class RunWatch:
         finder = self.finder
         with contextlib.ExitStack() as undo:
             undo.enter_context(watched(finder))
+            undo.enter_context(marks_told(finder.marked))
             undo.enter_context(moved_in_place())
             undo.enter_context(checkpoints_alike())
             undo.enter_context(compiling(self.compiled))
             undo.enter_context(
                 self.optimizers.watched(
-                    lambda: self.stage.recorder, finder.before_step, lambda: finder.learnt
+                    lambda: self.stage.recorder,
+                    finder.before_step,
+                    finder.stepped,
+                    lambda: finder.learnt,
                 )
             )
             undo.callback(self.values.close)
@@ -145,6 +159,7 @@ class RunWatch:
             compiled=bool(self.compiled),
             seconds=perf_counter() - began,
             said=dict(said),
+            outside=self.stage.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
         )

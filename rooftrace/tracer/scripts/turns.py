@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.calls import Look, Result
 from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
@@ -33,16 +34,18 @@ class OpenTurn:
 
     kind: str
     label: str
-    learnt: Any
+    learnt: steps.Learnt = field(default_factory=steps.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
     pieces: list[TurnPiece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
+    followed: int = 0  # calls up to the last one of these
     repeating: bool = False  # what runs is taken to be like the last piece
     loaded: LoadedBatches = field(default_factory=LoadedBatches)
     brought: int = 0
     taken: int = 0
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
+    modules: set[int] = field(default_factory=set)  # that were called
     had: int = 0  # bytes that the host had brought when the last call began
 
     @property

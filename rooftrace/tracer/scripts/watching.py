@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.utils.data import dataloader
 
 from rooftrace.tracer.patches import current_scope, original_of, replaced
 from rooftrace.tracer.scripts.finding import Finder
+
+STEP = "step"
+"""The mark that a profiler's `step()` is."""
 
 
 class _Depth(threading.local):
@@ -47,6 +50,37 @@ def watched(finder: Finder) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(replaced(nn.Module, {"__call__": call}))
         undo.enter_context(replaced(loaders, {"__next__": batch}))
+        yield
+
+
+@contextlib.contextmanager
+def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `marked` is told of the marks of this thread: names of ranges that begin, in
+    torch.profiler or NVTX, and "step" for the steps of a profiler."""
+    main = threading.get_ident()
+
+    def told(name: Any) -> None:
+        if threading.get_ident() == main:
+            marked(str(name))
+
+    def telling(home: Any, method: str, name_of: Callable[..., Any]) -> dict[str, Any]:
+        original = original_of(home, method)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            told(name_of(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        return {method: wrapped}
+
+    nvtx: Any = torch.cuda.nvtx
+    with contextlib.ExitStack() as undo:
+        region = torch.autograd.profiler.record_function
+        begins = telling(region, "__enter__", lambda region: region.name)
+        undo.enter_context(replaced(region, begins))
+        steps = telling(torch.profiler.profile, "step", lambda profiler: STEP)
+        undo.enter_context(replaced(torch.profiler.profile, steps))
+        for name in ("range_push", "range_start", "mark"):
+            undo.enter_context(replaced(nvtx, telling(nvtx, name, lambda msg, *rest: msg)))
         yield
 
 

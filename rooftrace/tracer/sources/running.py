@@ -44,6 +44,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
             per_node=None if joined is None else joined.levels[0].size,
             scratch=folder,
             assume=job.options.assume,
+            boundary=asked.boundary,
         )
     if ended.exception is not None:
         raise ScriptError(script, ended.exception) from ended.exception
