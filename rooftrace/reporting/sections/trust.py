@@ -208,7 +208,7 @@ def trust(results: Results) -> view.Section:
     assumed = words.assumption_words(assumption for _, assumption in results.assumptions)
     guesses = words.guess_words(results.chips[0])
     notes = [view.Note(f"coverage: {sentence}", "" if whole else "bad")]
-    notes += words.missing_rules(estimates)
+    notes += [view.Note(line, "bad") for line in words.missing_rules(estimates)]
     notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
     if experts := routing_words(results):

@@ -58,7 +58,7 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if result.rows:
         head.append(view.Table(columns=_TURNS, rows=result.rows))
         head += [view.Note(line) for line in _sums(result)]
-        head += words.coverage_notes(result.steps)
+        head += [view.Note(line, look) for line, look in words.coverage_lines(result.steps)]
     else:
         head.append(view.Note(_nothing(result.script)))
     sections = [view.Section(parts=head, place=1)]

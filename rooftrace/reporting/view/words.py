@@ -1,6 +1,6 @@
 """The sentences and short cells that every report shares; knows wording, knows no layout.
 
-Each function is data in, text or notes out, so that the terminal and the markdown page say the same thing.
+Each function is data in, text out, so that the terminal and the markdown page say the same thing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.view.model import Note
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
@@ -268,14 +267,15 @@ def coverage_words(
     )
 
 
-def coverage_notes(estimates: Sequence[Estimate]) -> list[Note]:
-    """How much of these steps was counted, and the ops that have no rule."""
+def coverage_lines(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:
+    """How much of these steps was counted, and ops that have no rule; each line with its look."""
     gaps = [gap for estimate in estimates for gap in estimate.graph.unrecorded]
     whole, sentence = coverage_words((e.coverage for e in estimates), gaps)
-    return [Note(f"coverage: {sentence}", "" if whole else "bad"), *missing_rules(estimates)]
+    missing = [(line, "bad") for line in missing_rules(estimates)]
+    return [(f"coverage: {sentence}", "" if whole else "bad"), *missing]
 
 
-def missing_rules(estimates: Iterable[Estimate]) -> list[Note]:
+def missing_rules(estimates: Iterable[Estimate]) -> list[str]:
     """The first few ops without a rule, and how to add one."""
     missing = {
         entry.target: entry for estimate in estimates for entry in estimate.unsupported_ops()
@@ -284,19 +284,16 @@ def missing_rules(estimates: Iterable[Estimate]) -> list[Note]:
         return []
     by_size = sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))
     shown = by_size[:UNSUPPORTED_ON_A_SCREEN]
-    notes = [
-        Note(
-            f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
-            f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
-            f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
-            "bad",
-        )
+    lines = [
+        f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
+        f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+        f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}"
         for entry in shown
     ]
     stub = next(iter(missing.values())).stub.splitlines()[0]
     rest = len(missing) - len(shown)
     more = f" ({rest} more ops)" if rest else ""
-    return [*notes, Note(f"  add one with {stub}, see report.md{more}", "bad")]
+    return [*lines, f"  add one with {stub}, see report.md{more}"]
 
 
 def assumption_words(assumptions: Iterable[Assumption]) -> str:
