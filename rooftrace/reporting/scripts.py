@@ -58,18 +58,12 @@ def run(
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
-    from rooftrace.costmodels.estimating import estimate
-    from rooftrace.costmodels.scripting import execution_of, price_script
+    from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, run_script
 
     _check(clock, steps, chip, system)
     words = shlex.split(command) if isinstance(command, str) else list(command)
-    joined = None if system is None else load_system(system)
-    device = load_chip(chip or CHIP) if joined is None else joined.joined_chip
-
-    def seconds(graph: OpGraph, compiled: bool) -> float:
-        return estimate(graph, device, execution_of(compiled, execution)).t_est
-
+    device, per_node = _seen(chip, system)
     with telling(progress):
         script, ended = run_script(
             words,
@@ -77,15 +71,36 @@ def run(
             steps=steps,
             ranks=ranks,
             rank=rank,
-            per_node=None if joined is None else joined.levels[0].size,
+            per_node=per_node,
             scratch=scratch,
             assume=assume,
             boundary=boundary,
-            seconds=seconds if clock == "simulated" else None,
+            seconds=_seconds(device, execution) if clock == "simulated" else None,
         )
         if ended.exception is not None:
             raise ScriptError(script, ended.exception) from ended.exception
         return price_script(script, device, execution)
+
+
+def _seconds(
+    chip: Chip, execution: str | ExecutionModel | None
+) -> Callable[[OpGraph, bool], float]:
+    """Tells the expected seconds of a graph, compiled or not."""
+    from rooftrace.costmodels.estimating import estimate
+    from rooftrace.costmodels.scripting import execution_of
+
+    def seconds(graph: OpGraph, compiled: bool) -> float:
+        return estimate(graph, chip, execution_of(compiled, execution)).t_est
+
+    return seconds
+
+
+def _seen(chip: str | Chip | None, system: str | System | None) -> tuple[Chip, int | None]:
+    """The chip that a script sees, and how many a node of the system has; None without one."""
+    if system is None:
+        return load_chip(chip or CHIP), None
+    joined = load_system(system)
+    return joined.joined_chip, joined.levels[0].size
 
 
 def _check(clock: str, steps: Any, chip: Any, system: Any) -> None:

@@ -1,0 +1,140 @@
+"""Turns of a script are opened and ended here; what was recorded of each goes into the book."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from rooftrace.tracer.phases import steps
+from rooftrace.tracer.scripts.book import Book
+from rooftrace.tracer.scripts.calls import Look, Result
+from rooftrace.tracer.scripts.clocks import HostClock
+from rooftrace.tracer.scripts.optimizers import Optimizers
+from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
+from rooftrace.tracer.scripts.records import TRAINING, TurnPiece, Turns
+from rooftrace.tracer.scripts.roots import Roots
+from rooftrace.tracer.scripts.stage import RecorderStage
+from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
+
+_ALIKE = 2
+"""So many equal turns in a row, and those that look like them are not run again."""
+_LONG = 1000
+"""Ops that a recorder may hold of turns that need no graph, before another takes its place."""
+
+
+class TurnKeeper:
+    """The open turn, and those before it.
+
+    stage: has the recorder.
+    """
+
+    def __init__(self, stage: RecorderStage, shapes: Shapes, optimizers: Optimizers) -> None:
+        self.book = Book()
+        self.clock: HostClock = HostClock()
+        self._stage, self._optimizers = stage, optimizers
+        self._roots = Roots(shapes)
+        self._loaded = LoadedBatches()  # for the next turn
+        self._turn: OpenTurn | None = None
+        self._steady: dict[Any, SteadyTurns] = {}
+        self._unread = False  # what the recorder has is of turns that need no graph
+        self._results: list[Result] = []  # of the calls of the open turn
+        self.variety = Variety()
+        self.trained = self.called = 0  # training steps, and calls without gradients, so far
+
+    def _begin(self, turn: OpenTurn, look: Look | None) -> OpenTurn:
+        """Open a turn.  look: of the call that begins it; None: it begins before any call."""
+        self._turn = turn
+        turn.recorded = look is None or not self._is_known(turn, look)
+        turn.loaded, self._loaded = self._loaded, LoadedBatches()
+        self.clock.began()
+        self._optimizers.steps.clear()
+        self._results = []
+        if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
+            self.book.discard(self._stage.change(self._name if turn.recorded else None))
+        self._unread = not turn.recorded
+        return turn
+
+    def _is_known(self, turn: OpenTurn, look: Look) -> bool:
+        """Whether a turn whose first call looks so is taken to be like those before it."""
+        steady = self._steady.get(self._key(turn, look))
+        known = steady is not None and steady.alike >= _ALIKE and look.plain
+        return known and turn.kind not in self.variety.kinds
+
+    def _key(self, turn: OpenTurn, look: Look | None) -> Any:
+        """By what turns are alike: steps are one after another, calls by how the first looks."""
+        return TRAINING if turn.kind == TRAINING or look is None else look.key
+
+    def _name(self, recorder: ScriptRecorder) -> None:
+        """A recorder knows the modules by their paths, and the states of the optimizers."""
+        steps.enter_modules(recorder, self._roots.container)
+        self._optimizers.enter(recorder)
+
+    def _finish(self, turn: OpenTurn) -> None:
+        self._turn = None
+        key = self._key(turn, turn.calls[0] if turn.calls else None)
+        steady = self._steady.get(key)
+        if not turn.recorded:
+            if steady is not None and steady.stretch is not None:
+                self._add(turn, steady.stretch, run=0)
+            else:
+                self.variety.note(turn.kind, self.called)
+            return
+        self._close_piece(turn)
+        calls = tuple(look.key for look in turn.calls)
+        plain = bool(calls) and all(look.plain for look in turn.calls)
+        plain = plain and all(result.known for result in self._results)
+        pieces = tuple(turn.pieces)
+        stretch = Turns(
+            kind=turn.kind,
+            pieces=pieces,
+            brought=turn.brought,
+            taken=turn.taken,
+            optimizers=tuple(dict.fromkeys(turn.learnt.optimizers)),
+            label=turn.label,
+            passes=len(calls) if turn.is_accumulated else 1,
+        )
+        self._add(turn, stretch, run=1)
+        before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
+        alike = (1 + (before.alike if before else 0)) * plain
+        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
+
+    def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
+        self.clock.ended(stretch.pieces, turn.loaded.awaited)
+        if turn.kind == TRAINING:
+            self.trained += 1
+        else:
+            self.called += 1
+        self.book.add(
+            replace(
+                stretch, run=run, turns=1, loading=turn.loaded.seconds, batches=turn.loaded.batches
+            )
+        )
+
+    # -- turns that are like others ----------------------------------------------------------------
+
+    def _record_rest(self, turn: OpenTurn) -> None:
+        """A turn is not like the turns before: the rest of it is recorded."""
+        turn.recorded = True
+        if turn.calls:
+            self.variety.note(turn.kind, self.trained if turn.kind == TRAINING else self.called)
+        self.book.discard(self._stage.change(self._name))
+
+    def _close_piece(
+        self, turn: OpenTurn, prepare: Callable[[ScriptRecorder], None] | None = None
+    ) -> None:
+        """What was recorded becomes a piece; what was taken to be like the last one does not."""
+        recorder = self._stage.recorder
+        root = self._roots.container
+        steps.note_gradients(recorder, root, turn.learnt)
+        old = self._stage.change(prepare)
+        turn.brought += old.brought_bytes
+        turn.taken += old.taken_bytes
+        if turn.repeating:
+            turn.repeating = False
+            self.book.discard(old)
+        else:
+            turn.pieces.append(TurnPiece(self.book.graph(old, root, turn.learnt)))
+        turn.learnt.gradients.clear()  # the next recorder numbers storages anew
