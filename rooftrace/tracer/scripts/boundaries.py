@@ -76,6 +76,7 @@ class BoundaryFinder(Finder):
     def __init__(self, *arguments: Any, boundary: Boundary | None = None) -> None:
         super().__init__(*arguments)
         self._boundary = Boundary()
+        self._unnamed = False  # the open turn began before any module was met
         self._marks: dict[str, int] = {}  # how often each was met
         if boundary is not None and boundary.at != "auto":
             self._ask(boundary)
@@ -125,9 +126,9 @@ class BoundaryFinder(Finder):
         """Raises RequestError if the script never came to the mark that was asked for."""
         if self._boundary.at == "mark" and self._boundary.name not in self._marks:
             there = sorted(self._marks, key=lambda name: -self._marks[name])
-            found = f"its marks are {listed(there[:_SHOWN])}" if there else "it has no marks"
+            which = f"its marks are {listed(there[:_SHOWN])}" if there else "it has no marks"
             raise RequestError(
-                f"--boundary mark={self._boundary.name}: the script never came to it; {found}"
+                f"--boundary mark={self._boundary.name}: the script never came to it; {which}"
                 f"{hint(self._boundary.name, there)}"
             )
 
@@ -140,6 +141,7 @@ class BoundaryFinder(Finder):
             kind = TRAINING if self._kinds.train else INFERENCE
             if self._has_run_enough(kind):
                 self._stop()
+            self._unnamed = not self._roots.met
             self._begin(OpenTurn(kind, label), None)
 
     def _has_run_enough(self, kind: str) -> bool:
@@ -153,6 +155,8 @@ class BoundaryFinder(Finder):
     ) -> OpenTurn:
         turn = super()._turn_of(look, module, args, kwargs)
         if self._boundary.at != "auto" and not turn.calls and turn.recorded:
+            if self._unnamed:  # the first module that is called was not known when it began
+                self._name(self._stage.recorder)
             turn.kind = self._kinds.of(module)
             turn.recorded = not self._is_known(turn, look)
             self._unread = not turn.recorded
