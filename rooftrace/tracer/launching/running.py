@@ -101,13 +101,17 @@ class ProgramRun:
 
 @contextlib.contextmanager
 def launched(
-    launch: CommandLine, ranks: Ranks | None = None, scratch: str | os.PathLike[str] | None = None
+    launch: CommandLine,
+    ranks: Ranks | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    real: bool = False,
 ) -> Iterator[ProgramRun]:
     """Inside, this process is the one that `launch` starts for a rank: `run()` runs the program.
 
     ranks: which of how many runs (`Ranks.of`).  scratch: a folder in which the program's files
     come to lie, each under its absolute path; it reads them from there, and no other file changes.
-    None: it writes where it says.  Afterwards the state of the process is as before, but for
+    None: it writes where it says.  real: other processes are there, as a launcher has started them,
+    and this one keeps its environment.  Afterwards the state of the process is as before, but for
     modules of installed libraries, which stay imported.  Raises RequestError for a program that
     is not there, and where another one is running in this process.
     """
@@ -118,19 +122,19 @@ def launched(
         )
     try:
         with contextlib.ExitStack() as undo:
-            yield _entered(undo, launch, ranks, scratch)
+            yield _entered(undo, launch, ranks, scratch, real)
     finally:
         _RUNNING.release()
 
 
 def _entered(
-    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, scratch: Any
+    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, scratch: Any, real: bool
 ) -> ProgramRun:
     undo.enter_context(keptlibraries.all_kept())
     if current_scope() is None:
         undo.enter_context(Scope(spans=True).entered())
     os.chdir(launch.folder or os.getcwd())
-    undo.enter_context(_told(launch, ranks))
+    undo.enter_context(_told(launch, ranks, real))
     arguments = launch.arguments
     if launch.rank_argument:
         arguments = (f"{launch.rank_argument}={ranks.local_rank}", *arguments)
@@ -142,8 +146,9 @@ def _entered(
     run = ProgramRun(program, processes, exits)
     notes.append(run)
     run.assume(("environment", environment.OFFLINE_TEXT))
-    undo.enter_context(processes.alone())
-    undo.enter_context(OtherProcesses(launch, processes).here())
+    if not real:
+        undo.enter_context(processes.alone())
+        undo.enter_context(OtherProcesses(launch, processes).here())
     undo.enter_context(exits.collected())
     if scratch is not None:
         undo.enter_context(redirected(scratch))
@@ -151,13 +156,14 @@ def _entered(
 
 
 @contextlib.contextmanager
-def _told(launch: CommandLine, ranks: Ranks) -> Iterator[None]:
+def _told(launch: CommandLine, ranks: Ranks, real: bool) -> Iterator[None]:
     """Inside, the environment is that of a rank, without a network."""
     before = dict(os.environ)
     os.environ.update(launch.environment)
     for name, value in environment.OFFLINE.items():
         os.environ.setdefault(name, value)
-    os.environ.update(environment.of_ranks(launch, ranks))
+    if not real:
+        os.environ.update(environment.of_ranks(launch, ranks))
     earlier = {
         (id(home), name): (home, home[name])
         for home, name, _ in environment.offline_constants(os.environ)

@@ -1,9 +1,12 @@
 from rooftrace.tracer.scripts.failing import (
     ScriptError as ScriptError,
 )
+from rooftrace.tracer.scripts.realturns import (
+    RealTurn as RealTurn,
+    real_turns as real_turns,
+)
 from rooftrace.tracer.scripts.records import (
     Script as Script,
-    TurnPiece as TurnPiece,
     Turns as Turns,
 )
 from rooftrace.tracer.scripts.running import (

@@ -25,9 +25,13 @@ _WAITS_FOR_OTHERS = 8
 
 
 class Optimizers:
-    """The optimizers of a run that step on tensors of the device, each by its first weight."""
+    """The optimizers of a run that step on tensors of the device, each by its first weight.
 
-    def __init__(self) -> None:
+    there: whether a tensor is on the device.
+    """
+
+    def __init__(self, there: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
+        self._there = there
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
@@ -38,7 +42,7 @@ class Optimizers:
 
     def required(self) -> set[int]:
         """Those that have weights of the device to step on."""
-        keys = (_key(optimizer) for optimizer in list(self._made))
+        keys = (self._key(optimizer) for optimizer in list(self._made))
         return {key for key in keys if key is not None}
 
     def have_stepped(self) -> bool:
@@ -51,13 +55,13 @@ class Optimizers:
 
     def names(self) -> dict[int, str]:
         """The class of each of those, by the identity of its weight."""
-        made = [(_key(optimizer), type(optimizer).__name__) for optimizer in list(self._made)]
+        made = [(self._key(optimizer), type(optimizer).__name__) for optimizer in list(self._made)]
         return {key: name for key, name in made if key is not None}
 
     def enter(self, tape: ScriptRecorder) -> None:
         """The states of all of them are on the device, also where nothing reads them."""
         for optimizer in list(self._made):
-            if _key(optimizer) is not None:
+            if self._key(optimizer) is not None:
                 _enter_states(tape, optimizer)
 
     def trains(self, module: nn.Module) -> bool:
@@ -66,6 +70,33 @@ class Optimizers:
         return any(
             id(p) in own for o in list(self._made) for group in _groups(o) for p in group["params"]
         )
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """One of them has stepped."""
+        self._made.add(optimizer)
+        key = self._key(optimizer)
+        if key is not None:
+            self.steps[key] += 1
+
+    @contextlib.contextmanager
+    def met(self) -> Iterator[None]:
+        """Inside, optimizers that are made are known."""
+        made = original_of(Optimizer, "__init__")
+
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        with replaced(Optimizer, {"__init__": init}):
+            yield
+
+    def _key(self, optimizer: Any) -> int | None:
+        """The identity of an optimizer's first weight on the device; None where it has none."""
+        for group in _groups(optimizer):
+            for weight in group["params"]:
+                if self._there(weight) and weight.requires_grad:
+                    return id(weight)
+        return None
 
     @contextlib.contextmanager
     def watched(
@@ -103,39 +134,22 @@ class Optimizers:
                 return
             _, tape.part, tape.function = outer.pop()
             with torch._C.DisableTorchFunction():
-                key = _key(optimizer)
-            if key is not None:
-                self.steps[key] += 1
+                self.note_step(optimizer)
             known = learnt()
             if known is not None:
                 known.optimizers.append(type(optimizer).__name__.lower())
             after()
 
-        made = original_of(Optimizer, "__init__")
-
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            made(optimizer, *args, **kwargs)
-            self._made.add(optimizer)
-
         with contextlib.ExitStack() as undo:
             undo.callback(register_optimizer_step_pre_hook(begins).remove)
             undo.callback(register_optimizer_step_post_hook(ends).remove)
-            undo.enter_context(replaced(Optimizer, {"__init__": init}))
+            undo.enter_context(self.met())
             undo.enter_context(steps.foreach_on_meta())
             yield
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return list(getattr(optimizer, "param_groups", ()))
-
-
-def _key(optimizer: Any) -> int | None:
-    """The identity of the first weight on the device that an optimizer steps on; None: of none."""
-    for group in _groups(optimizer):
-        for weight in group["params"]:
-            if weight.is_meta and weight.requires_grad:
-                return id(weight)
-    return None
 
 
 def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:

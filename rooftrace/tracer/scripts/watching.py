@@ -6,17 +6,29 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.data import dataloader
 
 from rooftrace.tracer.patches import current_scope, original_of, replaced
-from rooftrace.tracer.scripts.finding import Finder
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""
+
+
+class Watcher(Protocol):
+    """What is told of a script's calls and batches."""
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module inside of another, or of another thread."""
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module that is called from outside of any."""
+
+    def loaded(self, seconds: float) -> None:
+        """A data loader gave a batch."""
 
 
 class _Depth(threading.local):
@@ -24,7 +36,7 @@ class _Depth(threading.local):
 
 
 @contextlib.contextmanager
-def watched(finder: Finder) -> Iterator[None]:
+def watched(finder: Watcher) -> Iterator[None]:
     """Inside, in the threads of the current scope, a finder is told of calls and of batches."""
     depth = _Depth()
     main = threading.get_ident()

@@ -1,0 +1,208 @@
+"""The turns of a script that really runs on a device, each with its time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.launching import Ended, Ranks, launched, understood
+from rooftrace.tracer.patches import Scope, original_of, replaced
+from rooftrace.tracer.scripts.calls import look_of, says
+from rooftrace.tracer.scripts.kinds import Kinds
+from rooftrace.tracer.scripts.optimizers import Optimizers
+from rooftrace.tracer.scripts.turns import OpenTurn
+from rooftrace.tracer.scripts.watching import compiling, watched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealTurn:
+    """One turn that ran.
+
+    kind: training or inference.  label: what was called, in words.  calls: equal ones called the
+    same modules with the same sizes.  seconds: on the wall, from idle device to idle device,
+    without `loading`, the seconds that the script waited for data loaders.  peak: bytes that
+    tensors took at most; None where the device does not tell.
+    """
+
+    kind: str
+    label: str
+    calls: tuple[Any, ...]
+    seconds: float
+    loading: float
+    peak: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RealScript:
+    """What ran: its turns in order, how it ended, and whether it called torch.compile."""
+
+    turns: tuple[RealTurn, ...]
+    ended: Ended
+    compiled: bool
+
+
+def real_turns(
+    command: Sequence[str], device: torch.device, enough: Callable[[Sequence[RealTurn]], bool]
+) -> RealScript:
+    """Run a script on a device that is there, and time its turns.
+
+    command: the words of its command line, without a launcher of several processes: this process is
+    one that a launcher has started, or the only one.  enough: asked before each turn, with those
+    that have run; then the script is ended.  What it raises is in the result.
+
+    Raises RequestError for a command line that starts several processes.
+    """
+    line = understood(command)
+    if (line.world or 1) > 1:
+        raise RequestError(
+            f"{line.launcher} of {line.world} processes: start them with it, each measuring: "
+            f"{line.launcher} ... -m rooftrace measure '{line.program} ...'"
+        )
+    stops: list[Callable[[], None]] = []
+    timer = TurnTimer(device, enough, lambda: stops[0]())
+    compiled: list[str] = []
+    with Scope(spans=True).entered(), contextlib.ExitStack() as undo:
+        run = undo.enter_context(launched(line, Ranks(), real=True))
+        stops.append(run.stop)
+        undo.enter_context(timer.on())
+        undo.enter_context(compiling(compiled))
+        ended = run()
+        timer.end()
+    return RealScript(tuple(timer.turns), ended, bool(compiled))
+
+
+@dataclass
+class _Timed:
+    """The turn that is open, and when it began."""
+
+    turn: OpenTurn
+    began: float
+    calls: list[Any] = field(default_factory=list)
+
+
+class TurnTimer:
+    """Is told what a script does, and times its turns.
+
+    enough: asked before each turn.  stop: ends the script; it raises.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        enough: Callable[[Sequence[RealTurn]], bool],
+        stop: Callable[[], None],
+    ) -> None:
+        self.turns: list[RealTurn] = []
+        self._device, self._enough, self._stop = device, enough, stop
+        self._optimizers = Optimizers(self._there)
+        self._kinds = Kinds(self._optimizers)
+        self._open: _Timed | None = None
+        self._loading, self._batches = 0.0, 0
+        self._differentiated = False  # a backward has run since the last call
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, what this thread runs is watched."""
+        backward = original_of(torch.autograd, "backward")
+
+        def differentiate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self._differentiated = True
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._optimizers.note_step(optimizer)
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(register_optimizer_step_post_hook(stepped).remove)
+            undo.enter_context(self._optimizers.met())
+            undo.enter_context(replaced(torch.autograd, {"backward": differentiate}))
+            undo.enter_context(watched(self))
+            yield
+
+    def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module inside of another, or of another thread."""
+        return original_of(nn.Module, "__call__")(module, *args, **kwargs)
+
+    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module that is called from outside of any."""
+        if torch._C._current_autograd_node() is None and self._runs_there(module, args, kwargs):
+            self._turn_begins(module, args, kwargs)
+        return self.run(module, args, kwargs)
+
+    def loaded(self, seconds: float) -> None:
+        """A data loader gave a batch, after so many seconds."""
+        self._loading += seconds
+        self._batches += 1
+
+    def end(self) -> None:
+        """The script has ended."""
+        if self._open is not None:
+            self._finish(self._open)
+
+    def _there(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type
+
+    def _runs_there(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        weight = next(module.parameters(), None)
+        if weight is not None:
+            return self._there(weight)
+        return any(isinstance(t, Tensor) and self._there(t) for t in (*args, *kwargs.values()))
+
+    def _turn_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        timed = self._open
+        if timed is not None:
+            self._note_backward(timed.turn)
+            if not self._kinds.goes_on(timed.turn, module, (args, kwargs), self._batches):
+                self._finish(timed)
+        if self._open is None:
+            if self._enough(self.turns):
+                self._stop()
+            turn = OpenTurn(self._kinds.of(module), says(module, args, kwargs))
+            self._optimizers.steps.clear()
+            self._synchronize()
+            self._loading = 0.0
+            self._open = timed = _Timed(turn, perf_counter())
+        assert timed is not None
+        self._kinds.note(timed.turn, module, self._batches)
+        look = look_of(module, args, kwargs)
+        timed.turn.calls.append(look)
+        timed.calls.append(look.key)
+
+    def _note_backward(self, turn: OpenTurn) -> None:
+        if self._differentiated:
+            self._kinds.differentiated(turn)
+        self._differentiated = False
+
+    def _finish(self, timed: _Timed) -> None:
+        self._note_backward(timed.turn)
+        self._open = None
+        peak = None
+        self._synchronize()
+        seconds = perf_counter() - timed.began
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.turns.append(
+            RealTurn(
+                kind=timed.turn.kind,
+                label=timed.turn.label,
+                calls=tuple(timed.calls),
+                seconds=max(seconds - self._loading, 0.0),
+                loading=self._loading,
+                peak=peak,
+            )
+        )
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
