@@ -46,14 +46,22 @@ class Shapes:
     def add(self, tensor: Tensor) -> None:
         """A tensor was asked for on meta."""
         if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+            storage = _plain(tensor).untyped_storage()
             key = storage._cdata
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
     def __contains__(self, tensor: Tensor) -> bool:
         if not self._storages or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage()._cdata in self._storages
+        return _plain(tensor).untyped_storage()._cdata in self._storages
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor inside those that vmap and other transforms of functions put around it."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class Presented(Functions):

@@ -21,8 +21,8 @@ class Roots:
 
     @property
     def container(self) -> nn.Module:
-        """The only one, or a container of all under their class names."""
-        return steps.container_of(self._modules)
+        """The only one, or a container of all under their class names; empty before any call."""
+        return steps.container_of(self._modules) if self._modules else nn.Module()
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
