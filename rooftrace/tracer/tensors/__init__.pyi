@@ -3,6 +3,7 @@ from rooftrace.tracer.tensors.owners import (
     own_tensors as own_tensors,
     parameters_of as parameters_of,
 )
+from rooftrace.tracer.tensors.places import on_meta as on_meta
 from rooftrace.tracer.tensors.trees import (
     tensors_in as tensors_in,
 )
