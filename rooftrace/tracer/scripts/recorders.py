@@ -24,6 +24,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     """
 
     hands_on_calls = True
+    lends_modules = False
 
     def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
         self._shown, self._shapes = shown, shapes
