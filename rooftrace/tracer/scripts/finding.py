@@ -22,7 +22,7 @@ from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import TRAINING, TurnPiece, Turns
+from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
@@ -195,6 +195,8 @@ class Finder:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
+        if turn.kind == INFERENCE and turn.helps is None and self._optimizers.have_stepped():
+            turn.kind = TRAINING  # of an optimizer that has weights only while it steps
         key = _key(turn.kind, turn.calls[0])
         steady = self._steady.get(key)
         if not turn.recorded:

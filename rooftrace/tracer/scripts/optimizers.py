@@ -29,6 +29,7 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
     @property
@@ -38,8 +39,15 @@ class Optimizers:
 
     def required(self) -> set[int]:
         """Those that have weights of the device to step on."""
-        keys = (_key(optimizer) for optimizer in list(self._made))
+        keys = (self._key(optimizer) for optimizer in list(self._made))
         return {key for key in keys if key is not None}
+
+    def _key(self, optimizer: Any) -> int | None:
+        """What an optimizer is known by; one that has weights only while it steps, by its last."""
+        key = _key(optimizer)
+        if key is None and not any(group["params"] for group in _groups(optimizer)):
+            return self._last.get(optimizer)
+        return key
 
     def have_stepped(self) -> bool:
         """Whether they have all stepped in the open turn."""
@@ -51,7 +59,7 @@ class Optimizers:
 
     def names(self) -> dict[int, str]:
         """The class of each of those, by the identity of its weight."""
-        made = [(_key(optimizer), type(optimizer).__name__) for optimizer in list(self._made)]
+        made = [(self._key(optimizer), type(optimizer).__name__) for optimizer in list(self._made)]
         return {key: name for key, name in made if key is not None}
 
     def enter(self, tape: ScriptRecorder) -> None:
@@ -104,6 +112,7 @@ class Optimizers:
                 key = _key(optimizer)
             if key is not None:
                 self.steps[key] += 1
+                self._last[optimizer] = key
             known = learnt()
             if known is not None:
                 known.optimizers.append(type(optimizer).__name__.lower())
