@@ -13,6 +13,8 @@ from types import FrameType
 _HERE = str(Path(__file__).resolve().parents[2]) + os.sep
 _NAMED = frozenset({"ImportError", "ModuleNotFoundError"})
 _BROAD = frozenset({"Exception", "BaseException"})
+_LOADERS = ("exec_module", "load_module", "create_module")
+"""Methods of import hooks, which stand between a module and who imports it."""
 _PLAIN = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
 """Statements of a `try` that tries imports and nothing else."""
 
@@ -30,7 +32,7 @@ def _importing(frame: FrameType | None) -> Iterator[FrameType]:
     """Frames that import: of modules, one imported by the next, up to a function."""
     while frame is not None:
         code = frame.f_code
-        if not _plumbing(code.co_filename):
+        if not _plumbing(code.co_filename) and code.co_name not in _LOADERS:
             yield frame
             if code.co_flags & inspect.CO_OPTIMIZED:  # a function, no body of a module or a class
                 return

@@ -195,6 +195,8 @@ class Finder:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
+        if not turn.calls:  # its first call failed
+            return
         if turn.kind == INFERENCE and turn.helps is None and self._optimizers.have_stepped():
             turn.kind = TRAINING  # of an optimizer that has weights only while it steps
         key = _key(turn.kind, turn.calls[0])

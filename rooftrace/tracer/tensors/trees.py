@@ -123,7 +123,7 @@ def bytes_of(tensor: Tensor) -> int:
     """Identity of the bytes of a tensor while it lives: the same for all its views."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
 def look_of(tensor: Tensor) -> tuple[Any, ...]:
