@@ -1,4 +1,4 @@
-"""What trainers of large models do: graphs, sharded weights, parallel groups, loaders of modules."""
+"""What trainers of large models do: graphs, sharded weights, parallel groups, modules run."""
 
 import contextlib
 import io

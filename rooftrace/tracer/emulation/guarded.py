@@ -52,9 +52,7 @@ def _caught(frame: FrameType) -> bool:
         tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError):
         return False  # no source to read
-    return any(
-        _tries(node) for node in ast.walk(tree) if _inside(node, frame.f_lineno) is not None
-    )
+    return any(_tries(node) for node in ast.walk(tree) if _inside(node, frame.f_lineno) is not None)
 
 
 def _inside(node: ast.AST, line: int) -> ast.stmt | None:
@@ -69,9 +67,12 @@ def _inside(node: ast.AST, line: int) -> ast.stmt | None:
 
 def _tries(node: ast.AST) -> bool:
     if isinstance(node, ast.With):
-        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+        calls = [
+            item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)
+        ]
         return any(
-            _last(call.func) == "suppress" and any(_last(kind) in _NAMED | _BROAD for kind in call.args)
+            _last(call.func) == "suppress"
+            and any(_last(kind) in _NAMED | _BROAD for kind in call.args)
             for call in calls
         )
     if not isinstance(node, ast.Try):

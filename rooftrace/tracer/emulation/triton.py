@@ -27,7 +27,7 @@ _KINDS = ("JITFunction", "KernelInterface", "Autotuner", "Heuristics")
 """Classes of Triton whose objects are kernels."""
 
 
-class Kernel:
+class DefinedKernel:
     """A kernel that is defined: it has its function and settings, and is refused when launched.
 
     fn: the function, or the kernel that is tuned.  configs: the settings among which to choose.
@@ -66,6 +66,8 @@ class Config:
 
 class Constant:
     """A value that is known when a kernel is compiled: `tl.constexpr`."""
+
+    value: Any
 
     def __init__(self, value: Any) -> None:
         self.value = value.value if isinstance(value, Constant) else value
@@ -162,15 +164,15 @@ def _an_error(name: str) -> type[Exception]:
 
 
 def _jit(fn: Any = None, **settings: Any) -> Any:
-    return Kernel if fn is None else Kernel(fn)
+    return DefinedKernel if fn is None else DefinedKernel(fn)
 
 
 def _autotune(configs: Any = (), *args: Any, **settings: Any) -> Any:
-    return lambda fn: Kernel(fn, configs)
+    return lambda fn: DefinedKernel(fn, configs)
 
 
 def _heuristics(values: Any = None, **settings: Any) -> Any:
-    return Kernel
+    return DefinedKernel
 
 
 def _cdiv(x: int, y: int) -> int:
@@ -191,7 +193,7 @@ def _values() -> dict[str, Any]:
         "next_power_of_2": _next_power_of_2,
         "Config": Config,
         "constexpr": Constant,
-        **dict.fromkeys(_KINDS, Kernel),
+        **dict.fromkeys(_KINDS, DefinedKernel),
     }
 
 

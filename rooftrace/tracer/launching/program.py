@@ -126,7 +126,7 @@ def _found(name: str) -> ModuleSpec | None:
         places = getattr(known, "__path__", spec.submodule_search_locations)
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
         specs = (find(inner, places) for find in finders if find is not None)
-        spec = next((found for found in specs if found is not None), None)
+        spec = next((where for where in specs if where is not None), None)
         if spec is None:  # a package may say when it is imported where its modules are
             return importlib.util.find_spec(name)
     return spec

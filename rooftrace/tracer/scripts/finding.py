@@ -22,7 +22,7 @@ from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
+from rooftrace.tracer.scripts.records import TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
@@ -48,7 +48,7 @@ class Finder:
         wanted: int | None,
         stop: Callable[[], None],
     ) -> None:
-        self.book = Book()
+        self.book, self.variety = Book(), Variety()
         self.clock: HostClock = HostClock()
         self._stage, self._optimizers = stage, optimizers
         self._wanted, self._stop = wanted, stop
@@ -58,7 +58,6 @@ class Finder:
         self._steady: dict[Any, SteadyTurns] = {}
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
-        self.variety = Variety()
         self.trained = self.called = 0  # training steps, and calls without gradients, so far
 
     # -- what the script does ----------------------------------------------------------------------
@@ -125,7 +124,7 @@ class Finder:
 
     def end(self) -> None:
         """The script has ended."""
-        if self._turn is not None:
+        if self._turn is not None and self._turn.calls:  # its first call has not failed
             self._finish(self._turn)
 
     def settle(self) -> float:
@@ -195,10 +194,7 @@ class Finder:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
-        if not turn.calls:  # its first call failed
-            return
-        if turn.kind == INFERENCE and turn.helps is None and self._optimizers.have_stepped():
-            turn.kind = TRAINING  # of an optimizer that has weights only while it steps
+        self._kinds.settle(turn)
         key = _key(turn.kind, turn.calls[0])
         steady = self._steady.get(key)
         if not turn.recorded:

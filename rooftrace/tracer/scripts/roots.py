@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.tensors import tensors_in, weights_in
+from rooftrace.tracer.tensors import owners, tensors_in
 
 
 class Roots:
@@ -25,7 +25,7 @@ class Roots:
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
-        weight = next(weights_in(module), None)
+        weight = next(owners.weights_in(module), None)
         if weight is not None:
             return self._is_there(weight)
         return any(self._is_there(tensor) for tensor in tensors_in(arguments))

@@ -77,9 +77,7 @@ def _watch_weights(undo: contextlib.ExitStack, unsharded: Any) -> None:
     for params in _modules("_fsdp_param"):
         param = params.FSDPParam
         make = original_of(param, "init_all_gather_outputs")
-        undo.enter_context(
-            replaced(param, {"init_all_gather_outputs": _watched(make, unsharded)})
-        )
+        undo.enter_context(replaced(param, {"init_all_gather_outputs": _watched(make, unsharded)}))
 
 
 def _watched(make: Any, unsharded: Any) -> Any:

@@ -63,7 +63,7 @@ class Origins:
 
     @contextlib.contextmanager
     def all_from(self, origin: Origin) -> Iterator[None]:
-        """Inside, this is where ops come from: they run again, apart from the code that ran them."""
+        """Inside, this is where ops come from: they run again, apart from their code."""
         before, self._said = self._said, origin
         try:
             yield

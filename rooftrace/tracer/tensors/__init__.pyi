@@ -2,9 +2,7 @@ from rooftrace.tracer.tensors import owners as owners, subclasses as subclasses,
 from rooftrace.tracer.tensors.owners import (
     own_tensors as own_tensors,
     parameters_of as parameters_of,
-    weights_in as weights_in,
 )
-from rooftrace.tracer.tensors.places import on_meta as on_meta
 from rooftrace.tracer.tensors.trees import (
     tensors_in as tensors_in,
 )
