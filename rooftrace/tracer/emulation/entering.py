@@ -32,6 +32,7 @@ from rooftrace.tracer.emulation import (
     memory,
     scaler,
     streams,
+    triton,
 )
 from rooftrace.tracer.emulation.facts import Device
 from rooftrace.tracer.emulation.pinning import Calls, Pinned
@@ -86,6 +87,7 @@ def emulated(
         for home, replacements in _replacements(here, own, pinned, types):
             undo.enter_context(replaced(home, replacements))
         undo.enter_context(extensions.compiled_code_refused(scope))
+        undo.enter_context(triton.stood_in(here.assume))
         undo.enter_context(_followed(scope))
         undo.enter_context(_as_it_was(_cuda.graphs.graph, "default_capture_stream"))
         undo.enter_context(contexts.functions_on([Calls(pinned)]))

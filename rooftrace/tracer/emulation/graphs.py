@@ -24,7 +24,9 @@ from rooftrace.tracer.emulation.handles import made, methods, nothing
 from rooftrace.tracer.emulation.refused import refusal
 from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import contexts
-from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
+from rooftrace.tracer.tensors import subclasses
+from rooftrace.tracer.whole import shown
 
 _pools = itertools.count(1)
 _NO_GRAPH = "there is no graph of the driver's"
@@ -42,21 +44,26 @@ class _Made:
 class _Noted:
     """One op of a capture.
 
-    part: of the step, as the recording said it, with the name of the function that ran it.  last:
+    origin: the module, the part of the step and the line, as the recording said them.  last:
     results of earlier ops that nothing reads after this one.
     """
 
     function: Any
     args: Any
     kwargs: Any
-    part: tuple[str, str] | None = None
+    origin: records.Origin | None = None
     last: list[int] = field(default_factory=list)
 
 
 class _Capture(TorchDispatchMode):
-    """Notes the ops that run, without keeping what they make alive."""
+    """Notes the ops that run, without keeping what they make alive.
+
+    They are those that the recording notes: of ops that are shown under another name, what runs for
+    them, and of wrappers of tensors the tensors inside.
+    """
 
     supports_higher_order_operators = True
+    runs_whole = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,10 +76,20 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and any(subclasses.is_wrapper(kind) for kind in types):
+            return NotImplemented
+        instead = shown.behind(func)
+        if instead is not None:
+            contexts.push(self)
+            try:
+                return instead(*args, **kwargs)
+            finally:
+                contexts.pop(self)
         arguments = tree_map(self._noted, args), tree_map(self._noted, kwargs)
-        noted = _Noted(func, *arguments, _part())
+        noted = _Noted(func, *arguments)
         before = {id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         result = func(*args, **kwargs)
+        noted.origin = _origin()
         number = len(self.ops)
         self.ops.append(noted)
         for place, item in enumerate(tree_leaves(result)):
@@ -100,25 +117,29 @@ class _Capture(TorchDispatchMode):
         return self.ops
 
 
-def _part() -> tuple[str, str] | None:
-    """The part of the step that the innermost recording is in; None where there is none."""
-    recording: Any = _get_current_dispatch_mode()
-    return (recording.part, recording.function) if isinstance(recording, Tape) else None
+def _recording() -> Tape | None:
+    """The innermost recording, if it gets the next op."""
+    mode: Any = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Tape) else None
+
+
+def _origin() -> records.Origin | None:
+    """Where the last op of the innermost recording comes from; None where there is none."""
+    recording = _recording()
+    last = None if recording is None else next(iter(reversed(recording.graph.nodes)), None)
+    noted = None if last is None else last.meta.get(META_KEY)
+    return noted.origin if isinstance(noted, Recorded) else None
 
 
 @contextlib.contextmanager
-def _in_part(part: tuple[str, str] | None) -> Iterator[None]:
-    """Inside, the innermost recording takes what runs for a part of the step."""
-    recording: Any = _get_current_dispatch_mode()
-    before = _part()
-    if not isinstance(recording, Tape) or before is None or part is None:
+def _from(origin: records.Origin | None) -> Iterator[None]:
+    """Inside, what runs comes from where an op of the capture did."""
+    recording = _recording()
+    if recording is None or origin is None:
         yield
         return
-    recording.part, recording.function = part
-    try:
+    with recording.origins.all_from(origin):
         yield
-    finally:
-        recording.part, recording.function = before
 
 
 def _run(ops: Sequence[_Noted]) -> None:
@@ -131,7 +152,7 @@ def _run(ops: Sequence[_Noted]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunction():
         for number, op in enumerate(ops):
             args, kwargs = tree_map(argument, op.args), tree_map(argument, op.kwargs)
-            with _in_part(op.part):
+            with _from(op.origin):
                 alive[number] = tree_leaves(op.function(*args, **kwargs))
             del args, kwargs
             for maker in op.last:

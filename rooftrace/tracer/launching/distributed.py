@@ -54,6 +54,9 @@ class Processes:
             "init_process_group": self.init,
             "get_backend": self.backend,
             "new_group": self._new_group,
+            "barrier": _barrier,
+            "_set_pg_timeout": _set_time_limit,
+            "set_timeout": _set_time_limit,
             "monitored_barrier": self._monitored_barrier,
             "all_gather_object": self._all_gather_object,
             "gather_object": self._gather_object,
@@ -231,6 +234,28 @@ class Processes:
         self.say(OBJECTS)
         peer = kwargs.get("src", args[0] if args else 0)
         return int(peer or 0)
+
+
+def _barrier(
+    group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None
+) -> Any:
+    """Stands for `torch.distributed.barrier`, which would make a tensor on the device."""
+    home: Any = dist.distributed_c10d
+    group = group or home._get_default_group()
+    if home._rank_not_in_group(group):
+        return original_of(home, "barrier")(group)  # warns, as torch does
+    options = home.BarrierOptions()
+    options.device = torch.device("cpu")
+    work = group.barrier(opts=options)
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def _set_time_limit(timeout: Any, group: Any = None) -> None:
+    """Stands for `torch.distributed.set_timeout`: nobody is waited for."""
 
 
 def _asked(init_method: str | None, world: int, rank: int) -> tuple[int | None, int | None]:

@@ -7,8 +7,6 @@ launcher's own parser is asked where it is installed.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -18,8 +16,6 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.records import CommandLine
 
 _PORT = "29500"
-_RUNNER = "deepspeed.launcher.runner"
-"""A module of the user's environment, which is asked where it is there."""
 
 
 def parsed(launcher: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
@@ -137,14 +133,6 @@ def _included(text: str) -> tuple[int | None, int]:
 
 
 def _deepspeed_arguments(words: Sequence[str]) -> Any:
-    if importlib.util.find_spec("deepspeed") is not None:
-        runner: Any = importlib.import_module(_RUNNER)
-        try:
-            return runner.parse_args(args=list(words))
-        except SystemExit:
-            raise RequestError(
-                f"deepspeed {' '.join(words)}: its own parser refuses these words"
-            ) from None
     parser = argparse.ArgumentParser(prog="deepspeed", add_help=False, allow_abbrev=False)
     for names, default in (
         (("-H", "--hostfile"), ""),

@@ -21,13 +21,19 @@ from rooftrace.tracer.targets import isolation
 
 
 class MainModule:
-    """The module `__main__` of a launch, and its code."""
+    """The module `__main__` of a launch, and its code.
+
+    The packages that hold it are imported when it runs, as code of the program.
+    """
 
     def __init__(self, module: ModuleType, code: CodeType) -> None:
         self._module, self._code = module, code
 
     def run(self) -> None:
         """ProgramRun the code; raises what it raises."""
+        package = vars(self._module).get("__package__")
+        if package:
+            importlib.import_module(package)
         exec(self._code, vars(self._module))
 
 
@@ -87,7 +93,7 @@ def _of_module(name: str) -> tuple[ModuleSpec, CodeType]:
     wanted = name or "__main__"
     try:
         if name:
-            spec = importlib.util.find_spec(name)
+            spec = _found(name)
         else:  # that of the folder which comes first; `__main__` in sys.modules is another
             spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
     except ModuleNotFoundError as error:
@@ -96,7 +102,7 @@ def _of_module(name: str) -> tuple[ModuleSpec, CodeType]:
         raise RequestError(f"-m {name}: {error}") from error
     if spec is not None and spec.submodule_search_locations is not None:
         wanted = f"{name}.__main__"
-        spec = importlib.util.find_spec(wanted)
+        spec = _found(wanted)
     if spec is None:
         raise RequestError(
             f"-m {name}: no module {wanted} in the working directory or among those installed"
@@ -106,3 +112,21 @@ def _of_module(name: str) -> tuple[ModuleSpec, CodeType]:
     if code is None:
         raise RequestError(f"-m {name}: {spec.origin} has no code of Python")
     return spec, code
+
+
+def _found(name: str) -> ModuleSpec | None:
+    """The spec of a module; the packages that hold it are not imported for it if that can be."""
+    first, *parts = name.split(".")
+    spec = importlib.util.find_spec(first)
+    for part in parts:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        inner = f"{spec.name}.{part}"
+        known = sys.modules.get(spec.name)
+        places = getattr(known, "__path__", spec.submodule_search_locations)
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        specs = (find(inner, places) for find in finders if find is not None)
+        spec = next((where for where in specs if where is not None), None)
+        if spec is None:  # a package may say when it is imported where its modules are
+            return importlib.util.find_spec(name)
+    return spec

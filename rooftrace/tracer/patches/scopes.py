@@ -63,9 +63,18 @@ class Scope:
         """From here on this thread belongs to this scope."""
         outer = _thread.current
         if self.around is None and outer is not None and outer is not self:
-            self.around = outer if outer.spans else outer.around
+            around = outer if outer.spans else outer.around
+            if around is not None and not around.is_within(self):
+                self.around = around
         _thread.scopes = (*_thread.scopes, self)
         _thread.current = self
+
+    def is_within(self, scope: Scope) -> bool:
+        """Whether a scope is this one, or spans it."""
+        inner: Scope | None = self
+        while inner is not None and inner is not scope:
+            inner = inner.around
+        return inner is scope
 
     def leave(self) -> None:
         """This thread belongs to the scope that was around this one, as it last entered it."""

@@ -82,7 +82,7 @@ def graph_of(
 def describe(module: nn.Module) -> dict[str, Any]:
     """Name, parameter counts, the model's own precision, bytes of parameters and buffers."""
     parameters = list(module.parameters())
-    buffers = list(module.buffers())
+    buffers = list(nn.Module.buffers(module))
     sizes: dict[str, int] = {}
     for parameter in parameters:
         if parameter.dtype.is_floating_point:

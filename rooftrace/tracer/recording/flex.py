@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.patches import current_scope, original_of, replaced, shared
 from rooftrace.tracer.recording.facts import classify
 from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
 from rooftrace.tracer.whole import define, shown
 
@@ -157,7 +158,7 @@ def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
         options: Any,
         *captured: Any,
     ) -> Any:
-        if query.device.type != "meta":
+        if not trees.on_meta(query):
             return original(query, key, value, score_mod, block_mask, scale, options, *captured)
         if _name(score_mod) != flex._identity.__name__:
             tape.values.assume(

@@ -7,6 +7,7 @@ that is not there must not be asked for: everything but the CPU is the meta devi
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from rooftrace.tracer.ops import Call
 from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import owners, trees
+from rooftrace.tracer.tensors.subclasses import OURS
 from rooftrace.tracer.values import META, marks
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
@@ -188,11 +190,30 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
             torch.utils.swap_tensors(tensor, gone)  # type: ignore[no-untyped-call]
             return
         gone = data.detach().requires_grad_(tensor.requires_grad)
-        torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
-            tensor, gone if kind is Tensor else kind(gone, tensor.requires_grad)
-        )
+        _become(tensor, gone if kind is Tensor else kind(gone, tensor.requires_grad))
     else:
         _SET_DATA(tensor, data)
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _become(tensor: Tensor, other: Tensor) -> None:
+    """`tensor` gets what `other` is, of the same class; the object keeps its attributes, its hooks
+    and who refers to it weakly."""
+    own = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
+    for name in _HOOKS:
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            setattr(other, name, hooks)
+    if weakref.getweakrefs(tensor):
+        exchange: Any = torch._C._swap_tensor_impl
+        exchange(tensor, other)
+        vars(tensor).clear()
+        vars(tensor).update(vars(other))
+    else:
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    vars(tensor).update(own)
 
 
 @contextlib.contextmanager

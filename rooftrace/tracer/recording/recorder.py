@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     supports_higher_order_operators = True
     runs_whole = True
+    lends_modules = True  # sharded modules are on meta while it records, and as before afterwards
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -264,7 +265,8 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self._rolling.injected())
         enter(self._module_calls.injected())
         enter(self.functions())
-        enter(fsdp.fully_sharded(self._roots, self.storages.gathered, self.storages.resized))
+        storages, lent = self.storages, self.lends_modules
+        enter(fsdp.fully_sharded(self._roots, storages.gathered, storages.resized, lent))
         enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
         enter(self._followers.followed())
         enter(self._alive())

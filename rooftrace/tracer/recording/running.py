@@ -30,6 +30,7 @@ from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import Values
 from rooftrace.tracer.whole import whole_entry
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -153,9 +154,23 @@ def _same_value(tape: Tape, call: Call) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
+def _settle_tests(values: Values, call: Call) -> None:
+    """Results of tests for inf and nan that go on as numbers (a count of them) become known."""
+    for tensor in call.tensors:
+        if tensor.dtype != torch.bool or tensor.numel() != 1 or values.known(tensor) is not None:
+            continue
+        finite = values.finite(tensor)
+        if finite is not None and values.decision("branch") is None:
+            text = f"{call.name} reads a test for inf and nan: unknown numbers are taken as finite"
+            taint = frozenset([values.assume("finite", text, finite)])
+            values.learn(tensor, torch.full(tuple(tensor.shape), finite), taint)
+
+
 def _propagate(tape: Tape, call: Call, outputs: Sequence[Tensor]) -> frozenset[int]:
     """Follow known values through one op; returns the assumptions that its outputs rest on."""
     values, info = tape.values, call.info
+    if outputs and outputs[0].dtype != torch.bool:
+        _settle_tests(values, call)
     all_known = True
     for tensor in call.tensors:
         if values.key not in tensor.__dict__ and tensor.device.type != "cpu":

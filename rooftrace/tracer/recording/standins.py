@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.emulation import handles
 from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
 from rooftrace.tracer.source import spec_after
+from rooftrace.tracer.tensors import trees
 
 
 class _PlainImports:
@@ -137,7 +138,7 @@ def jagged_attention_fused() -> Iterator[None]:
     if original is None:
         yield
         return
-    with replaced(home, {name: lambda x: x.device.type == "meta"}):
+    with replaced(home, {name: trees.on_meta}):
         yield
 
 

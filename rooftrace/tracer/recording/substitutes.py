@@ -65,6 +65,8 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
     """Ways to run an op that give its exact shapes; only those that apply."""
     yield lambda: cuda_shapes.returned(call)
+    if call.func.namespace == "c10d":
+        yield lambda: _to_wait_for(call)
     if {"cpu", "meta"} <= {t.device.type for t in call.tensors}:
         yield lambda: _with(call, lambda tensor: _off_host(tape, tensor))
     if call.name in _BF16_ONLY:
@@ -75,6 +77,14 @@ def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[],
         yield lambda: _as_dense(call)  # a sum or product has the sizes of the dense one
     if tape.packed and not call.info.mutated and isinstance(error, RuntimeError):
         yield lambda: _on_quantised(call)
+
+
+def _to_wait_for(call: Call) -> Any:
+    """What a collective without a meta kernel returns, to wait for: what a barrier of its group
+    does."""
+    names = [argument.name for argument in call.func._schema.arguments]
+    barrier: Any = torch.ops.c10d.barrier.default
+    return barrier(torch.empty(1), call.args[names.index("process_group")], [], timeout=-1)
 
 
 def _assumed(tape: Tape, call: Call, error: Exception) -> Any:

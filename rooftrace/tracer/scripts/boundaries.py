@@ -120,6 +120,8 @@ class BoundaryFinder(Finder):
         turn, at = self._turn, self._boundary.at
         if turn is not None and at == "optimizer" and not self._optimizers.have_stepped():
             self._turn = None  # what runs after the last step is none
+        elif turn is not None and at != "auto" and not turn.calls:
+            self._finish(turn)
         super().end()
 
     def check(self) -> None:
@@ -143,6 +145,7 @@ class BoundaryFinder(Finder):
                 self._stop()
             self._unnamed = not self._roots.met
             self._begin(OpenTurn(kind, label), None)
+            self._stage.recorder.after_backward = False
 
     def _has_run_enough(self, kind: str) -> bool:
         if self._boundary.at == "auto":
@@ -172,6 +175,7 @@ class BoundaryFinder(Finder):
             if not turn.calls and not self._stage.recorder.has_ops:  # nothing ran on the device
                 self._turn, self._loaded = None, turn.loaded
                 return
-            trained = turn.backwards or self._optimizers.steps
+            differentiated = turn.backwards or self._stage.recorder.after_backward
+            trained = differentiated or self._optimizers.steps
             turn.kind = TRAINING if trained else INFERENCE
         super()._finish(turn)

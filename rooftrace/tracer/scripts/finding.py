@@ -107,7 +107,7 @@ class Finder(TurnKeeper):
 
     def end(self) -> None:
         """The script has ended."""
-        if self._turn is not None:
+        if self._turn is not None and self._turn.calls:  # its first call has not failed
             self._note_backward(self._turn)
             self._finish(self._turn)
 
@@ -154,6 +154,9 @@ class Finder(TurnKeeper):
             return False
         done = self.trained if kind == TRAINING else self.called
         return done >= self._wanted and (kind == TRAINING or not self._kinds.train)
+
+    def _settle(self, turn: OpenTurn) -> None:
+        self._kinds.settle(turn)
 
     def _note_backward(self, turn: OpenTurn) -> None:
         """Note whether a backward has run since the last call."""

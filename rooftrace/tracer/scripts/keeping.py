@@ -74,6 +74,7 @@ class TurnKeeper:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
+        self._settle(turn)
         key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
         if not turn.recorded:
@@ -100,6 +101,9 @@ class TurnKeeper:
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain
         self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
+
+    def _settle(self, turn: OpenTurn) -> None:
+        """A turn has ended: its kind may be another than the one that it began as."""
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
         self.clock.ended(stretch.pieces, turn.loaded.awaited)

@@ -82,6 +82,14 @@ class Kinds:
             turn.kind = INFERENCE
         return turn.kind == TRAINING
 
+    def settle(self, turn: OpenTurn) -> None:
+        """A turn has ended: it was a training step if an optimizer has stepped after gradients.
+
+        One that has weights only while it steps is known from its first step on.
+        """
+        if turn.kind == INFERENCE and turn.helps is None and self._optimizers.have_stepped():
+            turn.kind = TRAINING
+
     def note(self, turn: OpenTurn, module: nn.Module, brought: int) -> None:
         """A call belongs to a turn."""
         turn.had = brought

@@ -33,6 +33,7 @@ class Optimizers:
     def __init__(self, there: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
         self._there = there
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
     @property
@@ -77,6 +78,7 @@ class Optimizers:
         key = self._key(optimizer)
         if key is not None:
             self.steps[key] += 1
+            self._last[optimizer] = key
 
     @contextlib.contextmanager
     def met(self) -> Iterator[None]:
@@ -91,12 +93,16 @@ class Optimizers:
             yield
 
     def _key(self, optimizer: Any) -> int | None:
-        """The identity of an optimizer's first weight on the device; None where it has none."""
-        for group in _groups(optimizer):
-            for weight in group["params"]:
-                if self._there(weight) and weight.requires_grad:
-                    return id(weight)
-        return None
+        """The identity of an optimizer's first weight on the device; None where it has none.
+
+        One that has weights only while it steps is known by its last.
+        """
+        weights = [weight for group in _groups(optimizer) for weight in group["params"]]
+        there = (w for w in weights if self._there(w) and w.requires_grad)
+        first = next(there, None)
+        if first is not None:
+            return id(first)
+        return None if weights else self._last.get(optimizer)
 
     @contextlib.contextmanager
     def watched(

@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.recording import Functions
 from rooftrace.tracer.tape import Tape
-from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.tensors import tensors_in, trees
 
 _GET: dict[str, Any] = {
     name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_meta", "is_cpu")
@@ -46,14 +46,14 @@ class Shapes:
     def add(self, tensor: Tensor) -> None:
         """A tensor was asked for on meta."""
         if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+            storage = trees.unwrapped(tensor).untyped_storage()
             key = storage._cdata
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
     def __contains__(self, tensor: Tensor) -> bool:
         if not self._storages or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage()._cdata in self._storages
+        return trees.unwrapped(tensor).untyped_storage()._cdata in self._storages
 
 
 class Presented(Functions):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
@@ -25,6 +26,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     """
 
     hands_on_calls = True
+    lends_modules = False
 
     def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
         self._shown, self._shapes = shown, shapes
@@ -35,6 +37,12 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread, which shows the device."""
         return Presented(self, device, self._shown, self._shapes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(issubclass(kind, FakeTensor) for kind in types):
+            with self.paused():  # somebody asks for sizes: DTensor, a compiler
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""

@@ -26,6 +26,7 @@ class GraphFinder(BoundaryFinder):
 
     _before: Counter[int] | None = None  # steps of optimizers before the capture that runs
     _seen = 0  # ops that were recorded before the replay that runs
+    _replays = False  # a replay runs: modules that ops of it call are parts of it
 
     def told(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
         """A capture or a replay begins, or has ended."""
@@ -39,12 +40,14 @@ class GraphFinder(BoundaryFinder):
                 self._optimizers.steps, self._before = self._before or Counter(), None
             elif self._before is None and event == "replay":
                 self._replay()
+                self._replays = True
             elif self._before is None:
+                self._replays = False
                 self._replayed(self._stepped())
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
-        if self._before is not None:
+        if self._before is not None or self._replays:
             return self.run(module, args, kwargs)
         return super().call(module, args, kwargs)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.tensors import owners, tensors_in
 
 
 class Roots:
@@ -21,13 +20,12 @@ class Roots:
 
     @property
     def container(self) -> nn.Module:
-        """The only one, or a container of all under their class names."""
+        """The only one, or a container of all under their class names; empty before any call."""
         return steps.container_of(self._modules) if self._modules else nn.Module()
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
-        weights = chain(module.parameters(), module.buffers())
-        weight = next(iter(weights), None)
+        weight = next(owners.weights_in(module), None)
         if weight is not None:
             return self._is_there(weight)
         return any(self._is_there(tensor) for tensor in tensors_in(arguments))

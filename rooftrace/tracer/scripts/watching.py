@@ -65,6 +65,9 @@ def watched(finder: Watcher) -> Iterator[None]:
         yield
 
 
+_ATTENTION = "torch.nn.attention."
+
+
 @contextlib.contextmanager
 def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
     """Inside, `marked` is told of the marks of this thread: names of ranges that begin, in
@@ -98,13 +101,17 @@ def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling(said: list[str]) -> Iterator[None]:
-    """Inside, torch.compile leaves code as it is written, and `said` has a line for each call."""
+    """Inside, torch.compile leaves code as it is written, and `said` has a line for each call.
+
+    Torch's own functions of attention are left out: they are one kernel, compiled or not.
+    """
     compile_ = original_of(torch, "compile")
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compiled(function, **options)
-        said.append(type(model).__name__ if isinstance(model, nn.Module) else repr(model))
+        if not str(getattr(model, "__module__", "")).startswith(_ATTENTION):
+            said.append(type(model).__name__ if isinstance(model, nn.Module) else repr(model))
         return compile_(model, **options)
 
     with replaced(torch, {"compile": compiled}):

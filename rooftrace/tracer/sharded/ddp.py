@@ -163,7 +163,7 @@ def share_buffers(module: nn.Module, how: Replication) -> None:
     """What a forward does first: all replicas get the buffers of the first process."""
     import torch.distributed as dist
 
-    buffers = list(module.buffers())
+    buffers = list(nn.Module.buffers(module))
     if not how.buffers or not buffers:
         return
     with torch.no_grad():

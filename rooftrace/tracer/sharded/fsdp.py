@@ -27,17 +27,22 @@ def fully_sharded(
     roots: Iterable[nn.Module],
     unsharded: Callable[[Tensor, Tensor], None],
     resized: Callable[[Any, int], None],
+    lent: bool = True,
 ) -> Iterator[None]:
     """Inside, FSDP2 modules below these roots run on meta; nothing happens where there are none.
 
     unsharded: called with each tensor that holds a whole weight, and the shard that it stands for.
     resized: called with each storage that is freed or allocated again, and its new size in bytes.
+    lent: whether the modules are on meta for the length of the block only.  Those of a script stay
+    on the device that it sees, with what they know of its streams.
     """
     states = _states(roots)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_storages_watched(resized))
-        if states:
-            _replace_functions(undo, unsharded)
+        if states or not lent:
+            _watch_weights(undo, unsharded)
+        if states and lent:
+            _replace_functions(undo)
             for state in states:
                 _lend(undo, state)
         yield
@@ -68,15 +73,31 @@ def _modules(*names: str) -> Iterator[ModuleType]:
             yield module
 
 
-def _replace_functions(undo: contextlib.ExitStack, unsharded: Any) -> None:
+def _watch_weights(undo: contextlib.ExitStack, unsharded: Any) -> None:
+    for params in _modules("_fsdp_param"):
+        param = params.FSDPParam
+        make = original_of(param, "init_all_gather_outputs")
+        undo.enter_context(replaced(param, {"init_all_gather_outputs": _watched(make, unsharded)}))
+
+
+def _watched(make: Any, unsharded: Any) -> Any:
+    def init_all_gather_outputs(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        for tensor in self.all_gather_outputs:
+            unsharded(tensor, self.sharded_param)
+
+    return init_all_gather_outputs
+
+
+def _replace_functions(undo: contextlib.ExitStack) -> None:
     for module in _modules(
         "_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_common", "_fsdp_param"
     ):
         if hasattr(module, "_get_device_handle"):
             undo.enter_context(replaced(module, {"_get_device_handle": lambda kind: DeviceModule}))
-    (groups,), (params,) = _modules("_fsdp_param_group"), _modules("_fsdp_param")
-    context, group, param = groups.FSDPCommContext, groups.FSDPParamGroup, params.FSDPParam
-    begin, make = original_of(context, "lazy_init"), original_of(param, "init_all_gather_outputs")
+    (groups,) = _modules("_fsdp_param_group")
+    context, group = groups.FSDPCommContext, groups.FSDPParamGroup
+    begin = original_of(context, "lazy_init")
 
     def lazy_init(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
@@ -84,14 +105,8 @@ def _replace_functions(undo: contextlib.ExitStack, unsharded: Any) -> None:
             if isinstance(item, Stream):
                 item.name = name.removesuffix("_stream")
 
-    def init_all_gather_outputs(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        for tensor in self.all_gather_outputs:
-            unsharded(tensor, self.sharded_param)
-
     undo.enter_context(replaced(group, {"_validate_no_meta_params": lambda self: None}))
     undo.enter_context(replaced(context, {"lazy_init": lazy_init}))
-    undo.enter_context(replaced(param, {"init_all_gather_outputs": init_all_gather_outputs}))
 
 
 def _groups(state: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rooftrace.tracer.sharded import fsdp
+from rooftrace.tracer.tensors import owners
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 """Collectives of these devices return at once, with what is there."""
@@ -56,7 +57,7 @@ def _meshes(roots: list[nn.Module]) -> list[Any]:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     over: dict[int, Any] = {}
     for root in roots:
-        for tensor in (*root.parameters(), *root.buffers()):
+        for tensor in owners.weights_in(root):
             if kind is not None and isinstance(tensor, kind):
                 over[id(tensor.device_mesh)] = tensor.device_mesh
     for state in fsdp._states(roots):

@@ -6,6 +6,8 @@ both carry the number of the node.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -26,6 +28,7 @@ class Origins:
     def __init__(self, here: Here, entries: Entries) -> None:
         self._here, self._entries = here, entries
         self.recomputation = Recomputation()
+        self._said: Origin | None = None  # of every op
         self._by_number: dict[int, Origin] = {}  # of the op of an autograd node
         # By line and op: the modules that ran it, each with the number of the call.
         self._by_source: dict[tuple[str, str], dict[str, int]] = {}
@@ -35,6 +38,8 @@ class Origins:
 
         loop: the turn of a loop that is running (see `Origin`).
         """
+        if self._said is not None:
+            return self._said
         here = self._here
         part = self._part_of_own_step(name) if self._entries.own_step else here.part
         if part == "optimizer":
@@ -55,6 +60,15 @@ class Origins:
             self._by_source.setdefault((source, name), {})[path] = call
         self.note(origin)
         return origin
+
+    @contextlib.contextmanager
+    def all_from(self, origin: Origin) -> Iterator[None]:
+        """Inside, this is where ops come from: they run again, apart from their code."""
+        before, self._said = self._said, origin
+        try:
+            yield
+        finally:
+            self._said = before
 
     def _of_recomputed(self, source: str, name: str) -> tuple[str, int]:
         """The module, and the call, of an op that a checkpoint's function runs outside of modules.

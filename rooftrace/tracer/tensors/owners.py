@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def own_tensors(module: nn.Module) -> Iterable[Tensor]:
     for value in vars(module).values():
         if isinstance(value, Tensor):
             yield value
+
+
+def weights_in(root: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of a module and its children, also where its own attributes have the
+    names of the methods that list them."""
+    return chain(nn.Module.parameters(root), nn.Module.buffers(root))
 
 
 def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -119,6 +119,12 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def on_meta(tensor: Tensor) -> bool:
+    """Whether a tensor is on meta, also where a script is shown it on a GPU."""
+    with torch._C.DisableTorchFunction():
+        return tensor.device.type == "meta"
+
+
 def bytes_of(tensor: Tensor) -> int:
     """Identity of the bytes of a tensor while it lives: the same for all its views."""
     if tensor.layout is not torch.strided:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.tensors import owners, trees
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
@@ -103,7 +103,7 @@ def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: dict[int, int]
     seen[id(item)] = depth
     inside: Iterable[Any] | None = _parts_of_callable(item)
     if inside is None and isinstance(item, nn.Module):
-        inside = [*item.parameters(), *item.buffers()]
+        inside = [*owners.weights_in(item)]
     elif inside is None and isinstance(item, dict):
         inside = [*item.keys(), *item.values()]
     elif inside is None and isinstance(item, (list, tuple, set, frozenset)):

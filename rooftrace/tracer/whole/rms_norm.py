@@ -122,12 +122,18 @@ def _shown_backward(
     return made[0], made[1]
 
 
+def _is_shown(input: Tensor) -> bool:
+    """Whether others see this call as CUDA's op: modes of the user's, and shards of a mesh, which
+    have rules for that op."""
+    return shown.watched() or type(input).__name__ == "DTensor"
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
     ) -> Tensor:
-        op = _shown_rms_norm if shown.watched() else OPS.rms_norm
+        op = _shown_rms_norm if _is_shown(input) else OPS.rms_norm
         out, rstd = op(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.options = (shape, eps)
@@ -141,7 +147,7 @@ class _RmsNorm(torch.autograd.Function):
             spelled = _spelled_gradients(grads[0], input, shape, weight, eps)
             return spelled[0], None, spelled[1], None
         wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
-        op = _shown_backward if shown.watched() else OPS.rms_norm_backward
+        op = _shown_backward if _is_shown(input) else OPS.rms_norm_backward
         grad_input, grad_weight = op(grads[0], input, shape, rstd, weight, eps, wanted)
         return grad_input if wanted[0] else None, None, grad_weight if wanted[1] else None, None
 
