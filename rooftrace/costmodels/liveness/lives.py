@@ -278,6 +278,9 @@ def _resized(
         if visit.op.name == marks.RESIZE_STORAGE:
             for number in touched[moment]:
                 changes[number].append((moment, bool(visit.op.arguments["size"])))
+        elif visit.op.name == marks.FREE_STORAGES:
+            for number in touched[moment]:
+                changes[number].append((moment, False))
     return changes
 
 

@@ -3,6 +3,7 @@
 A stream is a queue of the device.  `record_event` makes an event, a value without bytes, when
 everything before it on its stream is done; `wait_event` holds back its own stream until then.
 `resize_storage` frees the bytes of a tensor that stays alive, or allocates them again.
+`free_storages` is where the code lets go of tensors that would otherwise last to the end of a step.
 `graph_break` ends a compiled graph: what follows is another one or, with the fact `eager`, code
 that Python runs op by op.
 """
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 RECORD_EVENT = "rooftrace.record_event"
 WAIT_EVENT = "rooftrace.wait_event"
 RESIZE_STORAGE = "rooftrace.resize_storage"
+FREE_STORAGES = "rooftrace.free_storages"
 GRAPH_BREAK = "rooftrace.graph_break"
 STREAM_MARKS = frozenset({RECORD_EVENT, WAIT_EVENT})
 """Marks of the order of work on streams."""
 BOUNDARIES = STREAM_MARKS | {GRAPH_BREAK}
 """Marks that no kernel begins before and ends after."""
-MARKS = BOUNDARIES | {RESIZE_STORAGE}
+MARKS = BOUNDARIES | {RESIZE_STORAGE, FREE_STORAGES}
 """Ops without work of their own, which no pass may leave out."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,6 +13,7 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Turns
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded
+from rooftrace.tracer.tape.standing import FREE, KEPT
 
 
 class Book:
@@ -20,21 +22,28 @@ class Book:
     def __init__(self) -> None:
         self.graphs: list[OpGraph] = []
         self.stretches: list[Turns] = []
+        self._kept: list[int] = []  # bytes from before each graph that it does not read
         self._places: dict[int, int] = {}  # of graphs, by the print of what was recorded
 
     def graph(self, recorder: ScriptRecorder, root: Any, learnt: Any) -> int:
         """The place of the graph of what a recorder has recorded; the recorder is emptied."""
+        recorder.settle(learnt.gradients)
         print_ = _print_of(recorder.graph)
-        place = self._places.get(print_)
-        if place is None:
-            place = self._places[print_] = len(self.graphs)
+        place = self._places.setdefault(print_, len(self.graphs))
+        kept = _kept_bytes(recorder.graph)
+        if place == len(self.graphs):
             self.graphs.append(steps.graph_of_step(recorder, root, learnt))
+            self._kept.append(kept)
+        elif kept > self._kept[place]:  # the first step has less from before than those after it
+            self.graphs[place] = steps.graph_of_step(recorder, root, learnt)
+            self._kept[place] = kept
         self.discard(recorder)
         return place
 
     def discard(self, recorder: ScriptRecorder) -> None:
         """Empty a recorder that is no more on."""
         recorder.entries.close()
+        recorder.entries.inputs.clear()
         recorder.tags.forget_places()
         recorder.forget()
 
@@ -48,11 +57,29 @@ class Book:
         self.stretches.append(replace(stretch, first=turns + 1))
 
 
+def _is_kept(node: fx.Node) -> bool:
+    """Whether a node stands for a tensor from before that no op reads."""
+    noted = node.meta.get(META_KEY)
+    return isinstance(noted, Entry) and noted.kind in (KEPT, "gradient") and not _readers(node)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target is not FREE]
+
+
+def _kept_bytes(graph: fx.Graph) -> int:
+    """Bytes of all such tensors."""
+    specs = [node.meta[META_KEY].spec for node in graph.nodes if _is_kept(node)]
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+
 def _print_of(graph: fx.Graph) -> int:
     """A number that two recordings share if the same ops ran on the same sizes, in one order."""
     places: dict[fx.Node, int] = {}
     seen: list[Any] = []
     for node in graph.nodes:
+        if _is_kept(node) or node.target is FREE:
+            continue
         places[node] = len(places)
         inputs = tuple(places.get(item, -1) for item in node.all_input_nodes)
         noted = node.meta.get(META_KEY)

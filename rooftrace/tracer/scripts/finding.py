@@ -192,6 +192,7 @@ class Finder:
         """A recorder knows the modules by their paths, and the states of the optimizers."""
         steps.enter_modules(recorder, self._roots.container)
         self._optimizers.enter(recorder)
+        recorder.stand_in(self._stage.recorder)
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
+from rooftrace.tracer.replay import RepeatedCall
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
+from rooftrace.tracer.scripts.standing import DeviceTensors
+from rooftrace.tracer.tape import META_KEY
+from rooftrace.tracer.tensors import subclasses, tensors_in
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
@@ -20,13 +24,21 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     """Records what a script runs on the device that is not there.
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
-    shown: the device that the script sees.  shapes: what is really on meta.
+    shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
+    of the whole run.
     """
 
     hands_on_calls = True
 
-    def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
-        self._shown, self._shapes = shown, shapes
+    def __init__(
+        self,
+        values: Values,
+        record: bool,
+        shown: torch.device,
+        shapes: Shapes,
+        device_tensors: DeviceTensors,
+    ) -> None:
+        self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         super().__init__(values, record, own_step=True, roll_loops=False)
 
@@ -38,6 +50,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """Threads of a script, as those of data loaders, go on."""
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._of_device(func, args, kwargs)
+        self._device_tensors.meet((out,) if isinstance(out, Tensor) else tensors_in(out))
+        return out
+
+    def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
             moved = self._moved(args[0], kwargs)
             if moved is not None:
@@ -75,11 +92,34 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         return made
 
     def alive_bytes(self) -> int:
-        """Bytes of the storages that this recording knows and that are alive."""
-        held = [reference() for reference in list(self.tags.alive.values())]
-        entered = [reference() for _, reference in list(self.entries.storages.values())]
-        places = {s._cdata: s.nbytes() for s in (*held, *entered) if s is not None}
-        return sum(places.values())
+        """Bytes of the storages of the device that are alive."""
+        self._device_tensors.meet_results(self)
+        return sum(storage.nbytes() for storage, _ in self._device_tensors.there())
+
+    def enter(self, tensor: Tensor, kind: str, name: str) -> None:
+        """Make `tensor` a value that no op made (once); a gradient until the script drops it."""
+        if kind != "gradient" or not self.recording:
+            super().enter(tensor, kind, name)
+            return
+        for part, suffix in subclasses.parts_of(tensor):
+            if part.is_meta and not self.entries.knows(part.untyped_storage()):
+                self.entries.standing.add(part, kind, name + suffix)
+
+    def stand_in(self, before: ScriptRecorder) -> None:
+        """What else is alive on the device stands from before this recording."""
+        self._device_tensors.meet_results(before)
+        self._device_tensors.stand_in(self)
+
+    def settle(self, gradients: Collection[int]) -> None:
+        """The recording is over: what it freed is told.  gradients: their storages."""
+        blocks = {}
+        for node in self.graph.nodes:
+            noted = node.meta.get(META_KEY)
+            if isinstance(noted, RepeatedCall):
+                blocks |= dict.fromkeys(noted.block.nodes, noted.block.nodes[-1])
+        for twin in self.twins():
+            blocks |= dict.fromkeys(twin.nodes, twin.nodes[-1])
+        self.entries.standing.settle(gradients, blocks)
 
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
         """What a step is given: those that the graph does not know become its inputs."""

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.leaves import Leaves
 from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag, picked_in
+from rooftrace.tracer.tape.standing import KEPT, Standing
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import Values, marks
@@ -40,6 +41,7 @@ class Entries:
         self.own_step = False  # the code is a whole step: what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.leaves = Leaves()
+        self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
         self._tensors: list[Tensor] = []  # those that bear a tag
@@ -108,13 +110,16 @@ class Entries:
 
         storage: where it is known that its bytes have this number.
         """
+        if storage is None:
+            storage = self.standing.taken(tensor)
         if kind == "input":
             node = self._graph.placeholder(_identifier(name))
         else:
             node = self._graph.create_node("get_attr", name, name=_identifier(name))
         if kind == "constant":
             kind, name = self._beside.get(id(tensor), (kind, name))
-            storage = self.storage_of(tensor)
+            known = self.storage_of(tensor)
+            storage = storage if known is None else known
         if storage is None:
             storage = self._tags.new_storage()
         if kind != "constant" and self.storage_of(tensor) is None:
@@ -161,6 +166,11 @@ class Entries:
         bytes_there = reference()  # another storage may lie where a freed one was
         return storage if bytes_there is not None and bytes_there._cdata == key else None
 
+    def knows(self, storage: Any) -> bool:
+        """Whether bytes are those of a weight, of an input, or of what stands from before."""
+        reference = self.storages.get(storage._cdata, (None, no_storage))[1]
+        return reference() is not None or self.standing.has(storage)
+
     # -- reading -----------------------------------------------------------------------------------
 
     def node_of(self, tensor: Tensor) -> fx.Node:
@@ -185,6 +195,9 @@ class Entries:
         kind, name = self.place_of(tensor)
         if name and self.storage_of(tensor) is None:  # else it is a view of what is known
             return self._put_in_place(tensor, kind, name)
+        stand = self.standing.of(tensor)
+        if stand is not None and stand.entry.kind != KEPT:
+            return self._entered(tensor, stand.entry.kind, stand.entry.name)
         same = self._same_value(tensor)
         if same is not None:
             self._tag(tensor, same)

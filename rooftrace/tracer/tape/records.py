@@ -40,7 +40,7 @@ class Spec(Struct, frozen=True):
 class Entry(Struct, frozen=True):
     """A value that no op made."""
 
-    kind: str  # parameter, buffer, table, input, gradient, optimizer, kv or constant
+    kind: str  # parameter, buffer, table, input, gradient, optimizer, kv, constant or kept
     name: str  # a dotted name, as "layers.0.weight"
     spec: Spec
 

@@ -120,6 +120,14 @@ class Tags:
             return None
         return self._owners.get(number)
 
+    def references(self) -> list[Any]:
+        """References to the storages that ops made and that were alive when last looked."""
+        return list((self.alive or self._left).values())
+
+    def first(self, number: int) -> Tag | None:
+        """The tag of the first value of a storage, by its number."""
+        return self._owners.get(number)
+
     def _gone(self, storage: int, _: Any = None) -> None:
         if self.last is not None and self.alive.pop(storage, None) is not None:
             self.last_held[storage] = self.last
