@@ -51,7 +51,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = func is torch.ops.aten.lift_fresh.default  # torch.tensor, which no other op tells of
+        tensors = () if made else tree_leaves((args, kwargs))
+        given = {storage(t) for t in tensors if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
         self.op = str(func)
         for tensor in tree_leaves(out):
@@ -107,10 +109,9 @@ class RealMemory:
 
 def alive_while_run(path: Path, *words: str) -> RealMemory:
     """Run a script on the CPU; its first argument is the device."""
-    counted, peaks = Counted(), []
+    counted = Counted()
     roles: dict[int, str] = {}
     host: set[int] = set()  # counters of steps, which stay on the host beside a GPU
-    last: list[int] = []
     windows: list[tuple[int, Peak]] = []
 
     def note(tensor: Tensor | None, role: str) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 from msgspec.structs import replace
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Turns
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded
+from rooftrace.tracer.tape.records import Spec
 from rooftrace.tracer.tape.standing import FREE, KEPT
 
 
@@ -32,10 +34,10 @@ class Book:
         place = self._places.setdefault(print_, len(self.graphs))
         kept = _kept_bytes(recorder.graph)
         if place == len(self.graphs):
-            self.graphs.append(steps.graph_of_step(recorder, root, learnt))
+            self.graphs.append(_lowered(recorder, root, learnt))
             self._kept.append(kept)
         elif kept > self._kept[place]:  # the first step has less from before than those after it
-            self.graphs[place] = steps.graph_of_step(recorder, root, learnt)
+            self.graphs[place] = _lowered(recorder, root, learnt)
             self._kept[place] = kept
         self.discard(recorder)
         return place
@@ -57,6 +59,12 @@ class Book:
         self.stretches.append(replace(stretch, first=turns + 1))
 
 
+def _lowered(recorder: ScriptRecorder, root: Any, learnt: Any) -> OpGraph:
+    """The graph of what was recorded; the recorder that is on now sees nothing of it."""
+    with _disable_current_modes():
+        return steps.graph_of_step(recorder, root, learnt)
+
+
 def _is_kept(node: fx.Node) -> bool:
     """Whether a node stands for a tensor from before that no op reads."""
     noted = node.meta.get(META_KEY)
@@ -73,10 +81,15 @@ def _kept_bytes(graph: fx.Graph) -> int:
     return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
+def _look(spec: Spec) -> tuple[Any, ...]:
+    return spec.shape, spec.stride, spec.dtype
+
+
 def _print_of(graph: fx.Graph) -> int:
     """A number that two recordings share if the same ops ran on the same sizes, in one order."""
     places: dict[fx.Node, int] = {}
     seen: list[Any] = []
+    storages: dict[int, int] = {}
     for node in graph.nodes:
         if _is_kept(node) or node.target is FREE:
             continue
@@ -87,10 +100,13 @@ def _print_of(graph: fx.Graph) -> int:
         if isinstance(noted, Recorded):
             origin = noted.origin
             place = origin.module, origin.part, origin.function
-            look = noted.specs, place, noted.stream, repr(noted.collective)
+            specs = [
+                (*_look(s), storages.setdefault(s.storage, len(storages))) for s in noted.specs
+            ]
+            look = tuple(specs), place, noted.stream, repr(noted.collective)
         elif isinstance(noted, Entry):
-            spec = noted.spec
-            look = noted.kind, noted.name, spec.shape, spec.stride, spec.dtype
+            own = storages.setdefault(noted.spec.storage, len(storages))
+            look = noted.kind, noted.name, *_look(noted.spec), own
         else:
             look = id(getattr(noted, "block", None)) and type(noted).__name__
         seen.append((node.op, str(node.target), inputs, look))

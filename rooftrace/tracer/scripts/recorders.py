@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
 from rooftrace.tracer.replay import RepeatedCall
@@ -40,7 +41,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     ) -> None:
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
+        self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
+        self.entries.weakly = True
 
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread, which shows the device."""
@@ -89,6 +92,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         if marks.small(tensor):
             self.values.learn(made, tensor.detach().to(dtype, copy=True))
         self.enter_inputs([made])
+        self.storages.brought([made])
         return made
 
     def alive_bytes(self) -> int:
@@ -112,14 +116,14 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def settle(self, gradients: Collection[int]) -> None:
         """The recording is over: what it freed is told.  gradients: their storages."""
-        blocks = {}
+        blocks: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             noted = node.meta.get(META_KEY)
             if isinstance(noted, RepeatedCall):
                 blocks |= dict.fromkeys(noted.block.nodes, noted.block.nodes[-1])
         for twin in self.twins():
             blocks |= dict.fromkeys(twin.nodes, twin.nodes[-1])
-        self.entries.standing.settle(gradients, blocks)
+        self.entries.standing.settle({*gradients, *self._inputs}, blocks)
 
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
         """What a step is given: those that the graph does not know become its inputs."""
@@ -129,8 +133,16 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         for tensor in tensors:
             new = tensor.is_meta and tensor.grad_fn is None and not self.tags.has(tensor)
             if new and type(tensor) is Tensor and self.entries.storage_of(tensor) is None:
-                self.entries.inputs.append(tensor)
+                self.entries.inputs.append(_like(tensor))
                 self.enter(tensor, "input", f"input_{len(self.entries.inputs)}")
+                self._watch(tensor)
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Note when the script lets go of an input."""
+        storage = self.storage_of(tensor)
+        if storage is not None:
+            self._inputs.add(storage)
+            self.tags.watch(tensor, storage)
 
     def _filled(self, to: Tensor, source: Tensor) -> Tensor:
         with torch.no_grad():
@@ -148,3 +160,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.assume("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor of the same look that is none of the script's."""
+    with _disable_current_modes():
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )

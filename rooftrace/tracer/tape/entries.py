@@ -38,17 +38,20 @@ class Entries:
 
     def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
+        self.weakly = False  # the code, and not this, keeps tensors alive
         self.own_step = False  # the code is a whole step: what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.leaves = Leaves()
         self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
-        self._tensors: list[Tensor] = []  # those that bear a tag
+        self._tensors: list[Any] = []  # references to those that bear a tag
         self._parameters: dict[int, str] = {}  # names, by identity
         self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
         self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
-        self._first: dict[int, Tensor] = {}  # the tensor that entered first, by its bytes
+        self._first: dict[
+            int, Any
+        ] = {}  # a reference to the tensor that entered first, by its bytes
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._numbers = itertools.count()
         self._brought = 0  # bytes of the host that weights were filled with
@@ -129,7 +132,7 @@ class Entries:
         node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
         tag = Tag(node, None, storage)
         self._tag(tensor, tag)
-        self._tags.remember(tensor, tag, entered=True)
+        self._tags.remember(tensor, tag, self._reference(tensor))
         if kind in ("parameter", "buffer", "table"):
             self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         self._note_value(tensor, tag.node, kind, name)
@@ -152,12 +155,16 @@ class Entries:
         """The assumption under which a sparse tensor is recorded."""
         return self._values.assume("sparse", _SPARSE)
 
+    def _reference(self, tensor: Tensor) -> Any:
+        return weakref.ref(tensor) if self.weakly else lambda: tensor
+
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
         self._tags.mark(tensor, tag)
-        self._tensors.append(tensor)
+        reference = self._reference(tensor)
+        self._tensors.append(reference)
         key = trees.bytes_of(tensor)
         if self.first_of(key) is None:
-            self._first[key] = tensor
+            self._first[key] = reference
 
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of the weight or input that a tensor is another view of."""
@@ -184,7 +191,7 @@ class Entries:
 
     def first_of(self, key: int) -> Tensor | None:
         """The tensor that entered first with these bytes, while it still has them."""
-        first = self._first.get(key)
+        first = self._first.get(key, no_storage)()
         return first if first is not None and trees.bytes_of(first) == key else None
 
     def _stranger(self, tensor: Tensor) -> Tag:
@@ -291,8 +298,9 @@ class Entries:
 
     def close(self) -> None:
         """Take the tags off tensors that outlive the recording."""
-        for tensor in self._tensors:
-            self._tags.mark(tensor, None)
+        for tensor in (reference() for reference in self._tensors):
+            if tensor is not None:
+                self._tags.mark(tensor, None)
         self._tensors.clear()
         self._first.clear()
 
