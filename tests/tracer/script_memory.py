@@ -133,6 +133,8 @@ def alive_while_run(path: Path, *words: str) -> RealMemory:
         windows.append((id(optimizer), counted.window()))
 
     with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # the ops are small
         patch = undo.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "argv", [str(path), "cpu", *words])
         undo.enter_context(contextlib.redirect_stdout(io.StringIO()))

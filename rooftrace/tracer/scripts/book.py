@@ -9,13 +9,12 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Turns
-from rooftrace.tracer.tape import META_KEY, Entry, Recorded
-from rooftrace.tracer.tape.records import Spec
-from rooftrace.tracer.tape.standing import FREE, KEPT
+from rooftrace.tracer.tape import META_KEY, Entry, Recorded, records
 
 
 class Book:
@@ -68,11 +67,17 @@ def _lowered(recorder: ScriptRecorder, root: Any, learnt: Any) -> OpGraph:
 def _is_kept(node: fx.Node) -> bool:
     """Whether a node stands for a tensor from before that no op reads."""
     noted = node.meta.get(META_KEY)
-    return isinstance(noted, Entry) and noted.kind in (KEPT, "gradient") and not _readers(node)
+    return (
+        isinstance(noted, Entry) and noted.kind in (records.KEPT, "gradient") and not _readers(node)
+    )
+
+
+def _frees(node: fx.Node) -> bool:
+    return str(node.target).startswith(marks.FREE_STORAGES)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.target is not FREE]
+    return [user for user in node.users if not _frees(user)]
 
 
 def _kept_bytes(graph: fx.Graph) -> int:
@@ -81,7 +86,7 @@ def _kept_bytes(graph: fx.Graph) -> int:
     return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
-def _look(spec: Spec) -> tuple[Any, ...]:
+def _look(spec: records.Spec) -> tuple[Any, ...]:
     return spec.shape, spec.stride, spec.dtype
 
 
@@ -91,7 +96,7 @@ def _print_of(graph: fx.Graph) -> int:
     seen: list[Any] = []
     storages: dict[int, int] = {}
     for node in graph.nodes:
-        if _is_kept(node) or node.target is FREE:
+        if _is_kept(node) or _frees(node):
             continue
         places[node] = len(places)
         inputs = tuple(places.get(item, -1) for item in node.all_input_nodes)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.recording import Functions, Recorder, wait
 from rooftrace.tracer.replay import RepeatedCall
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
-from rooftrace.tracer.scripts.standing import DeviceTensors
+from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY
 from rooftrace.tracer.tensors import subclasses, tensors_in
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
@@ -106,7 +106,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             super().enter(tensor, kind, name)
             return
         for part, suffix in subclasses.parts_of(tensor):
-            if part.is_meta and not self.entries.knows(part.untyped_storage()):
+            if part.is_meta and not knows(self, part.untyped_storage()):
                 self.entries.standing.add(part, kind, name + suffix)
 
     def stand_in(self, before: ScriptRecorder) -> None:

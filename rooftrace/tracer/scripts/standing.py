@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.tape import Entry, Tape
-from rooftrace.tracer.tape.records import Spec
+from rooftrace.tracer.tape import Entry, Tape, records
 
 
 class DeviceTensors:
@@ -20,7 +19,7 @@ class DeviceTensors:
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
-        self._alive: dict[int, tuple[Any, Spec]] = {}  # by the place of the bytes
+        self._alive: dict[int, tuple[Any, records.Spec]] = {}  # by the place of the bytes
 
     def meet(self, tensors: Iterable[Any]) -> None:
         """Results of an op, or what a recorder knows of."""
@@ -29,9 +28,9 @@ class DeviceTensors:
                 continue
             if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
-                self._note(storage, Spec.of(tensor, 0))
+                self._note(storage, records.Spec.of(tensor, 0))
 
-    def _note(self, storage: Any, spec: Spec) -> None:
+    def _note(self, storage: Any, spec: records.Spec) -> None:
         key = storage._cdata
         known = self._alive.get(key)
         if known is None or known[0]() is None:
@@ -42,24 +41,33 @@ class DeviceTensors:
         for reference in tape.tags.references():
             storage = reference()
             if storage is not None:
-                self._note(storage, Spec((storage.nbytes(),), torch.uint8, (1,), 0))
+                self._note(storage, records.Spec((storage.nbytes(),), torch.uint8, (1,), 0))
 
-    def there(self) -> list[tuple[Any, Spec]]:
+    def there(self) -> list[tuple[Any, records.Spec]]:
         """The storages that are alive, in the order in which they were made."""
-        found = []
+        there = []
         for key, (reference, spec) in list(self._alive.items()):
             storage = reference()
             if storage is None or storage._cdata != key:
                 del self._alive[key]
             elif not self._shapes.has(key):
-                found.append((storage, spec))
-        return found
+                there.append((storage, spec))
+        return there
 
     def stand_in(self, tape: Tape) -> None:
         """What is alive and a recording does not know stands from before it."""
         number = 0
         for storage, spec in self.there():
-            if not tape.entries.knows(storage):
+            if not knows(tape, storage):
                 number += 1
                 own = replace(spec, storage=tape.tags.new_storage())
-                tape.entries.standing.add_storage(storage, Entry("kept", f"kept_{number}", own))
+                tape.entries.standing.add_storage(
+                    storage, Entry(records.KEPT, f"kept_{number}", own)
+                )
+
+
+def knows(tape: Tape, storage: Any) -> bool:
+    """Whether bytes are those of a weight, of an input, or of what stands from before."""
+    _, reference = tape.entries.storages.get(storage._cdata, (0, None))
+    there = None if reference is None else reference()
+    return there is not None or tape.entries.standing.has(storage)

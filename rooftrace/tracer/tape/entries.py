@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.leaves import Leaves
-from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag, picked_in
-from rooftrace.tracer.tape.standing import KEPT, Standing
+from rooftrace.tracer.tape.records import KEPT, META_KEY, Entry, Spec, Tag, picked_in
+from rooftrace.tracer.tape.standing import Standing
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import Values, marks
@@ -60,12 +60,7 @@ class Entries:
 
     def name_tensors(self, module: nn.Module, prefix: str, recording: bool) -> None:
         """Enter the tensors of a module, under its path and a dot."""
-        names = {
-            id(t): name
-            for group in (vars(module), module._buffers, module._parameters)
-            for name, t in group.items()
-            if isinstance(t, Tensor)
-        }
+        names = _names_in(module)
         transient = getattr(module, "_non_persistent_buffers_set", ())
         if any(type(tensor) not in subclasses.ORDINARY for tensor in own_tensors(module)):
             for of, part in owners.beside_in(module):  # the state of a quantised layer
@@ -132,17 +127,15 @@ class Entries:
         node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
         tag = Tag(node, None, storage)
         self._tag(tensor, tag)
-        self._tags.remember(tensor, tag, self._reference(tensor))
+        self._tags.remember(tensor, tag, _held(tensor, self.weakly))
         if kind in ("parameter", "buffer", "table"):
             self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         self._note_value(tensor, tag.node, kind, name)
         return tag
 
     def _note_value(self, tensor: Tensor, node: fx.Node, kind: str, name: str) -> None:
-        """Remember what is known of the value of a tensor that enters."""
         entry = self._values.known(tensor)
-        real = tensor.__dict__.get(marks.REAL)
-        if real is not None:
+        if (real := tensor.__dict__.get(marks.REAL)) is not None:
             self.leaves.enter(node, real.tensor)
         elif entry is not None and not entry.taint and tensor.layout is torch.strided:
             self.leaves.enter(node, entry.value)
@@ -155,12 +148,9 @@ class Entries:
         """The assumption under which a sparse tensor is recorded."""
         return self._values.assume("sparse", _SPARSE)
 
-    def _reference(self, tensor: Tensor) -> Any:
-        return weakref.ref(tensor) if self.weakly else lambda: tensor
-
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
         self._tags.mark(tensor, tag)
-        reference = self._reference(tensor)
+        reference = _held(tensor, self.weakly)
         self._tensors.append(reference)
         key = trees.bytes_of(tensor)
         if self.first_of(key) is None:
@@ -172,11 +162,6 @@ class Entries:
         storage, reference = self.storages.get(key, (None, no_storage))
         bytes_there = reference()  # another storage may lie where a freed one was
         return storage if bytes_there is not None and bytes_there._cdata == key else None
-
-    def knows(self, storage: Any) -> bool:
-        """Whether bytes are those of a weight, of an input, or of what stands from before."""
-        reference = self.storages.get(storage._cdata, (None, no_storage))[1]
-        return reference() is not None or self.standing.has(storage)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -237,14 +222,9 @@ class Entries:
         if tensor.layout is not torch.strided:
             return None
         key, look = trees.bytes_of(tensor), trees.look_of(tensor)
-        first = self.first_of(key)
-        if first is not None:
+        if (first := self.first_of(key)) is not None:
             return self._tags.of(first) if trees.look_of(first) == look else None
-        for other in self._values.tensors():
-            if trees.bytes_of(other) == key and tuple(other.shape) == look[0]:
-                entry = self._values.known(other)
-                if entry is not None and other is not tensor:
-                    self._values.learn(tensor, entry.value, entry.taint)
+        _learn_of_alike(self._values, tensor, key, look[0])
         return None
 
     def place_of(self, tensor: Tensor) -> tuple[str, str]:
@@ -303,6 +283,30 @@ class Entries:
                 self._tags.mark(tensor, None)
         self._tensors.clear()
         self._first.clear()
+
+
+def _names_in(module: nn.Module) -> dict[int, str]:
+    """The names of the tensors that a module holds itself, by their identities."""
+    return {
+        id(t): name
+        for group in (vars(module), module._buffers, module._parameters)
+        for name, t in group.items()
+        if isinstance(t, Tensor)
+    }
+
+
+def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> None:
+    """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
+    for other in values.tensors():
+        if trees.bytes_of(other) == key and tuple(other.shape) == shape:
+            entry = values.known(other)
+            if entry is not None and other is not tensor:
+                values.learn(tensor, entry.value, entry.taint)
+
+
+def _held(tensor: Tensor, weakly: bool) -> Any:
+    """A reference to a tensor, which keeps it alive unless it is a weak one."""
+    return weakref.ref(tensor) if weakly else lambda: tensor
 
 
 def _made_by_numpy(tensor: Tensor) -> bool:

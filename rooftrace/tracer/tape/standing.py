@@ -21,9 +21,7 @@ from rooftrace.tracer.tape.records import META_KEY, Entry, Origin, Recorded, Spe
 from rooftrace.tracer.tape.tags import Tags
 from rooftrace.tracer.tensors import trees
 
-KEPT = "kept"
-"""The kind of entries of which nothing is known but that they are there."""
-FREE: Any = getattr(torch.ops.rooftrace, marks.FREE_STORAGES.partition(".")[2]).default
+_FREE: Any = getattr(torch.ops.rooftrace, marks.FREE_STORAGES.partition(".")[2]).default
 
 
 @dataclass(eq=False)
@@ -113,7 +111,7 @@ class Standing:
     def _free(self, last: fx.Node, items: Iterable[Any]) -> None:
         with self._graph.inserting_before(last.next):
             nodes = [x if isinstance(x, fx.Node) else picked_in(self._graph, x) for x in items]
-            node = self._graph.create_node("call_function", FREE, (nodes,))
+            node = self._graph.create_node("call_function", _FREE, (nodes,))
         noted = last.meta.get(META_KEY)
         part = noted.origin.part if isinstance(noted, Recorded) else "forward"
         node.meta[META_KEY] = Recorded((), Origin(part=part), stream=streams.current_stream())
