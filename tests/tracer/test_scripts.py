@@ -342,3 +342,34 @@ for step in range(2):
     graph = rt.run(words, chip="l4", steps=None).script.graphs[0]
     (stats,) = [op for op in graph.ops if op.name == "aten.batch_norm_stats"]
     assert [graph.values[value].shape for value in stats.outputs] == [(8,), (8,)]
+
+
+def test_finding_the_sizes_of_sharded_tensors_is_no_work_of_the_step(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module)
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+net = parallelize_module(net, mesh["tp"], plan)
+with torch.device("meta"):
+    sharded = fully_shard(nn.Linear(16, 16), mesh=mesh["dp"])
+sharded.to_empty(device="cuda")
+sharded.reset_parameters()
+opt = torch.optim.AdamW(net.parameters(), foreach=True)
+for step in range(4):
+    net(torch.rand(20, 16, device="cuda")).sum().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    words = ["torchrun", "--nproc_per_node=8", str(tmp_path / "train.py")]
+    cost = rt.run(words, chip="l4", steps=None)
+    first, second = 2 * 20 * 16 * 8, 2 * 20 * 8 * 8  # of a rank: a quarter of the inner features
+    wanted = first + second + first + 2 * second  # the input needs no gradient
+    assert [matrix_flops(row) for row in cost.rows] == [wanted] * len(cost.rows)
+    assert trained(cost) == 4
