@@ -42,7 +42,7 @@ from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.releases import Release
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
-from rooftrace.tracer.sharded import ddp, fsdp, meshes, propagation
+from rooftrace.tracer.sharded import ddp, fsdp, meshes
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self.functions())
         enter(fsdp.fully_sharded(self._roots, self.storages.gathered, self.storages.resized))
         enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
-        enter(propagation.unseen())
+        enter(meshes.sizes_unseen())
         enter(self._followers.followed())
         enter(self._alive())
 

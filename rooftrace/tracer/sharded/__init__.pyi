@@ -3,7 +3,6 @@ from rooftrace.tracer.sharded import (
     fsdp as fsdp,
     huggingface as huggingface,
     meshes as meshes,
-    propagation as propagation,
     streams as streams,
 )
 from rooftrace.tracer.sharded.processes import (

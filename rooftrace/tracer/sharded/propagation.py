@@ -22,7 +22,7 @@ _FAKE = "_rebuild_tensor_from_dtensor_meta"
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def sizes_unseen() -> Iterator[None]:
     """Inside, sizes of whole tensors are found outside of any mode of the code and of ours."""
     home = sys.modules.get(_HOME)
     propagator: Any = getattr(home, "ShardingPropagator", None)
