@@ -152,9 +152,9 @@ class Finder:
         """The turn that a call belongs to: the open one, or a new one."""
         turn = self._turn
         if turn is not None:
-            recorder, stepped = self._stage.recorder, self._optimizers.have_stepped()
-            if self._kinds.goes_on(turn, module, stepped, recorder.brought_bytes):
-                turn.backwards += recorder.after_backward
+            brought = self._stage.recorder.brought_bytes
+            if self._kinds.goes_on(turn, module, self._optimizers.have_stepped(), brought):
+                turn.backwards += self._stage.recorder.after_backward
                 return turn
             self._finish(turn)
         kind = self._kinds.of(module)
@@ -181,12 +181,11 @@ class Finder:
         turn = self._turn = OpenTurn(kind, label, steps.Learnt(), recorded=not known)
         turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
-        self._optimizers.begin()
+        self._optimizers.steps.clear()
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
             self.book.discard(self._stage.change(self._name if turn.recorded else None))
         self._unread = not turn.recorded
-        self._stage.recorder.after_backward = False
         return turn
 
     def _name(self, recorder: ScriptRecorder) -> None:
@@ -197,7 +196,6 @@ class Finder:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
-        self._kinds.last(turn, self._stage.recorder.after_backward)
         key = _key(turn.kind, turn.calls[0])
         steady = self._steady.get(key)
         if not turn.recorded:
@@ -226,8 +224,10 @@ class Finder:
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
         self.clock.ended(stretch.pieces, turn.loaded.awaited)
-        self.trained += turn.kind == TRAINING
-        self.called += turn.kind != TRAINING
+        if turn.kind == TRAINING:
+            self.trained += 1
+        else:
+            self.called += 1
         self.book.add(
             replace(
                 stretch, run=run, turns=1, loading=turn.loaded.seconds, batches=turn.loaded.batches
@@ -251,7 +251,7 @@ class Finder:
         The first two are recorded together, the third is a piece of its own, and those that look
         like it are not run.
         """
-        done = len(turn.calls) if self._optimizers.tell else 0
+        done = len(turn.calls)
         if turn.kind != TRAINING or done < 2 or not look.plain or turn.backwards != done:
             if turn.repeating:
                 self._next_piece(turn)

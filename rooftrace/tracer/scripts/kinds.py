@@ -37,11 +37,8 @@ class Kinds:
 
         stepped: the optimizers have all stepped in it.  brought: bytes from the host so far.
         """
-        alone = not self._optimizers.known and turn.weighs  # no optimizer: a backward tells
-        if not _weighs(module) and (alone or not torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() and not _weighs(module):
             return True  # a loss or a score of what was computed
-        if alone:
-            return False
         if turn.kind == INFERENCE or stepped:
             return False
         if turn.helps is None:
@@ -53,17 +50,9 @@ class Kinds:
             turn.kind = INFERENCE
         return turn.kind == TRAINING
 
-    def last(self, turn: OpenTurn, after_backward: bool) -> None:
-        """Where no optimizer is known, a turn with a backward is a training step."""
-        if turn.kind == INFERENCE and not self._optimizers.required() and after_backward:
-            turn.kind = TRAINING
-
     def note(self, turn: OpenTurn, module: nn.Module, brought: int) -> None:
         """A call belongs to a turn."""
         turn.had = brought
-        turn.weighs |= _weighs(module)
-        if not self._optimizers.required():
-            self._optimizers.by_hand.watch(module)
         if torch.is_grad_enabled():
             turn.helps = None
         elif turn.helps is not None and _weighs(module):

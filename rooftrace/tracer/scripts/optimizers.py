@@ -18,7 +18,6 @@ from torch.optim.optimizer import (
 
 from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.phases import steps
-from rooftrace.tracer.scripts.byhand import ByHand
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 
 _WAITS_FOR_OTHERS = 8
@@ -30,13 +29,12 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.by_hand = ByHand()
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
     @property
     def known(self) -> bool:
-        """Whether there are any, or the script steps its weights itself."""
-        return bool(self.required()) or self.by_hand.ever
+        """Whether there are any."""
+        return bool(self.required())
 
     def required(self) -> set[int]:
         """Those that have weights of the device to step on."""
@@ -45,24 +43,11 @@ class Optimizers:
 
     def have_stepped(self) -> bool:
         """Whether they have all stepped in the open turn."""
-        required = self.required()
-        if not required:
-            return self.by_hand.updated
         if not self.steps:
             return False
-        if required <= self.steps.keys():
+        if self.required() <= self.steps.keys():
             return True
         return max(self.steps.values()) >= _WAITS_FOR_OTHERS
-
-    @property
-    def tell(self) -> bool:
-        """Whether steps are told of as they begin, which those by hand are not."""
-        return not self.by_hand.ever
-
-    def begin(self) -> None:
-        """A turn begins."""
-        self.steps.clear()
-        self.by_hand.begin()
 
     def names(self) -> dict[int, str]:
         """The class of each of those, by the identity of its weight."""
@@ -77,8 +62,6 @@ class Optimizers:
 
     def trains(self, module: nn.Module) -> bool:
         """Whether one of them steps on a weight of a module."""
-        if not self.required():
-            return self.by_hand.ever and any(p.requires_grad for p in module.parameters())
         own = {id(p) for p in module.parameters()}
         return any(
             id(p) in own for o in list(self._made) for group in _groups(o) for p in group["params"]

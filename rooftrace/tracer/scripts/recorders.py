@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
 from rooftrace.tracer.replay import RepeatedCall
-from rooftrace.tracer.scripts.byhand import ByHand
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY
@@ -27,7 +26,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
     shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
-    of the whole run.  by_hand: is told what runs after a backward.
+    of the whole run.
     """
 
     hands_on_calls = True
@@ -39,9 +38,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         shown: torch.device,
         shapes: Shapes,
         device_tensors: DeviceTensors,
-        by_hand: ByHand,
     ) -> None:
-        self._by_hand = by_hand
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self._inputs: set[int] = set()  # their storages
@@ -57,8 +54,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._of_device(func, args, kwargs)
-        if self.after_backward:
-            self._by_hand.ran(func, args)
         self._device_tensors.meet((out,) if isinstance(out, Tensor) else tensors_in(out))
         return out
 

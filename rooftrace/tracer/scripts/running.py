@@ -111,8 +111,7 @@ class RunWatch:
         self.finder = GraphFinder(self.stage, self.shapes, self.optimizers, wanted, stop)
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        run = self.shapes, self.device_tensors, self.optimizers.by_hand
-        return ScriptRecorder(self.values, record, self.shown, *run)
+        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

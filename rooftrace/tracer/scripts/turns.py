@@ -43,7 +43,6 @@ class OpenTurn:
     brought: int = 0
     taken: int = 0
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
-    weighs: bool = False  # a module with weights was called
     had: int = 0  # bytes that the host had brought when the last call began
 
     @property
