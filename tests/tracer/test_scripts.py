@@ -14,6 +14,7 @@ from tests.tracer.script_oracle import (
     ours,
     really,
     trained,
+    training,
 )
 
 if torch.cuda.is_available():
@@ -294,6 +295,44 @@ def test_a_region_of_autocast_stays_on_where_a_turn_begins_inside_of_it(tmp_path
         kinds = [graph.values[op.outputs[0]].dtype for op in products]
         # Two passes in the region; the call after the step, outside of it, begins the next turn.
         assert set(kinds[-4:]) == {"bf16"} and set(kinds[:-4]) <= {"fp32"}, kinds
+
+
+def test_a_script_that_steps_its_weights_itself_trains(tmp_path: Path) -> None:
+    text = """
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+criterion = nn.CrossEntropyLoss()
+for step in range(6):
+    model.train()
+    for part in range(int(sys.argv[2])):
+        x, y = torch.randn(8, 16).to(device), torch.randint(4, (8,)).to(device)
+        model.zero_grad()
+        criterion(model(x), y).backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+    model.eval()
+    with torch.no_grad():
+        criterion(model(x), y).item()
+"""
+    cost = ours(written(tmp_path, text), "3")
+    product = 2 * 8 * 32 * (16 + 4)
+    step = 2 * product + 2 * 8 * 32 * 4  # the input needs no gradient
+    assert trained(cost) == 18 and {matrix_flops(row) for row in training(cost)} == {step}
+    tries = [row for row in cost.rows if row.kind == "inference"]
+    assert sum(row.turns for row in tries) == 6
+    assert {matrix_flops(row) for row in tries} == {product}
+
+
+def test_a_model_that_is_called_under_gradients_and_never_trained_is_no_training(
+    tmp_path: Path,
+) -> None:
+    text = """
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+for step in range(5):
+    model(torch.randn(8, 16).to(device)).sum().item()
+"""
+    cost = ours(written(tmp_path, text))
+    assert [row.kind for row in cost.rows] == ["inference"] * len(cost.rows)
+    assert sum(row.turns for row in cost.rows) == 5
 
 
 def test_a_model_that_is_tried_is_no_training_step(tmp_path: Path) -> None:
