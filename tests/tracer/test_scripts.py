@@ -14,6 +14,7 @@ from tests.tracer.script_oracle import (
     ours,
     really,
     trained,
+    training,
 )
 
 if torch.cuda.is_available():
@@ -296,6 +297,44 @@ def test_a_region_of_autocast_stays_on_where_a_turn_begins_inside_of_it(tmp_path
         assert set(kinds[-4:]) == {"bf16"} and set(kinds[:-4]) <= {"fp32"}, kinds
 
 
+def test_a_script_that_steps_its_weights_itself_trains(tmp_path: Path) -> None:
+    text = """
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+criterion = nn.CrossEntropyLoss()
+for step in range(6):
+    model.train()
+    for part in range(int(sys.argv[2])):
+        x, y = torch.randn(8, 16).to(device), torch.randint(4, (8,)).to(device)
+        model.zero_grad()
+        criterion(model(x), y).backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+    model.eval()
+    with torch.no_grad():
+        criterion(model(x), y).item()
+"""
+    cost = ours(written(tmp_path, text), "3")
+    product = 2 * 8 * 32 * (16 + 4)
+    step = 2 * product + 2 * 8 * 32 * 4  # the input needs no gradient
+    assert trained(cost) == 18 and {matrix_flops(row) for row in training(cost)} == {step}
+    tries = [row for row in cost.rows if row.kind == "inference"]
+    assert sum(row.turns for row in tries) == 6
+    assert {matrix_flops(row) for row in tries} == {product}
+
+
+def test_a_model_that_is_called_under_gradients_and_never_trained_is_no_training(
+    tmp_path: Path,
+) -> None:
+    text = """
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+for step in range(5):
+    model(torch.randn(8, 16).to(device)).sum().item()
+"""
+    cost = ours(written(tmp_path, text))
+    assert [row.kind for row in cost.rows] == ["inference"] * len(cost.rows)
+    assert sum(row.turns for row in cost.rows) == 5
+
+
 def test_a_model_that_is_tried_is_no_training_step(tmp_path: Path) -> None:
     cost = ours(written(tmp_path, SCORED))
     tries = [row for row in cost.rows if row.kind == "inference"]
@@ -342,3 +381,34 @@ for step in range(2):
     graph = rt.run(words, chip="l4", steps=None).script.graphs[0]
     (stats,) = [op for op in graph.ops if op.name == "aten.batch_norm_stats"]
     assert [graph.values[value].shape for value in stats.outputs] == [(8,), (8,)]
+
+
+def test_finding_the_sizes_of_sharded_tensors_is_no_work_of_the_step(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module)
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+net = parallelize_module(net, mesh["tp"], plan)
+with torch.device("meta"):
+    sharded = fully_shard(nn.Linear(16, 16), mesh=mesh["dp"])
+sharded.to_empty(device="cuda")
+sharded.reset_parameters()
+opt = torch.optim.AdamW(net.parameters(), foreach=True)
+for step in range(4):
+    net(torch.rand(20, 16, device="cuda")).sum().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    words = ["torchrun", "--nproc_per_node=8", str(tmp_path / "train.py")]
+    cost = rt.run(words, chip="l4", steps=None)
+    first, second = 2 * 20 * 16 * 8, 2 * 20 * 8 * 8  # of a rank: a quarter of the inner features
+    wanted = first + second + first + 2 * second  # the input needs no gradient
+    assert [matrix_flops(row) for row in cost.rows] == [wanted] * len(cost.rows)
+    assert trained(cost) == 4

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
@@ -112,13 +112,23 @@ class Visits:
         op = visit.op
         if op.id not in self.varying:
             return [self.alone[value] for value in _values(op)]
+        return self._numbers(_references(op), visit) + self.made(visit)
+
+    def named(self, visit: Visit) -> list[int]:
+        """Numbers of the storages that the arguments of an op name there."""
+        op = visit.op
+        if op.id not in self.varying:
+            return [self.alone[value] for value in op.inputs]
+        return self._numbers(op.reads, visit)
+
+    def _numbers(self, references: Iterable[Ref], visit: Visit) -> list[int]:
         result: list[int] = []
-        for ref in _references(op):
+        for ref in references:
             if ref.every:
                 result += self.copies(ref.id, visit.at)
             else:
                 result.append(self._number(ref.id, ref.then, visit.at))
-        return result + self.made(visit)
+        return result
 
     def bound(self, visit: Visit) -> list[tuple[int, int]]:
         """What an op reads and makes there: the storages that its cost names, and their numbers."""
@@ -249,7 +259,7 @@ def lifetimes(visits: Visits) -> Lives:
     caches = _replaced_caches(graph)
     in_place = _sums_in_place(graph) | _filled_in_place(graph)
     saved = _saved(visits, touched) - {number for number, moment in born.items() if moment < 0}
-    resized = _resized(visits, touched)
+    resized = _resized(visits)
     result = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
     for number, moment in born.items():
         storage = visits.storage(number)
@@ -268,16 +278,17 @@ def lifetimes(visits: Visits) -> Lives:
     return result
 
 
-def _resized(
-    visits: Visits, touched: Sequence[Sequence[int]]
-) -> Mapping[int, list[tuple[int, bool]]]:
-    """By storage, the visits that free or allocate its bytes while tensors of it stay alive, and
-    whether it has bytes afterwards."""
+def _resized(visits: Visits) -> Mapping[int, list[tuple[int, bool]]]:
+    """By storage, the visits that free or allocate its bytes, or that tell of it, and whether it
+    has bytes afterwards."""
     changes: dict[int, list[tuple[int, bool]]] = defaultdict(list)
     for moment, visit in enumerate(visits.order):
         if visit.op.name == marks.RESIZE_STORAGE:
-            for number in touched[moment]:
+            for number in visits.named(visit):
                 changes[number].append((moment, bool(visit.op.arguments["size"])))
+        elif visit.op.name in marks.MEMORY_MARKS:
+            for number in visits.named(visit):
+                changes[number].append((moment, visit.op.name == marks.BRING_STORAGES))
     return changes
 
 

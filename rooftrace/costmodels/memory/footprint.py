@@ -281,10 +281,9 @@ class _Stored:
 
 def _made_by_optimizer(graph: OpGraph) -> frozenset[int]:
     """Storages that an optimizer makes in its step, and that no state of it keeps."""
-    made = (i for op in graph.ops if op.part == PARTS[3] for i in op.outputs)
-    storages = frozenset(graph.values[i].storage for i in made)
-    from_outside = {graph.values[i].storage for i in graph.external}
-    return storages - from_outside
+    optimizer = {i for op in graph.ops if op.part == PARTS[3] for i in op.outputs}
+    # Others it writes in place only: gradients, by those that are fused.
+    return frozenset(i for i in optimizer if graph.values[i].storage == i)
 
 
 def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]:

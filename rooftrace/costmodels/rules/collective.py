@@ -137,7 +137,8 @@ def check_for_nan(op: OpView) -> Cost:
 @builtin("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",
          "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
          "c10d.monitored_barrier_", "rooftrace.record_event", "rooftrace.wait_event",
-         "rooftrace.resize_storage", fusion="free", family="communication")
+         "rooftrace.resize_storage", "rooftrace.free_storages", "rooftrace.bring_storages",
+         fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing, nor does freeing."""
     return Cost()

@@ -42,6 +42,7 @@ _ENTRY_ROLES = {
     "kv": "kv",
     "optimizer": "optimizer",
     "gradient": "gradients",
+    "kept": "activations",
 }
 MAX_CONSTANT = 4096
 """Constants of up to this many bytes are kept in the graph, so that it can be run."""

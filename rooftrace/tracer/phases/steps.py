@@ -411,7 +411,7 @@ def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
 def graph_of_step(recorder: Recorder, root: nn.Module, learnt: Learnt) -> OpGraph:
     """The graph of what was recorded of code that used `root`; later code may read its results."""
     graph = _graph(recorder, root, learnt, None)
-    return graph.replace(outputs=(*graph.outputs, *_left_over(graph)))
+    return graph.replace(outputs=(*graph.outputs, *_left_over(graph), *_standing(graph)))
 
 
 def _graph(
@@ -445,6 +445,13 @@ def _left_over(graph: OpGraph) -> list[int]:
         and not values[value].repeats
         and values[values[value].storage].role in ("activations", "temporary")
     ]
+
+
+def _standing(graph: OpGraph) -> list[int]:
+    """Tensors from before the step that no op reads or frees: they last to its end."""
+    read = {value for op in graph.ops for value in op.inputs} | set(graph.outputs)
+    roles = ("gradients", "activations")
+    return [i for i in graph.external if i not in read and graph.values[i].role in roles]
 
 
 def _sizes(inputs: Sequence[Any]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.
                 root.register_buffer(attributes[name], _stored(graph, index, name, state or {}))
             nodes[index] = result.get_attr(attributes[name])
     for op in graph.ops:
-        _add(op, result, nodes)
+        if op.name not in marks.MEMORY_MARKS:  # whoever runs the graph lets go of tensors itself
+            _add(op, result, nodes)
     result.output(tuple(nodes[index] for index in graph.outputs))
     return fx.GraphModule(root, result)
 
@@ -56,7 +57,7 @@ def _check_exchanges(graph: OpGraph) -> None:
     """Raise GraphError for streams, and exchanges whose group is not here."""
     for op in graph.ops:
         alone = [name for name, item in op.arguments.items() if str(item).startswith(_OBJECT)]
-        if op.name in marks.MARKS or (op.collective is not None and alone):
+        if op.name in marks.MARKS - marks.MEMORY_MARKS or (op.collective is not None and alone):
             raise GraphError(
                 f"{op.target} cannot be rebuilt: a graph does not keep streams and process groups "
                 "that are objects, as FSDP2 and DDP have them; trace the module before it is "

@@ -268,6 +268,7 @@ class Recorder(TorchDispatchMode, Tape):
         storages, lent = self.storages, self.lends_modules
         enter(fsdp.fully_sharded(self._roots, storages.gathered, storages.resized, lent))
         enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
+        enter(meshes.sizes_unseen())
         enter(self._followers.followed())
         enter(self._alive())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,19 @@ class Storages:
         op: Any = torch.ops.rooftrace.resize_storage.default
         held = records.picked_in(tape.graph, tag)
         made = tape.graph.create_node("call_function", op, (held, size))
+        origin = tape.origins.origin(op.name(), tape.rolling.label)
+        made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
+        tape.tags.last = made
+
+    def brought(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that enter now come from the host now, and were not there before."""
+        tape = self._tape
+        tags = [tag for tag in map(tape.tags.of, tensors) if tag is not None]
+        if not tape.recording or tape.tags.last is None or not tags:
+            return
+        op: Any = torch.ops.rooftrace.bring_storages.default
+        nodes = [records.picked_in(tape.graph, tag) for tag in tags]
+        made = tape.graph.create_node("call_function", op, (nodes,))
         origin = tape.origins.origin(op.name(), tape.rolling.label)
         made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
         tape.tags.last = made

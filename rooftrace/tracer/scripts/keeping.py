@@ -68,9 +68,10 @@ class TurnKeeper:
         return TRAINING if turn.kind == TRAINING or look is None else look.key
 
     def _name(self, recorder: ScriptRecorder) -> None:
-        """A recorder knows the modules by their paths, and the states of the optimizers."""
+        """A recorder knows the modules, the states of optimizers, and what else there is."""
         steps.enter_modules(recorder, self._roots.container)
         self._optimizers.enter(recorder)
+        recorder.stand_in(self._stage.recorder)
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
@@ -130,9 +131,8 @@ class TurnKeeper:
         self, turn: OpenTurn, prepare: Callable[[ScriptRecorder], None] | None = None
     ) -> None:
         """What was recorded becomes a piece; what was taken to be like the last one does not."""
-        recorder = self._stage.recorder
         root = self._roots.container
-        steps.note_gradients(recorder, root, turn.learnt)
+        steps.note_gradients(self._stage.recorder, root, turn.learnt)
         old = self._stage.change(prepare)
         turn.brought += old.brought_bytes
         turn.taken += old.taken_bytes

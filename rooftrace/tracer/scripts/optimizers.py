@@ -126,6 +126,7 @@ class Optimizers:
                 before()
                 tape = recorder()
                 _enter_states(tape, optimizer)
+                _note_gradients(tape, optimizer, learnt())
             outer.append((optimizer, tape.part, tape.function))
             self._made.add(optimizer)
             tape.part, tape.function = "optimizer", type(optimizer).__name__
@@ -156,6 +157,14 @@ class Optimizers:
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return list(getattr(optimizer, "param_groups", ()))
+
+
+def _note_gradients(tape: ScriptRecorder, optimizer: Any, learnt: steps.Learnt | None) -> None:
+    """What an optimizer is about to read are gradients, though the script drops them afterwards."""
+    for weight in (weight for group in _groups(optimizer) for weight in group["params"]):
+        storage = None if weight.grad is None else tape.storage_of(weight.grad)
+        if learnt is not None and storage is not None:
+            learnt.gradients[storage] = f"{tape.name_of(weight)}.grad"
 
 
 def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:

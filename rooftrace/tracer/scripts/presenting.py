@@ -50,6 +50,10 @@ class Shapes:
             key = storage._cdata
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
+    def has(self, key: int) -> bool:
+        """Whether the bytes at this place are those of such a tensor."""
+        return key in self._storages
+
     def __contains__(self, tensor: Tensor) -> bool:
         if not self._storages or tensor.layout is not torch.strided:
             return False

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
+from rooftrace.tracer.replay import RepeatedCall
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
+from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
+from rooftrace.tracer.tensors import subclasses, tensors_in
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
@@ -22,17 +26,27 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     """Records what a script runs on the device that is not there.
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
-    shown: the device that the script sees.  shapes: what is really on meta.
+    shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
+    of the whole run.
     """
 
     hands_on_calls = True
     lends_modules = False
 
-    def __init__(self, values: Values, record: bool, shown: torch.device, shapes: Shapes) -> None:
-        self._shown, self._shapes = shown, shapes
+    def __init__(
+        self,
+        values: Values,
+        record: bool,
+        shown: torch.device,
+        shapes: Shapes,
+        device_tensors: DeviceTensors,
+    ) -> None:
+        self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
+        self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
+        self.entries.weakly = True
 
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread, which shows the device."""
@@ -48,6 +62,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """Threads of a script, as those of data loaders, go on."""
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._of_device(func, args, kwargs)
+        self._device_tensors.meet((out,) if isinstance(out, Tensor) else tensors_in(out))
+        return out
+
+    def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
             moved = self._moved(args[0], kwargs)
             if moved is not None:
@@ -85,6 +104,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         if marks.small(tensor):
             self.values.learn(made, tensor.detach().to(dtype, copy=True))
         self.enter_inputs([made])
+        self.storages.brought([made])
         return made
 
     @property
@@ -94,11 +114,34 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         return any(isinstance(note, Recorded) for note in noted)
 
     def alive_bytes(self) -> int:
-        """Bytes of the storages that this recording knows and that are alive."""
-        held = [reference() for reference in list(self.tags.alive.values())]
-        entered = [reference() for _, reference in list(self.entries.storages.values())]
-        places = {s._cdata: s.nbytes() for s in (*held, *entered) if s is not None}
-        return sum(places.values())
+        """Bytes of the storages of the device that are alive."""
+        self._device_tensors.meet_results(self)
+        return sum(storage.nbytes() for storage, _ in self._device_tensors.there())
+
+    def enter(self, tensor: Tensor, kind: str, name: str) -> None:
+        """Make `tensor` a value that no op made (once); a gradient until the script drops it."""
+        if kind != "gradient" or not self.recording:
+            super().enter(tensor, kind, name)
+            return
+        for part, suffix in subclasses.parts_of(tensor):
+            if part.is_meta and not knows(self, part.untyped_storage()):
+                self.entries.standing.add(part, kind, name + suffix)
+
+    def stand_in(self, before: ScriptRecorder) -> None:
+        """What else is alive on the device stands from before this recording."""
+        self._device_tensors.meet_results(before)
+        self._device_tensors.stand_in(self)
+
+    def settle(self, gradients: Collection[int]) -> None:
+        """The recording is over: what it freed is told.  gradients: their storages."""
+        blocks: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            noted = node.meta.get(META_KEY)
+            if isinstance(noted, RepeatedCall):
+                blocks |= dict.fromkeys(noted.block.nodes, noted.block.nodes[-1])
+        for twin in self.twins():
+            blocks |= dict.fromkeys(twin.nodes, twin.nodes[-1])
+        self.entries.standing.settle({*gradients, *self._inputs}, blocks)
 
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
         """What a step is given: those that the graph does not know become its inputs."""
@@ -108,8 +151,16 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         for tensor in tensors:
             new = tensor.is_meta and tensor.grad_fn is None and not self.tags.has(tensor)
             if new and type(tensor) is Tensor and self.entries.storage_of(tensor) is None:
-                self.entries.inputs.append(tensor)
+                self.entries.inputs.append(_like(tensor))
                 self.enter(tensor, "input", f"input_{len(self.entries.inputs)}")
+                self._watch(tensor)
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Note when the script lets go of an input."""
+        storage = self.storage_of(tensor)
+        if storage is not None:
+            self._inputs.add(storage)
+            self.tags.watch(tensor, storage)
 
     def _filled(self, to: Tensor, source: Tensor) -> Tensor:
         with torch.no_grad():
@@ -127,3 +178,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.assume("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor of the same look that is none of the script's."""
+    with _disable_current_modes():
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )

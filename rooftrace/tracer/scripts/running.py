@@ -26,6 +26,7 @@ from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
+from rooftrace.tracer.scripts.standing import DeviceTensors
 from rooftrace.tracer.scripts.watching import compiling, marks_told, watched
 from rooftrace.tracer.values import Values
 
@@ -110,6 +111,7 @@ class RunWatch:
         self.values = Values(assume=assume or {})
         self.shapes = Shapes()
         self.shown = torch.device("cuda", index)
+        self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
         self.compiled: list[str] = []
         with self.scope.entered():
@@ -119,7 +121,7 @@ class RunWatch:
         )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(self.values, record, self.shown, self.shapes)
+        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

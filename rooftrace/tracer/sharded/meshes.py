@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rooftrace.tracer.sharded import fsdp
+from rooftrace.tracer.sharded.propagation import sizes_unseen as sizes_unseen
 from rooftrace.tracer.tensors import owners
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"

@@ -19,6 +19,8 @@ _library = _Library("rooftrace", "FRAGMENT")
 _library.define(f"{marks.RECORD_EVENT.partition('.')[2]}() -> Tensor")
 _library.define(f"{marks.WAIT_EVENT.partition('.')[2]}(Tensor event) -> ()")
 _library.define(f"{marks.RESIZE_STORAGE.partition('.')[2]}(Tensor(a!) self, int size) -> ()")
+_library.define(f"{marks.FREE_STORAGES.partition('.')[2]}(Tensor[] tensors) -> ()")
+_library.define(f"{marks.BRING_STORAGES.partition('.')[2]}(Tensor[] tensors) -> ()")
 
 
 def _record_event() -> torch.Tensor:
@@ -33,6 +35,8 @@ _EVERYWHERE = "CompositeExplicitAutograd"
 _library.impl("record_event", _record_event, _EVERYWHERE)
 _library.impl("wait_event", _nothing, _EVERYWHERE)
 _library.impl("resize_storage", _nothing, _EVERYWHERE)
+_library.impl("free_storages", _nothing, _EVERYWHERE)
+_library.impl("bring_storages", _nothing, _EVERYWHERE)
 _OPS: Any = torch.ops.rooftrace
 
 

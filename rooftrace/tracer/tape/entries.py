@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.leaves import Leaves
-from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag, picked_in
+from rooftrace.tracer.tape.records import KEPT, META_KEY, Entry, Spec, Tag, picked_in
+from rooftrace.tracer.tape.standing import Standing
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import Values, marks
@@ -37,16 +38,20 @@ class Entries:
 
     def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
+        self.weakly = False  # the code, and not this, keeps tensors alive
         self.own_step = False  # the code is a whole step: what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.leaves = Leaves()
+        self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
-        self._tensors: list[Tensor] = []  # those that bear a tag
+        self._tensors: list[Any] = []  # references to those that bear a tag
         self._parameters: dict[int, str] = {}  # names, by identity
         self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
         self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
-        self._first: dict[int, Tensor] = {}  # the tensor that entered first, by its bytes
+        self._first: dict[
+            int, Any
+        ] = {}  # a reference to the tensor that entered first, by its bytes
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._numbers = itertools.count()
         self._brought = 0  # bytes of the host that weights were filled with
@@ -55,12 +60,7 @@ class Entries:
 
     def name_tensors(self, module: nn.Module, prefix: str, recording: bool) -> None:
         """Enter the tensors of a module, under its path and a dot."""
-        names = {
-            id(t): name
-            for group in (vars(module), module._buffers, module._parameters)
-            for name, t in group.items()
-            if isinstance(t, Tensor)
-        }
+        names = _names_in(module)
         transient = getattr(module, "_non_persistent_buffers_set", ())
         if any(type(tensor) not in subclasses.ORDINARY for tensor in own_tensors(module)):
             for of, part in owners.beside_in(module):  # the state of a quantised layer
@@ -108,13 +108,16 @@ class Entries:
 
         storage: where it is known that its bytes have this number.
         """
+        if storage is None:
+            storage = self.standing.taken(tensor)
         if kind == "input":
             node = self._graph.placeholder(_identifier(name))
         else:
             node = self._graph.create_node("get_attr", name, name=_identifier(name))
         if kind == "constant":
             kind, name = self._beside.get(id(tensor), (kind, name))
-            storage = self.storage_of(tensor)
+            known = self.storage_of(tensor)
+            storage = storage if known is None else known
         if storage is None:
             storage = self._tags.new_storage()
         if kind != "constant" and self.storage_of(tensor) is None:
@@ -124,17 +127,15 @@ class Entries:
         node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
         tag = Tag(node, None, storage)
         self._tag(tensor, tag)
-        self._tags.remember(tensor, tag, entered=True)
+        self._tags.remember(tensor, tag, _held(tensor, self.weakly))
         if kind in ("parameter", "buffer", "table"):
             self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         self._note_value(tensor, tag.node, kind, name)
         return tag
 
     def _note_value(self, tensor: Tensor, node: fx.Node, kind: str, name: str) -> None:
-        """Remember what is known of the value of a tensor that enters."""
         entry = self._values.known(tensor)
-        real = tensor.__dict__.get(marks.REAL)
-        if real is not None:
+        if (real := tensor.__dict__.get(marks.REAL)) is not None:
             self.leaves.enter(node, real.tensor)
         elif entry is not None and not entry.taint and tensor.layout is torch.strided:
             self.leaves.enter(node, entry.value)
@@ -149,10 +150,11 @@ class Entries:
 
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
         self._tags.mark(tensor, tag)
-        self._tensors.append(tensor)
+        reference = _held(tensor, self.weakly)
+        self._tensors.append(reference)
         key = trees.bytes_of(tensor)
         if self.first_of(key) is None:
-            self._first[key] = tensor
+            self._first[key] = reference
 
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of the weight or input that a tensor is another view of."""
@@ -174,7 +176,7 @@ class Entries:
 
     def first_of(self, key: int) -> Tensor | None:
         """The tensor that entered first with these bytes, while it still has them."""
-        first = self._first.get(key)
+        first = self._first.get(key, no_storage)()
         return first if first is not None and trees.bytes_of(first) == key else None
 
     def _stranger(self, tensor: Tensor) -> Tag:
@@ -185,6 +187,9 @@ class Entries:
         kind, name = self.place_of(tensor)
         if name and self.storage_of(tensor) is None:  # else it is a view of what is known
             return self._put_in_place(tensor, kind, name)
+        stand = self.standing.of(tensor)
+        if stand is not None and stand.entry.kind != KEPT:
+            return self._entered(tensor, stand.entry.kind, stand.entry.name)
         same = self._same_value(tensor)
         if same is not None:
             self._tag(tensor, same)
@@ -217,14 +222,9 @@ class Entries:
         if tensor.layout is not torch.strided:
             return None
         key, look = trees.bytes_of(tensor), trees.look_of(tensor)
-        first = self.first_of(key)
-        if first is not None:
+        if (first := self.first_of(key)) is not None:
             return self._tags.of(first) if trees.look_of(first) == look else None
-        for other in self._values.tensors():
-            if trees.bytes_of(other) == key and tuple(other.shape) == look[0]:
-                entry = self._values.known(other)
-                if entry is not None and other is not tensor:
-                    self._values.learn(tensor, entry.value, entry.taint)
+        _learn_of_alike(self._values, tensor, key, look[0])
         return None
 
     def place_of(self, tensor: Tensor) -> tuple[str, str]:
@@ -278,10 +278,35 @@ class Entries:
 
     def close(self) -> None:
         """Take the tags off tensors that outlive the recording."""
-        for tensor in self._tensors:
-            self._tags.mark(tensor, None)
+        for tensor in (reference() for reference in self._tensors):
+            if tensor is not None:
+                self._tags.mark(tensor, None)
         self._tensors.clear()
         self._first.clear()
+
+
+def _names_in(module: nn.Module) -> dict[int, str]:
+    """The names of the tensors that a module holds itself, by their identities."""
+    return {
+        id(t): name
+        for group in (vars(module), module._buffers, module._parameters)
+        for name, t in group.items()
+        if isinstance(t, Tensor)
+    }
+
+
+def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> None:
+    """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
+    for other in values.tensors():
+        if trees.bytes_of(other) == key and tuple(other.shape) == shape:
+            entry = values.known(other)
+            if entry is not None and other is not tensor:
+                values.learn(tensor, entry.value, entry.taint)
+
+
+def _held(tensor: Tensor, weakly: bool) -> Any:
+    """A reference to a tensor, which keeps it alive unless it is a weak one."""
+    return weakref.ref(tensor) if weakly else lambda: tensor
 
 
 def _made_by_numpy(tensor: Tensor) -> bool:

@@ -16,6 +16,9 @@ from rooftrace.tracer.graph import Tensor as Value
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that is ours: there is a Recorded, an Entry or a RepeatedCall."""
 
+KEPT = "kept"
+"""The kind of entries of which nothing is known but that they are there."""
+
 NO_TAINT: frozenset[int] = frozenset()
 """The assumptions that a fact rests on: none."""
 
@@ -40,7 +43,7 @@ class Spec(Struct, frozen=True):
 class Entry(Struct, frozen=True):
     """A value that no op made."""
 
-    kind: str  # parameter, buffer, table, input, gradient, optimizer, kv or constant
+    kind: str  # parameter, buffer, table, input, gradient, optimizer, kv, constant or kept
     name: str  # a dotted name, as "layers.0.weight"
     spec: Spec
 

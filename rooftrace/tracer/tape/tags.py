@@ -27,7 +27,7 @@ class Tags:
     def __init__(self, values: Values) -> None:
         self._values = values
         self._key = f"_rooftrace_tag_{next(_SERIAL)}"
-        self._places: dict[Any, tuple[Tag, Tensor | None]] = {}  # by the bytes that are read
+        self._places: dict[Any, tuple[Tag, Any]] = {}  # by the bytes that are read
         self.alive: dict[int, Any] = {}  # references to storages that ops made, by number
         self._owners: dict[int, Tag] = {}  # of the first value of each storage, by number
         self._numbers: dict[int, int] = {}  # of storages that ops made, by the place of the bytes
@@ -65,10 +65,13 @@ class Tags:
 
     # -- other objects of the same bytes -----------------------------------------------------------
 
-    def remember(self, tensor: Tensor, tag: Tag, entered: bool = False) -> None:
-        """Let other Python objects of the same bytes be recognised; entered: no op made them."""
+    def remember(self, tensor: Tensor, tag: Tag, entered: Any = None) -> None:
+        """Let other Python objects of the same bytes be recognised.
+
+        entered: a reference to a tensor that no op made.
+        """
         if tensor.layout is torch.strided and not isinstance(tensor, owners.LAZY):
-            self._places[_bytes_read(tensor)] = tag, tensor if entered else None
+            self._places[_bytes_read(tensor)] = tag, entered
             self._owners.setdefault(tag.storage, tag)
 
     def recognise(self, tensors: list[Tensor]) -> None:
@@ -82,15 +85,16 @@ class Tags:
                 continue
             if isinstance(tensor, owners.LAZY):
                 continue
-            tag, entered = self._places.get(_bytes_read(tensor), (None, None))
+            tag, reference = self._places.get(_bytes_read(tensor), (None, None))
             if tag is None:
                 continue
-            if entered is None:
+            entered = None if reference is None else reference()
+            if reference is None:
                 storage = (self.alive or self._left).get(tag.storage, no_storage)()
                 if storage is None or storage._cdata != trees.bytes_of(tensor):
                     continue  # of bytes that were freed
             else:
-                if trees.bytes_of(entered) != trees.bytes_of(tensor):
+                if entered is None or trees.bytes_of(entered) != trees.bytes_of(tensor):
                     continue  # it has other bytes now
                 entry = self._values.known(entered)
                 if entry is not None and self._values.key not in tensor.__dict__:
@@ -118,6 +122,14 @@ class Tags:
         storage = None if number is None else self.alive.get(number, no_storage)()
         if number is None or storage is None or storage._cdata != key:
             return None
+        return self._owners.get(number)
+
+    def references(self) -> list[Any]:
+        """References to the storages that ops made and that were alive when last looked."""
+        return list((self.alive or self._left).values())
+
+    def first(self, number: int) -> Tag | None:
+        """The tag of the first value of a storage, by its number."""
         return self._owners.get(number)
 
     def _gone(self, storage: int, _: Any = None) -> None:

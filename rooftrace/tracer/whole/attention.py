@@ -200,7 +200,9 @@ def _shown_backward(
         operands = (call.named[part] for part in ("query", "key", "value"))
         results = call.named["out"], call.named["logsumexp"]
         made[:] = OPS.attention_backward(grad_out, *operands, call.mask, *results, *call.options)
-        return tuple(made) if name == "efficient" else tuple(made[:3])
+        if name != "efficient":
+            return tuple(made[:3])
+        return (*made[:3], made[3] if wanted[3] else None)  # undefined, as on a GPU
 
     seed, offset = shown.unrecorded(), shown.unrecorded()
     lengths = (None, None, query.shape[-2], key.shape[-2])
