@@ -20,6 +20,7 @@ from rooftrace.measured.pairing.templates import (
 )
 from rooftrace.measured.runs import ModelRow, Run
 from rooftrace.measured.tables import StepTime
+from rooftrace.tracer.asking import names
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -199,7 +200,7 @@ def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph
 
 
 def _names_a_target(model: str) -> bool:
-    return ":" in model or model.endswith(".json")
+    return ":" in model or model.endswith(".json") or names.is_script(model)
 
 
 def _of_phase(graphs: Graphs, phase: str | None) -> OpGraph:

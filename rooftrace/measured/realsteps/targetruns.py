@@ -33,6 +33,11 @@ def measured_target(
     """
     import torch
 
+    if names.is_script(target):
+        raise RequestError(
+            f"--run {target!r}: a script is measured into a file, rooftrace measure {target!r} "
+            "-o run.json.gz; then calibrate by it: rooftrace calibrate run.json.gz --trust-targets"
+        )
     tell = progress or (lambda _: None)
     for phase in phases or ():
         if phase not in names.MEASURED:

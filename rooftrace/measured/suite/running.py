@@ -25,7 +25,7 @@ from rooftrace.measured.bench import (
     devices,
     pinned_threads,
 )
-from rooftrace.measured.realsteps import measured_row, profiled_step, realized
+from rooftrace.measured.realsteps import measured_row, profiled_step, realized, script_rows
 from rooftrace.measured.runs import MicroRow, ModelRow, Run, load_run
 from rooftrace.measured.suite import cases as microcases, micro, models as suite_models
 from rooftrace.measured.suite.cases import MicroCase, NotOfferedError
@@ -37,6 +37,8 @@ from rooftrace.tracer.dtypes import dtype_name
 
 _FULL_FLOPS = 2e13
 """The least FLOP/s of a device that runs models at full size."""
+_SCRIPT_S = 120.0
+"""Seconds that a script may run."""
 _SELDOM_COMPILED = ("experts", "recurrent")
 """Kinds of models that the compiler splits into pieces; they are compiled only if named."""
 
@@ -334,14 +336,18 @@ def _targets(plan: SuitePlan) -> tuple[list[SuiteModel], list[str]]:
         models += [model for model in matching if model not in models]
         if matching:
             continue
-        if ":" not in name and not name.endswith(".json") and not Path(name).is_dir():
-            names = ", ".join(model.name for model in suite_models.MODELS)
+        if not (_names_a_target(name) or names.is_script(name)):
+            there = ", ".join(model.name for model in suite_models.MODELS)
             raise TargetError(
-                f"{name!r} is no model of the suite ({names}); a target of your own is "
-                "path/file.py:attr, package.module:attr or a Hugging Face config.json"
+                f"{name!r} is no model of the suite ({there}); a target of your own is "
+                "path/file.py:attr, package.module:attr, a Hugging Face config.json or a script"
             )
         others.append(name)
     return models, others
+
+
+def _names_a_target(name: str) -> bool:
+    return ":" in name or name.endswith(".json") or Path(name).is_dir()
 
 
 def _named_cases(session: Session, models: Sequence[SuiteModel], others: Sequence[str]) -> None:
@@ -351,7 +357,29 @@ def _named_cases(session: Session, models: Sequence[SuiteModel], others: Sequenc
             _models(session, [m for m in models if scale in m.settings], scale, slice(None),
                     compiled, until=0.0)  # fmt: skip
     for target in others:
-        _target(session, target)
+        if names.is_script(target):
+            _script(session, target)
+        else:
+            _target(session, target)
+
+
+def _script(session: Session, target: str) -> None:
+    """Time the steady turns of a script, each kind in a row of its own."""
+    plan = session.plan
+    if plan.phases or plan.batch is not None or plan.seq is not None:
+        raise RequestError(
+            f"--phase, --batch, --seq: {target!r} is a script, whose sizes are options of its own"
+        )
+    rows: list[ModelRow] = []
+
+    def work() -> ModelRow:
+        budget = max(min(_SCRIPT_S, session.left()), 1.0)
+        rows.extend(script_rows(target, replace(session.bench, budget_s=budget)))
+        return rows[0]
+
+    session.attempt(target, 2 * _SCRIPT_S, work)
+    for row in rows[1:]:
+        session.add(row)
 
 
 def _target(session: Session, target: str) -> None:

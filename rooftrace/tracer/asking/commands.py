@@ -9,7 +9,8 @@ from typing import Any
 
 from rooftrace.errors import RequestError, hint
 
-_RUN = "run:"
+RUN = "run:"
+"""What stands before a command that is a target."""
 STEPS = 3
 """How many training steps a script runs, if nobody says."""
 _NUMBERS = ("steps", "ranks", "rank")
@@ -41,7 +42,7 @@ class ScriptCommand:
         """
         words = _words(target)
         asked: dict[str, Any] = {}
-        while target.startswith(_RUN) and words and words[0].startswith("--"):
+        while target.startswith(RUN) and words and words[0].startswith("--"):
             option, *words = words
             if option == "--":
                 break
@@ -56,7 +57,7 @@ class ScriptCommand:
     @staticmethod
     def parted(target: str) -> tuple[str, list[str]]:
         """A target's "run:" where it has one, and its words, options of ours among them."""
-        return _RUN if target.startswith(_RUN) else "", _words(target)
+        return RUN if target.startswith(RUN) else "", _words(target)
 
     @property
     def where(self) -> str:
@@ -67,7 +68,7 @@ class ScriptCommand:
 
 def is_script(target: str) -> bool:
     """Whether a target is a script: run:COMMAND, or a command that begins with a Python file."""
-    if target.startswith(_RUN):
+    if target.startswith(RUN):
         return True
     if ".py" not in target or target.startswith("hf:"):
         return False
@@ -77,13 +78,13 @@ def is_script(target: str) -> bool:
 
 def _words(target: str) -> list[str]:
     """The words of a command.  Raises RequestError for a quotation that does not end."""
-    text = target.removeprefix(_RUN)
+    text = target.removeprefix(RUN)
     if os.path.isfile(text):  # a path with spaces
         return [text]
     try:
         return shlex.split(text)
     except ValueError as error:
-        if target.startswith(_RUN):
+        if target.startswith(RUN):
             raise RequestError(f"target {target!r}: {error}") from None
         return []
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking.commands import (
+    RUN as RUN,
     STEPS as STEPS,
     ScriptCommand as ScriptCommand,
     is_script as is_script,
