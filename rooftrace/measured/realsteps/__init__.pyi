@@ -7,9 +7,6 @@ from rooftrace.measured.realsteps.measurement import (
 from rooftrace.measured.realsteps.realize import (
     realized as realized,
 )
-from rooftrace.measured.realsteps.scriptruns import (
-    script_rows as script_rows,
-)
 from rooftrace.measured.realsteps.targetruns import (
     measured_target as measured_target,
 )

@@ -25,11 +25,12 @@ from rooftrace.measured.bench import (
     devices,
     pinned_threads,
 )
-from rooftrace.measured.realsteps import measured_row, profiled_step, realized, script_rows
+from rooftrace.measured.realsteps import measured_row, profiled_step, realized
 from rooftrace.measured.runs import MicroRow, ModelRow, Run, load_run
 from rooftrace.measured.suite import cases as microcases, micro, models as suite_models
 from rooftrace.measured.suite.cases import MicroCase, NotOfferedError
 from rooftrace.measured.suite.plan import SuitePlan
+from rooftrace.measured.suite.scriptruns import script_rows
 from rooftrace.measured.suite.session import Clock, Hang, Session, first_line, free
 from rooftrace.measured.suite.suitemodel import Make, Sizes, SuiteModel
 from rooftrace.tracer.asking import Request, names

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,22 +39,11 @@ def sizes_unseen() -> Iterator[None]:
         undo.enter_context(replaced(propagator, {_NAME: sizes}))
         schema = sys.modules[_SCHEMA]
         if hasattr(schema, _FAKE):
-            undo.enter_context(replaced(schema, {_FAKE: _there_or_on_meta(schema)}))
+            undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
         yield
 
 
-def _there_or_on_meta(schema: Any) -> Callable[[Any], Any]:
-    """Makes a tensor of the size of a sharded one, on meta where torch lacks the mesh's device.
-
-    Some ops have other results on meta than on a GPU, so the device comes first.
-    """
-    original = original_of(schema, _FAKE)
-
-    def made(spec: Any) -> Any:
-        try:
-            return original(spec)
-        except (RuntimeError, AssertionError):
-            meta = spec.tensor_meta
-            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-
-    return made
+def _on_meta(spec: Any) -> torch.Tensor:
+    """A tensor of the size of a sharded one; its mesh may be of a device that torch lacks here."""
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")

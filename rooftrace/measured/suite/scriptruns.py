@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rooftrace.errors import TargetError
+from rooftrace.hardware.units import format_time
 from rooftrace.measured.bench import Bench
 from rooftrace.measured.runs import ModelRow
 from rooftrace.tracer.asking import names
@@ -39,7 +40,8 @@ def script_rows(target: str, bench: Bench) -> list[ModelRow]:
 
     def enough(turns: Sequence[RealTurn]) -> bool:
         trained = sum(turn.kind == "training" for turn in turns)
-        return (trained or len(turns)) >= most or time.monotonic() > end
+        done = (trained or len(turns)) >= most or time.monotonic() > end
+        return done and len(turns) > 0
 
     with contextlib.redirect_stdout(sys.stderr):
         ran = real_turns(asked.words, bench.device, enough)
@@ -82,5 +84,5 @@ def _row(target: str, kind: str, mode: str, turns: Sequence[RealTurn]) -> ModelR
         sizes={},
         seconds=tuple(turn.seconds for turn in kept),
         peak_bytes=max(peaks, default=None),
-        note=f"{kept[0].label}; {waited * 1e3:.3g} ms of data loaders each, which are left out",
+        note=f"{kept[0].label}; {format_time(waited)} of data loaders each, which are left out",
     )
