@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,11 @@ class TurnCost:
     def label(self) -> str:
         """What was called: the class of the module, with the sizes of its tensors."""
         return self.stretch.label
+
+    @property
+    def called(self) -> str:
+        """The class of the module that was called first, or what began the turn."""
+        return self.label.partition("(")[0]
 
     @property
     def turns(self) -> int:
@@ -126,6 +131,7 @@ class TurnCost:
         return {
             "kind": self.kind,
             "label": self.label,
+            "shape": list(stretch.shape),
             "first": stretch.first,
             "turns": self.turns,
             "recorded": stretch.run,
@@ -152,6 +158,53 @@ class TurnCost:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeCost:
+    """Turns of one kind whose first call has inputs of one shape, together.
+
+    called: the class of the module.  t_est, bytes_hbm, flops: of a turn, on the mean; second, byte,
+    FLOP.  peak: bytes alive at most.
+    """
+
+    kind: str
+    called: str
+    shape: tuple[int, ...]
+    turns: int
+    t_est: float
+    flops: float
+    bytes_hbm: float
+    peak: int
+    limit: str
+
+    @property
+    def per_item(self) -> float:
+        """Seconds for each of the items along the first dimension, which is the batch."""
+        return self.t_est / max(self.shape[0], 1)
+
+
+def _together(rows: Sequence[TurnCost]) -> ShapeCost:
+    turns = sum(row.turns for row in rows)
+    first = rows[0]
+    limits: Counter[str] = Counter()
+    for row in rows:
+        limits[row.limit] += row.turns
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(row, name) * row.turns for row in rows) / turns)
+
+    return ShapeCost(
+        kind=first.kind,
+        called=first.called,
+        shape=first.stretch.shape,
+        turns=turns,
+        t_est=mean("t_est"),
+        flops=mean("flops"),
+        bytes_hbm=mean("bytes_hbm"),
+        peak=max(row.peak for row in rows),
+        limit=limits.most_common(1)[0][0],
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScriptCost(Shown):
     """A script on a chip: its turns, equal ones together, in the order in which they came.
@@ -172,6 +225,23 @@ class ScriptCost(Shown):
         if stretch is None:
             return None
         return next(row for row in self.rows if row.stretch.key == stretch.key)
+
+    def by_shape(self) -> tuple[ShapeCost, ...]:
+        """What a turn costs by the shape of its input: of a server's loop, as its batch changes.
+
+        Only what was called with several shapes is there; the smallest comes first.
+        """
+        groups: dict[tuple[str, str], dict[tuple[int, ...], list[TurnCost]]] = {}
+        for row in self.rows:
+            if row.stretch.shape:
+                alike = groups.setdefault((row.kind, row.called), {})
+                alike.setdefault(row.stretch.shape, []).append(row)
+        return tuple(
+            _together(shapes[shape])
+            for shapes in groups.values()
+            if len(shapes) > 1
+            for shape in sorted(shapes)
+        )
 
     @property
     def title(self) -> str:
@@ -221,6 +291,7 @@ class ScriptCost(Shown):
             "device_seconds": self.device_seconds,
             "loading_seconds": self.loading_seconds,
             "turns": [row.to_dict() for row in self.rows],
+            "shapes": [asdict(row) for row in self.by_shape()],
             "emulated": dict(script.said),
             "assumptions": list(self.assumptions()),
         }

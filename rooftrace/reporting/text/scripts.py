@@ -39,6 +39,16 @@ _TURNS = (
     view.Column("loading", units.SECOND, "data here", drop=2),
     view.Column("label", units.CODE, "called", flexible=True),
 )
+_SHAPES = (
+    view.Column("what", units.TEXT, "what", of=lambda row: _KINDS[row.kind]),
+    view.Column("called", units.CODE, "called"),
+    view.Column("shape", units.TEXT, "input", of=lambda row: str(list(row.shape))),
+    view.Column("turns", units.COUNT, "turns"),
+    view.Column("t_est", units.SECOND, "each", mark="strong"),
+    view.Column("per_item", units.SECOND, "per item"),
+    view.Column("limit", units.TEXT, "limit", of=lambda row: _LIMITS.get(row.limit, row.limit)),
+    view.Column("peak", units.CAPACITY, "peak"),
+)
 _PIECES = (
     view.Column("piece", units.TEXT, "piece"),
     view.Column("times", units.COUNT, "times"),
@@ -62,6 +72,10 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     else:
         head.append(view.Note(_nothing(result.script)))
     sections = [view.Section(parts=head, place=1)]
+    shapes = result.by_shape()
+    if shapes:
+        table = view.Table(columns=_SHAPES, rows=shapes)
+        sections.append(view.Section(title="By the shape of the input", parts=[table], place=2))
     steady = result.steady
     if steady is not None:
         sections += _of_steady(steady)
@@ -79,9 +93,9 @@ def _nothing(script: Script) -> str:
     if not script.outside:
         return "nothing ran on the device"
     return (
-        f"{plural(script.outside, 'op')} ran on the device, none of them in a call of a module or "
-        "in a step of an optimizer: say where a turn begins, with --boundary mark=NAME, a name "
-        "that the script gives to torch.profiler.record_function or to NVTX"
+        f"{plural(script.outside, 'op')} ran on the device, none of them in a module that the main "
+        "thread calls or in a step of an optimizer: say where a turn begins, with --boundary "
+        "mark=NAME, a name that the script gives to torch.profiler.record_function or to NVTX"
     )
 
 

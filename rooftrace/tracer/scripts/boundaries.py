@@ -12,7 +12,7 @@ from torch import nn
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware.units import listed
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.scripts.calls import Look
+from rooftrace.tracer.scripts.calls import Look, first_shape
 from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
@@ -160,7 +160,7 @@ class BoundaryFinder(Finder):
         if self._boundary.at != "auto" and not turn.calls and turn.recorded:
             if self._unnamed:  # the first module that is called was not known when it began
                 self._name(self._stage.recorder)
-            turn.kind = self._kinds.of(module)
+            turn.kind, turn.shape = self._kinds.of(module), first_shape(args, kwargs)
             turn.recorded = not self._is_known(turn, look)
             self._unread = not turn.recorded
         return turn

@@ -60,6 +60,12 @@ def _look(item: Any, opaque: list[Any]) -> Any:
     return type(item), tuple(_look(tensor, opaque) for tensor in tensors_in(item))
 
 
+def first_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of the first tensor of a call that has dimensions; () without one."""
+    tensors = tensors_in((tuple(args), dict(kwargs)))
+    return next((tuple(map(int, t.shape)) for t in tensors if t.dim()), ())
+
+
 def says(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A call in words: the class of the module, and the sizes of the tensors."""
     sizes = [str(list(tensor.shape)) for tensor in tensors_in((tuple(args), dict(kwargs)))]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rooftrace.tracer.phases import steps
-from rooftrace.tracer.scripts.calls import Look, Result, look_of, says
+from rooftrace.tracer.scripts.calls import Look, Result, first_shape, look_of, says
 from rooftrace.tracer.scripts.keeping import TurnKeeper
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -48,6 +48,13 @@ class Finder(TurnKeeper):
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
         return self._stage.recorder.answer(module, *args, **kwargs)
+
+    def missed(self) -> None:
+        """An op ran in a thread that outlives the turn in which it was started."""
+        self.variety.said["threads"] = (
+            "threads that the script starts in one turn, or before the first, and that go on in "
+            "later ones: what they run there is not counted"
+        )
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
@@ -146,7 +153,8 @@ class Finder(TurnKeeper):
         kind = self._kinds.of(module)
         if self._has_run_enough(kind):
             self._stop()
-        return self._begin(OpenTurn(kind, says(module, args, kwargs)), look)
+        turn = OpenTurn(kind, says(module, args, kwargs), first_shape(args, kwargs))
+        return self._begin(turn, look)
 
     def _has_run_enough(self, kind: str) -> bool:
         """Whether the wanted steps have run: training steps, or calls where nothing trains."""

@@ -96,6 +96,7 @@ class TurnKeeper:
             taken=turn.taken,
             optimizers=tuple(dict.fromkeys(turn.learnt.optimizers)),
             label=turn.label,
+            shape=turn.shape,
             passes=len(calls) if turn.is_accumulated else 1,
         )
         self._add(turn, stretch, run=1)

@@ -32,7 +32,8 @@ class Turns(Struct, frozen=True):
     1.  turns: how many there were.  run: how many of them were recorded; the others were called
     with the same sizes, in the same order, as the last one recorded.  loading: seconds that the
     host spent in data loaders; batches: how many batches they gave.  brought, taken: bytes copied
-    from the host to the device, and back.  label: what was called, in words.  passes: equal forward
+    from the host to the device, and back.  label: what was called, in words.  shape: of the first
+    tensor of the first call, () without one.  passes: equal forward
     and backward passes of a turn.
     """
 
@@ -47,6 +48,7 @@ class Turns(Struct, frozen=True):
     taken: int = 0
     optimizers: tuple[str, ...] = ()
     label: str = ""
+    shape: tuple[int, ...] = ()
     passes: int = 1
 
     @property

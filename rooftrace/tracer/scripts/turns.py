@@ -34,6 +34,7 @@ class OpenTurn:
 
     kind: str
     label: str
+    shape: tuple[int, ...] = ()  # of the first tensor of its first call
     learnt: steps.Learnt = field(default_factory=steps.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
