@@ -175,7 +175,26 @@ for step in range(6):
     opt.step()
 """
 
+FLAT = """
+net = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).to(device)
+size, place = sum(p.numel() for p in net.parameters()), 0
+flat, grads = torch.empty(size, device=device), torch.zeros(size, device=device)
+for p in net.parameters():
+    part = slice(place, place + p.numel())
+    flat[part].copy_(p.detach().view(-1))
+    p.data, p.grad = flat[part].view_as(p), grads[part].view_as(p)
+    place += p.numel()
+shard = nn.Parameter(flat[: size // 4])
+shard.grad = grads[: size // 4]
+opt = torch.optim.SGD([shard], lr=0.1, momentum=0.9, foreach=True)
+for step in range(5):
+    grads.zero_()
+    net(torch.randn(16, 64, device=device)).square().mean().backward()
+    opt.step()
+"""
+
 CASES = {
+    "flat": (FLAT, ()),
     "foreach-dropped-late": (PLAIN, ("foreach", "after")),
     "foreach-dropped-at-the-end": (PLAIN, ("foreach", "end")),
     "fused-dropped-late": (PLAIN, ("fused", "after")),

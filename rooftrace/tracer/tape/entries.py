@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.leaves import Leaves
 from rooftrace.tracer.tape.records import KEPT, META_KEY, Entry, Spec, Tag, picked_in
+from rooftrace.tracer.tape.spans import Spans
 from rooftrace.tracer.tape.standing import Standing
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
@@ -31,6 +32,10 @@ _SPARSE = (
 )
 _MAX_BROUGHT = 10**9
 """The most bytes of host tensors that are held as data of weights until the recording ends."""
+
+
+_HELD = ("parameter", "buffer", "optimizer")
+"""Kinds of what is there before a step and after it."""
 
 
 class Entries:
@@ -53,6 +58,7 @@ class Entries:
             int, Any
         ] = {}  # a reference to the tensor that entered first, by its bytes
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
+        self._spans = Spans()  # of weights and states
         self._numbers = itertools.count()
         self._brought = 0  # bytes of the host that weights were filled with
 
@@ -118,8 +124,12 @@ class Entries:
             kind, name = self._beside.get(id(tensor), (kind, name))
             known = self.storage_of(tensor)
             storage = storage if known is None else known
+        if storage is None and kind in _HELD and tensor.layout is torch.strided:
+            storage = self._spans.covered(tensor)
         if storage is None:
             storage = self._tags.new_storage()
+        if kind in _HELD and tensor.layout is torch.strided:
+            self._spans.add(tensor, storage)
         if kind != "constant" and self.storage_of(tensor) is None:
             self.storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
         if tensor.layout is not torch.strided:
