@@ -123,6 +123,8 @@ def test_arguments_after_the_script_are_its_own(here: Path, run: Run) -> None:
         (("--chip", "l4", "--system", "dgx-h100", "train.py"), "a system has its own chip"),
         (("--tf32", "train.py"), "--execution"),
         (("--rank", "2", "--ranks", "2", "train.py"), "rank 2 of 2"),
+        (("--chp", "l4", "train.py"), "no such option: --chp; did you mean '--chip'?"),
+        (("--boundary", "bach", "train.py"), "did you mean 'batch'?"),
     ],
 )
 def test_a_wrong_request_is_one_line(
@@ -136,6 +138,32 @@ def test_an_error_of_the_script_names_its_line(here: Path, run: Run) -> None:
     (here / "wrong.py").write_text("import torch\nx = torch.ones(2, device='cuda')\nx @ x.new(3)\n")
     ran = run("run", "wrong.py")
     assert ran.code != 0 and "wrong.py:3" in ran.err
+
+
+def test_a_script_that_exits_with_a_code_gives_it_to_the_command(here: Path, run: Run) -> None:
+    (here / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    ran = run("run", "exits.py")
+    assert ran.code == 3 and "exited with code 3" in ran.out
+    ran = run("report", str(here / "exits.py"))
+    assert ran.code == 2 and "the script exited with code 3" in ran.err
+
+
+def test_what_a_turn_costs_by_the_shape_of_its_input(here: Path, run: Run) -> None:
+    (here / "serve.py").write_text(
+        "import torch\nfrom torch import nn\nnet = nn.Linear(64, 64).cuda()\n"
+        "with torch.no_grad():\n"
+        "    for batch in (1, 4, 4, 8, 2):\n"
+        "        net(torch.ones(batch, 64, device='cuda'))\n"
+    )
+    cost = rt.run("serve.py", chip="l4", steps=None)
+    rows = cost.by_shape()
+    assert [(row.shape, row.turns) for row in rows] == [
+        ((1, 64), 1), ((2, 64), 1), ((4, 64), 2), ((8, 64), 1)
+    ]  # fmt: skip
+    assert sum(row.flops * row.turns for row in rows) == sum(r.flops * r.turns for r in cost.rows)
+    assert rows[-1].per_item * 8 == rows[-1].t_est
+    assert "per item" in run("run", "--to-end", "serve.py").out
+    assert rt.run("train.py", chip="l4", steps=2).by_shape() == ()
 
 
 def test_a_script_without_a_device_says_so(here: Path, run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.cli.options import EXECUTIONS, TimelineFile, table_options
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
@@ -98,12 +98,18 @@ def run_script(
 ) -> None:  # fmt: skip
     """Run SCRIPT, unmodified, on a GPU that is not there: what its steps cost, and why.
 
-    Options of rooftrace stand before SCRIPT; all that follows it is the script's.
+    Options of rooftrace stand before SCRIPT; all that follows it is the script's.  A script that
+    exits with another code than 0 gives it to the command.
     """
     from rooftrace.tracer.asking import assumptions
 
     if not command:
         raise click.UsageError("expected a script: rooftrace run train.py, or -- torchrun train.py")
+    if command[0].startswith("--"):
+        raise click.UsageError(
+            f"no such option: {command[0]}{hint(command[0], _own_options())}; options of rooftrace "
+            "stand before the script, and those of the script after it"
+        )
     if execution is None and (tf32 or knobs):
         raise RequestError("--tf32 and --knobs are of an execution: add --execution")
     load_rules(rules)
@@ -125,3 +131,9 @@ def run_script(
     write_timeline(timeline, result, quiet=not shown)
     if shown and save is not None:
         say(f"\nthe steady step is in {save}: rooftrace report {save}")
+    if result.script.code:
+        raise SystemExit(result.script.code)
+
+
+def _own_options() -> list[str]:
+    return [name for option in run_script.params for name in option.opts if name[:2] == "--"]

@@ -48,6 +48,8 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
         )
     if ended.exception is not None:
         raise ScriptError(script, ended.exception) from ended.exception
+    if script.code and not script.stretches:
+        raise TargetError(f"target {job.name!r}: the script exited with code {script.code}")
     graphs = {phase: _said(graph, asked) for phase, graph in script.by_phase().items()}
     if not graphs:
         raise TargetError(
