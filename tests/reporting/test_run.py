@@ -211,6 +211,7 @@ def test_every_option_is_felt(here: Path, run: Run) -> None:
         "--chip": ("--chip", "l4"),
         "--system": ("--system", "dgx-a100"),
         "--steps": ("--steps", "2"),
+        "--boundary": ("--boundary", "batch"),
         "--to-end": ("--to-end",),
         "--ranks": ("--ranks", "2"),
         "--execution": ("--execution", "naive"),
