@@ -54,9 +54,7 @@ class Entries:
         self._parameters: dict[int, str] = {}  # names, by identity
         self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
         self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
-        self._first: dict[
-            int, Any
-        ] = {}  # a reference to the tensor that entered first, by its bytes
+        self._first: dict[int, Any] = {}  # references to those that entered first, by bytes
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._spans = Spans()  # of weights and states
         self._numbers = itertools.count()
