@@ -11,6 +11,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.bench import Bench
 from rooftrace.measured.runs import Run, load_run
+from rooftrace.measured.suite import SuitePlan
 from rooftrace.measured.suite.scriptruns import script_rows
 from rooftrace.reporting.cli import main
 from rooftrace.tracer.scripts import realturns, watching
@@ -131,6 +132,12 @@ def test_what_measure_does_not_take_of_a_script(
         assert "options of its own" in capsys.readouterr().err
     assert asked("calibrate", "--run", str(script), "-o", "knobs.toml") == 2
     assert "is measured into a file" in capsys.readouterr().err
+
+
+def test_each_rank_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SuitePlan.of(out="runs/a.json.gz", device="cpu").out == Path("runs/a.json.gz")
+    monkeypatch.setenv("RANK", "3")
+    assert SuitePlan.of(out="runs/a.json.gz", device="cpu").out == Path("runs/a-rank3.json.gz")
 
 
 def test_a_run_of_another_device_is_still_a_run(script: Path) -> None:

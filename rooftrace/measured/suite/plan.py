@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,13 +42,14 @@ class SuitePlan:
     ) -> SuitePlan:
         """A plan with defaults for arguments that are None.
 
-        out: measurements/DEVICE-DATE.json.gz.  device: cuda where there is one.  budget_s: 480, of
+        out: measurements/DEVICE-DATE.json.gz; where a launcher has started this process as another
+        rank than the first, the file has the rank in its name.  device: cuda where there is one.  budget_s: 480, of
         a quick trial 90.  Raises MeasureError for a device that does not exist.
         """
         device = device or devices.default_device()
         usual = QUICK_S if quick else BUDGET_S
         return SuitePlan(
-            out=Path(out) if out else _usual_file(device),
+            out=_of_rank(Path(out) if out else _usual_file(device)),
             device=device,
             budget_s=usual if budget_s is None else budget_s,
             quick=quick,
@@ -65,6 +67,15 @@ class SuitePlan:
         arguments += ["--phase", ",".join(self.phases)] if self.phases else []
         arguments += ["--batch", str(self.batch)] if self.batch is not None else []
         return [*arguments, "--seq", str(self.seq)] if self.seq is not None else arguments
+
+
+def _of_rank(path: Path) -> Path:
+    """The file of this process: each that a launcher has started has its own."""
+    rank = os.environ.get("RANK", "0")
+    if not rank.isdigit() or int(rank) == 0:
+        return path
+    name, dot, ending = path.name.partition(".")
+    return path.with_name(f"{name}-rank{int(rank)}{dot}{ending}")
 
 
 def _usual_file(device: str) -> Path:
