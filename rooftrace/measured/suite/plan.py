@@ -43,8 +43,8 @@ class SuitePlan:
         """A plan with defaults for arguments that are None.
 
         out: measurements/DEVICE-DATE.json.gz; where a launcher has started this process as another
-        rank than the first, the file has the rank in its name.  device: cuda where there is one.  budget_s: 480, of
-        a quick trial 90.  Raises MeasureError for a device that does not exist.
+        rank than the first, the file has the rank in its name.  device: cuda where there is one.
+        budget_s: 480, of a quick trial 90.  Raises MeasureError for a device that does not exist.
         """
         device = device or devices.default_device()
         usual = QUICK_S if quick else BUDGET_S
