@@ -301,3 +301,39 @@ def test_a_scope_that_is_entered_inside_of_itself_ends() -> None:
     with outer.entered(), Scope().entered(), outer.entered():
         assert outer.around is None
         assert outer.replacement((0, "nothing"), "as it was") == "as it was"
+
+
+PIPELINE = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+wide = 64 * (rank + 1)
+part = nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 32)).cuda()
+inner = torch.empty(8, 32, device="cuda", requires_grad=True)
+given = inner if rank else torch.empty(8, 32, device="cuda")
+stage = PipelineStage(part, rank, 2, torch.device("cuda", rank), (given,), (inner,))
+schedule = ScheduleGPipe(stage, 4, loss_fn=lambda out, wanted: (out - wanted).square().mean())
+optimizer = torch.optim.SGD(part.parameters(), 0.1)
+for step in range(4):
+    x = torch.randn(32, 32, device="cuda")
+    schedule.step(target=x) if rank else schedule.step(x)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_stage_of_a_pipeline_is_a_run(rank: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PIPELINE, encoding="utf-8")
+    words = ["torchrun", "--nproc_per_node=2", str(tmp_path / "train.py")]
+    cost = rt.run(words, system="dgx-a100", rank=rank, steps=None)
+    product = 2 * 32 * 32 * 64 * (rank + 1)  # of all four microbatches
+    # Forward, gradients of weights, and of inputs, but for those of the first stage.
+    wanted = 2 * product + 2 * product + (2 if rank else 1) * product
+    assert {matrix_flops(row) for row in training(cost)} == {wanted}
+    assert sum(row.turns for row in training(cost)) == 4
+    # Activations, or their gradients, of 32 x 32 numbers are sent, and others received.
+    assert cost.steady is not None and cost.steady.bytes_net >= 32 * 32 * 4
