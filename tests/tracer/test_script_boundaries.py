@@ -150,6 +150,36 @@ def test_a_mark_that_never_comes_names_those_that_came(tmp_path: Path) -> None:
         rt.run([str(path), "cuda"], chip="l4", boundary="mark")
 
 
+def test_a_thread_that_outlives_its_turn_is_told(tmp_path: Path) -> None:
+    text = """
+import queue, threading
+import torch
+net, other = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+asked, done = queue.Queue(), queue.Queue()
+
+def serve():
+    while asked.get():
+        other(torch.ones(4, 8, device="cuda"))
+        done.put(1)
+
+thread = threading.Thread(target=serve)
+for step in range(3):
+    net(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    if step == 0:
+        thread.start()
+    {ask}
+asked.put(0)
+thread.join()
+"""
+    lost = text.format(ask="asked.put(1); done.get()")
+    cost = rt.run([str(written(tmp_path, lost))], chip="l4", steps=None)
+    assert "what they run there is not counted" in cost.script.said["threads"]
+    quiet = text.format(ask="pass")
+    assert "threads" not in rt.run([str(written(tmp_path, quiet))], chip="l4").script.said
+
+
 def test_ops_outside_of_turns_are_told(tmp_path: Path) -> None:
     path = written(tmp_path, "import torch\na = torch.ones(8, 8, device='cuda')\nb = a @ a\n")
     cost = rt.run([str(path)], chip="l4")

@@ -59,7 +59,7 @@ class _Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._tape.live:  # a thread that outlives the capture
-            self._tape.missed()
+            self._tape.threads.missed()
             return func(*args, **(kwargs or {}))
         return self._dispatch(func, types, args, kwargs)
 

@@ -42,21 +42,17 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         device_tensors: DeviceTensors,
         missed: Callable[[], object],
     ) -> None:
-        self._missed = missed
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self.entries.weakly = True
+        self.threads.missed = missed
 
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread, which shows the device."""
         return Presented(self, device, self._shown, self._shapes)
-
-    def missed(self) -> None:
-        """An op of another thread ran after this recording had ended."""
-        self._missed()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, FakeTensor) for kind in types):

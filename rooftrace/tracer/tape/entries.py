@@ -34,10 +34,6 @@ _MAX_BROUGHT = 10**9
 """The most bytes of host tensors that are held as data of weights until the recording ends."""
 
 
-_HELD = ("parameter", "buffer", "optimizer")
-"""Kinds of what is there before a step and after it."""
-
-
 class Entries:
     """The values of one recording that no op made, and the tensors that stand for them."""
 
@@ -122,12 +118,8 @@ class Entries:
             kind, name = self._beside.get(id(tensor), (kind, name))
             known = self.storage_of(tensor)
             storage = storage if known is None else known
-        if storage is None and kind in _HELD and tensor.layout is torch.strided:
-            storage = self._spans.covered(tensor)
         if storage is None:
-            storage = self._tags.new_storage()
-        if kind in _HELD and tensor.layout is torch.strided:
-            self._spans.add(tensor, storage)
+            storage = self._spans.number(tensor, kind, self._tags.new_storage)
         if kind != "constant" and self.storage_of(tensor) is None:
             self.storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
         if tensor.layout is not torch.strided:

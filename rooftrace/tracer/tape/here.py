@@ -63,9 +63,13 @@ class Here(threading.local):
 
 
 class RecordedThreads:
-    """The threads that one recorder records."""
+    """The threads that one recorder records.
+
+    missed: is called where an op runs in one of them after the recording.
+    """
 
     def __init__(self) -> None:
+        self.missed: Callable[[], object] = lambda: None
         self.idents: set[int] = set()
         self.entered = 0  # how often another thread began to be recorded
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rooftrace.tracer.tape.tags import no_storage
 from rooftrace.tracer.tensors import trees
+
+_HELD = ("parameter", "buffer", "optimizer")
+"""Kinds of what is there before a step and after it."""
 
 
 class Spans:
@@ -18,11 +23,20 @@ class Spans:
         # By buffer: a reference to it, and (start, end, number) of what entered.
         self._spans: dict[int, tuple[Any, list[tuple[int, int, int]]]] = {}
 
-    def covered(self, tensor: Tensor) -> int | None:
-        """The number of the first bytes of a tensor, if all of its bytes have one; else None.
+    def number(self, tensor: Tensor, kind: str, new: Callable[[], int]) -> int:
+        """The storage number of a tensor of this kind that enters: of bytes that have one, or new.
 
         A trainer that keeps all weights in one flat buffer steps on parts of that buffer.
         """
+        if kind not in _HELD or tensor.layout is not torch.strided:
+            return new()
+        known = self._covered(tensor)
+        number = new() if known is None else known
+        self._add(tensor, number)
+        return number
+
+    def _covered(self, tensor: Tensor) -> int | None:
+        """The number of the first bytes of a tensor, if all of its bytes have one; else None."""
         start, end = _span(tensor)
         first: int | None = None
         for begins, ends, number in sorted(self._of(tensor)):
@@ -33,7 +47,7 @@ class Spans:
                 start = ends
         return first if start >= end else None
 
-    def add(self, tensor: Tensor, number: int) -> None:
+    def _add(self, tensor: Tensor, number: int) -> None:
         """The bytes of a tensor have this number."""
         spans = self._of(tensor)
         spans.append((*_span(tensor), number))

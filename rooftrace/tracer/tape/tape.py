@@ -76,9 +76,6 @@ class Tape:
     def function(self, function: str) -> None:
         self.here.function = function
 
-    def missed(self) -> None:
-        """An op ran in a thread that outlives the recording in which it was started."""
-
     @property
     def after_backward(self) -> bool:
         """Whether a backward of the user's has run and no module since."""

@@ -116,7 +116,7 @@ def _shown_backward(
     def run(grad_out: Tensor, input: Tensor, shape: Any, rstd: Tensor, *rest: Any) -> Any:
         made = OPS.rms_norm_backward(grad_out, input, shape, rstd, rest[0], eps, rest[1])
         # What is not wanted is undefined, as on a GPU.
-        return tuple(one if own else None for one, own in zip(made, rest[1], strict=True))
+        return tuple(grad if own else None for grad, own in zip(made, rest[1], strict=True))
 
     public = _aten._fused_rms_norm_backward.default
     args = (grad_out, input, list(normalized_shape), rstd, weight, list(output_mask))
