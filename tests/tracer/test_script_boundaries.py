@@ -150,7 +150,7 @@ def test_a_mark_that_never_comes_names_those_that_came(tmp_path: Path) -> None:
         rt.run([str(path), "cuda"], chip="l4", boundary="mark")
 
 
-def test_a_thread_that_outlives_its_turn_is_told(tmp_path: Path) -> None:
+def test_what_a_thread_runs_counts_in_the_turn_in_which_it_runs(tmp_path: Path) -> None:
     text = """
 import queue, threading
 import torch
@@ -159,25 +159,27 @@ optimizer = torch.optim.SGD(net.parameters())
 asked, done = queue.Queue(), queue.Queue()
 
 def serve():
-    while asked.get():
-        other(torch.ones(4, 8, device="cuda"))
+    while asked.get(timeout=20):
+        with torch.no_grad():
+            other(torch.ones(4, 8, device="cuda"))
         done.put(1)
 
 thread = threading.Thread(target=serve)
-for step in range(3):
+for step in range(5):
     net(torch.ones(4, 8, device="cuda")).sum().backward()
     optimizer.step()
     if step == 0:
         thread.start()
-    {ask}
+    asked.put(1)
+    done.get(timeout=20)
 asked.put(0)
 thread.join()
 """
-    lost = text.format(ask="asked.put(1); done.get()")
-    cost = rt.run([str(written(tmp_path, lost))], chip="l4", steps=None)
-    assert "what they run there is not counted" in cost.script.said["threads"]
-    quiet = text.format(ask="pass")
-    assert "threads" not in rt.run([str(written(tmp_path, quiet))], chip="l4").script.said
+    cost = rt.run([str(written(tmp_path, text))], chip="l4", steps=None)
+    product = 2 * 4 * 8 * 8
+    assert sum(row.turns for row in cost.rows) == 5
+    # Forward, the gradient of the weights, and what the thread computes.
+    assert {matrix_flops(row) for row in cost.rows} == {3 * product}
 
 
 def test_ops_outside_of_turns_are_told(tmp_path: Path) -> None:

@@ -222,10 +222,17 @@ class Recorder(TorchDispatchMode, Tape):
         return self._module_calls.answer(module, *args, **kwargs)
 
     def give_way(self, other: Recorder) -> None:
-        """Another recorder takes the place of this one; regions of autocast that are on stay on."""
-        with set_aside():
-            self.__exit__(None, None, None)
-            other.__enter__()
+        """Another recorder takes the place of this one; regions of autocast that are on stay on.
+
+        It also gets what threads run that this one has followed.
+        """
+        self.threads.heir = self
+        try:
+            with set_aside():
+                self.__exit__(None, None, None)
+                other.__enter__()
+        finally:
+            self.threads.heir = other
 
     def _settle(self) -> None:
         """Wait for threads of the code that it did not join."""

@@ -58,9 +58,11 @@ class _Follower(TorchDispatchMode):
         self._tape, self._dispatch = tape, dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._tape.live:  # a thread that outlives the capture
-            self._tape.threads.missed()
-            return func(*args, **(kwargs or {}))
+        if not self._tape.live:  # a thread that outlives the recording
+            heir = self._tape.threads.living(self._tape)
+            if heir is None:
+                return func(*args, **(kwargs or {}))
+            self._tape, self._dispatch = heir, heir.__torch_dispatch__
         return self._dispatch(func, types, args, kwargs)
 
 

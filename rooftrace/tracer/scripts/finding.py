@@ -49,13 +49,6 @@ class Finder(TurnKeeper):
         """Call a module in the recorder that is on."""
         return self._stage.recorder.answer(module, *args, **kwargs)
 
-    def missed(self) -> None:
-        """An op ran in a thread that outlives the turn in which it was started."""
-        self.variety.said["threads"] = (
-            "threads that the script starts in one turn, or before the first, and that go on in "
-            "later ones: what they run there is not counted"
-        )
-
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
         if torch._C._current_autograd_node() is not None:

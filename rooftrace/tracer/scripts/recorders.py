@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
     shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
-    of the whole run.  missed: is called where an op is not recorded.
+    of the whole run.
     """
 
     hands_on_calls = True
@@ -40,7 +40,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         shown: torch.device,
         shapes: Shapes,
         device_tensors: DeviceTensors,
-        missed: Callable[[], object],
     ) -> None:
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
@@ -48,7 +47,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self.entries.weakly = True
-        self.threads.missed = missed
 
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread, which shows the device."""

@@ -121,14 +121,7 @@ class RunWatch:
         )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(
-            self.values,
-            record,
-            self.shown,
-            self.shapes,
-            self.device_tensors,
-            lambda: self.finder.missed(),
-        )
+        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

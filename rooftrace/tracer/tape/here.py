@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,16 +63,30 @@ class Here(threading.local):
         return self.stack[-1][0] if self.stack else ""
 
 
+_MOMENT = 0.0005
+"""Seconds between two looks at a recording that gives way to another."""
+
+
 class RecordedThreads:
     """The threads that one recorder records.
 
-    missed: is called where an op runs in one of them after the recording.
+    heir: the recording that follows them after this one; this one itself while it gives way.
     """
 
     def __init__(self) -> None:
-        self.missed: Callable[[], object] = lambda: None
+        self.heir: Any = None
         self.idents: set[int] = set()
         self.entered = 0  # how often another thread began to be recorded
+
+    @staticmethod
+    def living(tape: Any) -> Any:
+        """A recording, or that which has taken its place and is on; None where none is."""
+        while tape is not None and not tape.live:
+            if tape.threads.heir is tape:  # it is just giving way
+                time.sleep(_MOMENT)
+            else:
+                tape = tape.threads.heir
+        return tape
 
     @property
     def running(self) -> bool:
