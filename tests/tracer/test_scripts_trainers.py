@@ -337,3 +337,25 @@ def test_each_stage_of_a_pipeline_is_a_run(rank: int, tmp_path: Path) -> None:
     assert sum(row.turns for row in training(cost)) == 4
     # Activations, or their gradients, of 32 x 32 numbers are sent, and others received.
     assert cost.steady is not None and cost.steady.bytes_net >= 32 * 32 * 4
+
+
+KEPT_GRADIENTS = """
+import torch
+from torch import nn
+net = nn.Linear(64, 32).cuda()
+for weight in net.parameters():
+    weight.main_grad = torch.zeros(weight.shape, device="cuda")
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(3):
+    net(torch.randn(8, 64, device="cuda")).sum().backward()
+    for weight in net.parameters():
+        weight.main_grad.copy_(weight.grad)
+        weight.grad = weight.main_grad
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_gradient_that_a_trainer_keeps_on_a_weight_is_no_weight(tmp_path: Path) -> None:
+    for row in training(run(tmp_path, KEPT_GRADIENTS, steps=None)):
+        assert held(row, "weights") == 4 * (64 * 32 + 32)

@@ -78,7 +78,7 @@ class Entries:
                 self.enter(tensor, kind, prefix + name)
             if kind != "constant" and type(tensor) in subclasses.ORDINARY:
                 for of, item in subclasses.attributes_of(tensor).items():
-                    for part in tensors_in(item):  # scales beside a packed weight
+                    for part in _scales_in(tensor, item):
                         self._beside.setdefault(id(part), (kind, f"{prefix}{name}.{of}"))
 
     def name_of(self, parameter: Tensor) -> str:
@@ -293,6 +293,15 @@ def _names_in(module: nn.Module) -> dict[int, str]:
         for name, t in group.items()
         if isinstance(t, Tensor)
     }
+
+
+def _scales_in(weight: Tensor, item: Any) -> list[Tensor]:
+    """Tensors that belong to a weight and hang on it, as scales of a packed one.
+
+    What has the shape of a weight that is trained is a trainer's: its gradient, an average.
+    """
+    trained = weight.requires_grad
+    return [part for part in tensors_in(item) if not trained or part.shape != weight.shape]
 
 
 def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> None:
