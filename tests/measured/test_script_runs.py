@@ -89,6 +89,10 @@ def test_turns_of_a_real_run_are_timed_without_what_they_wait_for(script: Path) 
 def test_the_user_says_how_many_steps(script: Path) -> None:
     (row,) = script_rows(f"run:--steps 5 {script} cpu", bench())
     assert len(row.seconds) == 5 - 3 and not Path("done.txt").exists()
+    training, _ = script_rows(f"{script} cpu --steps 2", bench())  # an option of its own
+    assert len(training.seconds) == 3 * 6 - 3
+    with pytest.raises(RequestError, match="--boundary batch"):
+        script_rows(f"run:--boundary batch {script} cpu", bench())
 
 
 def test_the_budget_ends_a_script(script: Path) -> None:

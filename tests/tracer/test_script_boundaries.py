@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from tests.tracer.script_oracle import all_flops, matrix_flops, training
+from tests.tracer.script_oracle import all_flops, matrix_flops, really, training
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -67,16 +66,6 @@ with torch.inference_mode():
 """
 
 
-def flops(path: Path) -> int:
-    """Of the script, run for real on the CPU."""
-    code = compile(path.read_text(), str(path), "exec")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [str(path), "cpu"])
-        with FlopCounterMode(display=False) as counter:
-            exec(code, {"__name__": "__main__"})
-    return counter.get_total_flops()
-
-
 def written(folder: Path, text: str) -> Path:
     path = folder / "script.py"
     path.write_text(text, encoding="utf-8")
@@ -88,7 +77,7 @@ def test_a_step_by_hand_ends_with_its_backward(tmp_path: Path) -> None:
     cost = rt.run([str(path), "cuda"], chip="l4", steps=None)
     assert sum(row.turns for row in training(cost)) == 7
     assert sum(row.turns for row in cost.rows if row.kind == "inference") == 2 * 2
-    assert all_flops(cost) == flops(path) > 0
+    assert all_flops(cost) == really(path).flops > 0
     (graph,) = [g for phase, g in cost.script.by_phase().items() if phase == "training"]
     assert {"forward", "backward", "optimizer"} == {op.part for op in graph.ops}
 
@@ -103,7 +92,7 @@ def test_a_script_without_modules_has_the_steps_of_its_optimizer(tmp_path: Path)
     cost = rt.run([str(path), "cuda"], chip="l4", steps=None)
     (row,) = cost.rows
     assert (row.kind, row.turns) == ("training", 5)  # the first is before the optimizer is known
-    assert 6 * matrix_flops(row) == flops(path) > 0
+    assert 6 * matrix_flops(row) == really(path).flops > 0
     assert "the first one is not recorded" in "".join(cost.script.said.values())
 
 
@@ -119,7 +108,7 @@ def test_a_turn_begins_where_the_user_says(boundary: str, turns: int, tmp_path: 
     assert sum(row.turns for row in cost.rows) == turns - before
     steady = cost.steady
     assert steady is not None and steady.kind == "training"
-    assert 6 * matrix_flops(steady) == flops(path)
+    assert 6 * matrix_flops(steady) == really(path).flops
 
 
 def test_a_batch_may_be_a_turn_of_many_calls(tmp_path: Path) -> None:
@@ -136,7 +125,7 @@ def test_a_batch_may_be_a_turn_of_many_calls(tmp_path: Path) -> None:
 def test_a_call_may_be_a_turn(tmp_path: Path) -> None:
     path = written(tmp_path, BY_HAND)
     cost = rt.run([str(path), "cuda"], chip="l4", steps=None, boundary="call")
-    assert all_flops(cost) == flops(path)
+    assert all_flops(cost) == really(path).flops
     assert sum(row.turns for row in cost.rows) == 2 * 7 + 2 * 2
 
 

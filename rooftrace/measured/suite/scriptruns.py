@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.errors import TargetError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.bench import Bench
 from rooftrace.measured.runs import ModelRow
@@ -35,7 +35,9 @@ def script_rows(target: str, bench: Bench) -> list[ModelRow]:
     from rooftrace.tracer.scripts import real_turns
 
     asked = names.ScriptCommand.of(target)
-    most = asked.steps if "--steps" in names.ScriptCommand.parted(target)[1] else _MOST
+    if asked.boundary != names.BOUNDARIES[0]:
+        raise RequestError(f"{target}: --boundary {asked.boundary}: measured turns begin as found")
+    most = asked.steps or _MOST
     end = time.monotonic() + bench.budget_s
 
     def enough(turns: Sequence[RealTurn]) -> bool:

@@ -22,14 +22,15 @@ class ScriptCommand:
     """A target that is a script.
 
     words: its command line.  chip, system: what it sees, by name or path; None: the usual chip.
-    steps: after so many training steps it is ended.  ranks: of how many processes it is the one
-    with number `rank`, where no launcher says.  boundary: what begins a turn.
+    steps: after so many training steps it is ended; None: nobody says.  ranks: of how many
+    processes it is the one with number `rank`, where no launcher says.  boundary: what begins a
+    turn.
     """
 
     words: tuple[str, ...]
     chip: str | None = None
     system: str | None = None
-    steps: int = STEPS
+    steps: int | None = None
     ranks: int | None = None
     rank: int = 0
     boundary: str = "auto"

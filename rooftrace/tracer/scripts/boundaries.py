@@ -14,7 +14,7 @@ from rooftrace.hardware.units import listed
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.scripts.calls import Look, first_shape
 from rooftrace.tracer.scripts.finding import Finder
-from rooftrace.tracer.scripts.kinds import Kinds
+from rooftrace.tracer.scripts.kinds import Kinds, weighs
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
 from rooftrace.tracer.scripts.turns import OpenTurn
 
@@ -67,7 +67,7 @@ class AskedKinds(Kinds):
 
     def goes_on(self, turn: OpenTurn, module: nn.Module, arguments: Any, brought: int) -> bool:
         """Whether a call belongs to the open turn."""
-        return not self.at_calls or not any(True for _ in module.parameters())
+        return not self.at_calls or not weighs(module)
 
 
 class BoundaryFinder(Finder):

@@ -16,7 +16,6 @@ from torch import nn
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.calls import Look, Result, first_shape, look_of, says
 from rooftrace.tracer.scripts.keeping import TurnKeeper
-from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.records import TRAINING
@@ -41,7 +40,6 @@ class Finder(TurnKeeper):
     ) -> None:
         super().__init__(stage, shapes, optimizers)
         self._wanted, self._stop = wanted, stop
-        self._kinds = Kinds(optimizers)
 
     # -- what the script does ----------------------------------------------------------------------
 
@@ -155,9 +153,6 @@ class Finder(TurnKeeper):
             return False
         done = self.trained if kind == TRAINING else self.called
         return done >= self._wanted and (kind == TRAINING or not self._kinds.train)
-
-    def _settle(self, turn: OpenTurn) -> None:
-        self._kinds.settle(turn)
 
     def _note_backward(self, turn: OpenTurn) -> None:
         """Note whether a backward has run since the last call."""

@@ -11,6 +11,7 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, Result
 from rooftrace.tracer.scripts.clocks import HostClock
+from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
@@ -35,7 +36,7 @@ class TurnKeeper:
         self.book = Book()
         self.clock: HostClock = HostClock()
         self._stage, self._optimizers = stage, optimizers
-        self._roots = Roots(shapes)
+        self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
         self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
         self._steady: dict[Any, SteadyTurns] = {}
@@ -75,7 +76,7 @@ class TurnKeeper:
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
-        self._settle(turn)
+        self._kinds.settle(turn)
         key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
         if not turn.recorded:
@@ -103,9 +104,6 @@ class TurnKeeper:
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain
         self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
-
-    def _settle(self, turn: OpenTurn) -> None:
-        """A turn has ended: its kind may be another than the one that it began as."""
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
         self.clock.ended(stretch.pieces, turn.loaded.awaited)

@@ -42,7 +42,7 @@ class Kinds:
         if not known or not torch.is_grad_enabled():
             if not known or torch.is_inference_mode_enabled() or id(module) in self._tried:
                 return INFERENCE
-            if self._optimizers.trains(module) or not _weighs(module):
+            if self._optimizers.trains(module) or not weighs(module):
                 return INFERENCE
         return TRAINING
 
@@ -66,7 +66,7 @@ class Kinds:
 
         brought: bytes from the host so far.
         """
-        if not torch.is_grad_enabled() and not _weighs(module):
+        if not torch.is_grad_enabled() and not weighs(module):
             return True  # a loss or a score of what was computed
         if turn.kind == INFERENCE and not self.train and id(module) not in turn.modules:
             # Another part of a model, which may yet be trained by hand.
@@ -96,9 +96,10 @@ class Kinds:
         turn.modules.add(id(module))
         if torch.is_grad_enabled():
             turn.helps = None
-        elif turn.helps is not None and _weighs(module):
+        elif turn.helps is not None and weighs(module):
             turn.helps.add(id(module))
 
 
-def _weighs(module: nn.Module) -> bool:
+def weighs(module: nn.Module) -> bool:
+    """Whether a module has weights."""
     return next(module.parameters(), None) is not None

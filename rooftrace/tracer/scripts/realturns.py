@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +18,7 @@ from rooftrace.tracer.patches import Scope, original_of, replaced
 from rooftrace.tracer.scripts.calls import look_of, says
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
+from rooftrace.tracer.scripts.roots import runs_where
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.scripts.watching import compiling, watched
 
@@ -85,7 +86,6 @@ class _Timed:
 
     turn: OpenTurn
     began: float
-    calls: list[Any] = field(default_factory=list)
 
 
 class TurnTimer:
@@ -135,7 +135,8 @@ class TurnTimer:
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a module that is called from outside of any."""
-        if torch._C._current_autograd_node() is None and self._runs_there(module, args, kwargs):
+        backward = torch._C._current_autograd_node() is not None
+        if not backward and runs_where(self._there, module, (args, kwargs)):
             self._turn_begins(module, args, kwargs)
         return self.run(module, args, kwargs)
 
@@ -151,12 +152,6 @@ class TurnTimer:
 
     def _there(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device.type
-
-    def _runs_there(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        weight = next(module.parameters(), None)
-        if weight is not None:
-            return self._there(weight)
-        return any(isinstance(t, Tensor) and self._there(t) for t in (*args, *kwargs.values()))
 
     def _turn_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         timed = self._open
@@ -174,9 +169,7 @@ class TurnTimer:
             self._open = timed = _Timed(turn, perf_counter())
         assert timed is not None
         self._kinds.note(timed.turn, module, self._batches)
-        look = look_of(module, args, kwargs)
-        timed.turn.calls.append(look)
-        timed.calls.append(look.key)
+        timed.turn.calls.append(look_of(module, args, kwargs))
 
     def _note_backward(self, turn: OpenTurn) -> None:
         if self._differentiated:
@@ -196,7 +189,7 @@ class TurnTimer:
             RealTurn(
                 kind=timed.turn.kind,
                 label=timed.turn.label,
-                calls=tuple(timed.calls),
+                calls=tuple(look.key for look in timed.turn.calls),
                 seconds=max(seconds - self._loading, 0.0),
                 loading=self._loading,
                 peak=peak,

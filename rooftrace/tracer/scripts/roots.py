@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,14 @@ from torch import Tensor, nn
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.tensors import owners, tensors_in
+
+
+def runs_where(there: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
+    """Whether the first weight of a module is there, or one of its inputs where it has none."""
+    weight = next(owners.weights_in(module), None)
+    if weight is not None:
+        return there(weight)
+    return any(there(tensor) for tensor in tensors_in(arguments))
 
 
 class Roots:
@@ -25,10 +34,7 @@ class Roots:
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
-        weight = next(owners.weights_in(module), None)
-        if weight is not None:
-            return self._is_there(weight)
-        return any(self._is_there(tensor) for tensor in tensors_in(arguments))
+        return runs_where(self._is_there, module, arguments)
 
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.is_meta and tensor not in self._shapes

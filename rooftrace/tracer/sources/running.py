@@ -38,7 +38,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
         script, ended = run_script(
             asked.words,
             chip,
-            steps=asked.steps,
+            steps=asked.steps or names.STEPS,
             ranks=asked.ranks,
             rank=asked.rank,
             per_node=None if joined is None else joined.levels[0].size,
