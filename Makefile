@@ -9,15 +9,20 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DOCS := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # -p no:benchmark: benchmarks are not tests, and their plugin warns beside xdist.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) -p no:benchmark
+# A file's tests share what they trace, so that one worker has them all; the long ones begin.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:benchmark
+# Lint and types need no test to end first: they run beside the tests, and all say what they find.
+BESIDE := $(MAKE) --no-print-directory --keep-going --jobs lint types
 
 # Nothing here downloads a model, and $(JOBS) workers share the cores.
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
+# Without bytecode every process of a run compiles 900 files anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test heavy check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
+.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
 	checkpoints versions measure collectives manychips page docs notebooks clean
 
 help: ## list the commands
@@ -49,14 +54,20 @@ demo: $(INSTALLED) ## report on DeepSeek-V3 (671 B parameters) on an H200, into 
 	@$(BIN)/rooftrace report deepseek-v3 \
 		--batch 8 --seq 255 --kv 255 --dtype fp8 --chip h200-sxm --out out/deepseek-v3
 
-test: lint types ## lint, types and the tests; of long sweeps the cases that differ most
+test: $(INSTALLED) ## lint, types and the tests; of long sweeps the cases that differ most
+	@$(BESIDE) tests
+
+tests: $(INSTALLED)
 	@$(PYTEST) -m 'not heavy'
 
 heavy: $(INSTALLED) ## the other cases of long sweeps: every model, phase, command and option
 	@$(PYTEST) -m heavy
 
-check: lint types ## lint, types and the quick tests: about a minute
-	@$(PYTEST) -m 'not slow and not heavy'
+check: $(INSTALLED) ## lint, types and the quick tests: under a minute
+	@$(BESIDE) quick
+
+quick: $(INSTALLED)
+	@$(PYTEST) -m quick
 
 fuzz: $(INSTALLED) ## attack files, commands, names and threads, each for so long (FUZZ=600 seconds)
 	@$(PYTEST) tests/fuzz --fuzz-seconds=$(or $(FUZZ),600) --hypothesis-profile=explore

@@ -1,11 +1,15 @@
-"""What every test may use: the repository's root and the golden files."""
+"""What every test may use, in which order they run, and what is looked at after each."""
 
 import difflib
 import gc
+import getpass
 import inspect
 import itertools
 import os
+import random
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +17,9 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.costs import Costs
+from tests.left_behind import LeftBehind
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -42,11 +49,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="rewrite tests/golden/ from what the code says now; runs only the tests that use it",
     )
     parser.addoption(
+        "--costs", action="store_true", help="end with the CPU seconds of tests, as under CI"
+    )
+    parser.addoption(
+        "--shuffle", type=int, help="run files, and the tests of each, in the order of this seed"
+    )
+    parser.addoption(
         "--fuzz-seconds", type=float, default=0.5, help="how long each attacker of tests/fuzz tries"
     )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Traces that forms keep are of this run and of all its processes, temporary files of one."""
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["ROOFTRACE_CACHE"] = str(shared / "traces")
+    # What Inductor compiles stays where it always does, and so do torch's headers, for which it
+    # looks below the temporary folder: the first of them take ten seconds.
+    inductor = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor))
+    inductor.mkdir(exist_ok=True)
+    temporary = base / "temporary"
+    temporary.mkdir()
+    (temporary / inductor.name).symlink_to(inductor, target_is_directory=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    for plugin in (Costs(config), LeftBehind()):
+        config.pluginmanager.register(plugin)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        chance = random.Random(seed)
+        places = {path: chance.random() for path in sorted({item.path for item in items})}
+        chance.shuffle(items)
+        items.sort(key=lambda item: places[item.path])
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if not config.getoption("--update-golden"):
         return
@@ -62,14 +100,28 @@ def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("rooftrace.tracer.sources.apart.PROCESSES", False)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Traces that forms keep are of this run of tests, and of all its processes."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROOFTRACE_CACHE", str(shared / "traces"))
-        yield
+@pytest.fixture(autouse=True)
+def no_target_stays() -> Iterator[None]:
+    """The imports of a target that a test loaded end with it, not with the next target."""
+    yield
+    isolation = sys.modules.get("rooftrace.tracer.targets.isolation")
+    if isolation is not None and isolation._LEFT:
+        with isolation.own_imports():
+            pass
+
+
+@pytest.fixture
+def no_accelerator_stays() -> Iterator[None]:
+    """The state that accelerate keeps for a whole process begins and ends with the test."""
+
+    def forget() -> None:
+        if (state := sys.modules.get("accelerate.state")) is not None:
+            state.AcceleratorState._reset_state(True)
+            state.GradientState._reset_state()
+
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,14 @@ def no_compiler() -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_stands_below_it(
-    page: Path, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_accelerator_stays: None,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(ROOT)
     text, names = page.read_text(), {"__name__": page.stem}
     compiles = any("compiled=True" in block["code"] for block in CODE.finditer(text))
     if compiles and (trouble := no_compiler()):

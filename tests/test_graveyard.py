@@ -19,6 +19,8 @@ import rooftrace as rt
 from rooftrace.costmodels.registry.rulebook import RULES
 from rooftrace.hardware.chipfile import available_chips
 
+pytestmark = pytest.mark.quick
+
 PAGE = Path(__file__).parents[1] / "docs" / "counter-graveyard.md"
 META = torch.device("meta")
 

@@ -22,6 +22,8 @@ from rooftrace.hardware.units import format_capacity, format_traffic
 from rooftrace.reporting.pages.report import build_report
 from tests.releases import with_transformers_5
 
+pytestmark = pytest.mark.quick
+
 PAGE = Path(__file__).parents[1] / "docs" / "roofline-pitfalls.md"
 META = torch.device("meta")
 BF16 = torch.bfloat16

@@ -5,11 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import pytest
 import torch
 from torch import nn
 
 import rooftrace as rt
 from rooftrace._progress import tell
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_listener_hears_what_calls_inside_do() -> None:

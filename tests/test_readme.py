@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 BLOCK = re.compile(r"<!-- golden: (?P<name>[\w.]+) -->\n```\n(?P<text>.*?)```", re.DOTALL)
 
 

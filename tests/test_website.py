@@ -10,6 +10,8 @@ import pytest
 import rooftrace
 from website import checks, gallery, links, pages, reference
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

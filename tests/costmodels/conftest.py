@@ -51,9 +51,7 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     if name == "deepseek":
         return language_model("DeepseekV3", **DEEPSEEK), (), {"input_ids": tokens}
     if name == "resnet":
-        module = example("resnet")
-        kind = module.ResNet
-        return kind(), (torch.empty(2, 3, 64, 64),), {}
+        return example("resnet").ResNet((1, 1, 5, 1)), (torch.empty(2, 3, 64, 64),), {}
     module = example("lstm_tagger")
     return module.LSTMTagger(50, 3, 8, 16), (torch.randint(0, 50, (2, 5)),), {}
 

@@ -6,6 +6,7 @@ the line of the base does.  Most are changes that real model libraries have made
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,11 +121,14 @@ class Case:
         return before, after
 
     def write(self, folder: Path) -> tuple[str, str, str]:
-        """The targets of the two revisions, and the line that the cause has to name."""
+        """The targets of the two revisions, and the line that the cause has to name.
+
+        A revision of many cases is one target.
+        """
         targets, line = [], ""
-        for name, files in zip(("before", "after"), self.sources(), strict=True):
-            place = folder / self.name.replace(" ", "_") / name
-            place.mkdir(parents=True)
+        for files in self.sources():
+            place = folder / hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+            place.mkdir(exist_ok=True)
             for file, text in files.items():
                 (place / file).write_text(text)
                 for number, each in enumerate(text.splitlines(), 1):

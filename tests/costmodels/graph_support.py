@@ -19,6 +19,7 @@ class Builder:
         self.dtype = dtype
         self.values: list[Tensor] = []
         self.places: list[np.ndarray] = []
+        self.numbered: dict[int, np.ndarray] = {}  # the elements of a tensor of each size
         self.ops: list[Op] = []
         self.inputs: list[int] = []
         self.unread: dict[int, tuple[int, ...]] = {}
@@ -36,7 +37,10 @@ class Builder:
         """A new value: of a shape, or a numpy view of what `like` stands for."""
         index = len(self.values)
         if not isinstance(place, np.ndarray):
-            place = np.arange(int(np.prod(place, dtype=int))).reshape(tuple(place))
+            size = int(np.prod(place, dtype=int))
+            if size not in self.numbered:
+                self.numbered[size] = np.arange(size, dtype=np.int32)
+            place = self.numbered[size].reshape(tuple(place))
         owner = index if like is None else self.values[like].storage
         stride = tuple(step // place.itemsize for step in place.strides)
         role = role if like is None else self.values[owner].role

@@ -85,7 +85,9 @@ def vit() -> Case:
 
 def resnet50() -> Case:
     return hugging_face("ResNet", "ForImageClassification",
-                        {"pixel_values": torch.randn(4, 3, 64, 64)}, num_labels=10)  # fmt: skip
+                        {"pixel_values": torch.randn(4, 3, 64, 64)}, num_labels=10,
+                        embedding_size=32, hidden_sizes=[64, 128, 256, 512],
+                        depths=[2, 3, 3, 2])  # fmt: skip
 
 
 def convnext() -> Case:
@@ -96,8 +98,8 @@ def convnext() -> Case:
 
 def mamba() -> Case:
     """A scan over time in plain torch, as transformers runs it without its kernels."""
-    return hugging_face("Mamba", "ForCausalLM", {"input_ids": ids(2, 64)},
-                        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=3,
+    return hugging_face("Mamba", "ForCausalLM", {"input_ids": ids(2, 24)},
+                        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2,
                         state_size=8, use_cache=False)  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from rooftrace.costmodels.rewriting.attention_products import materialise_attent
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.rebuilding.rebuild import to_fx
 
+pytestmark = pytest.mark.quick
+
 B, H, S, L, E, V = 2, 4, 5, 7, 16, 24
 FP32 = 4  # bytes
 

@@ -39,6 +39,8 @@ from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
 from rooftrace.measured.fit.fitting import fit
 
+pytestmark = pytest.mark.quick
+
 H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")
 UNKNOWN = replace(H100, sm_count=None)
 USUAL = Knobs("usual", overlap=3.0, attention="usual")

@@ -30,6 +30,8 @@ from rooftrace.costmodels.kernels.attention_time import (
 from rooftrace.costmodels.knobs.knobs import AttentionKnobs
 from rooftrace.hardware.chipfile import load_chip
 
+pytestmark = pytest.mark.quick
+
 USUAL = {"a100-sxm-80": AMPERE, "h100-sxm": HOPPER}
 both = pytest.mark.parametrize("chip", USUAL)
 

@@ -30,6 +30,7 @@ from rooftrace.costmodels.timing.plan_times import time_plan
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.tracer.graph.graph import OpGraph
+from tests.conftest import in_turn, mostly_heavy
 from tests.costmodels.batch_support import decode, images, planned
 
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4", "rtx-4090", "mi300x")
@@ -75,8 +76,7 @@ def assert_kernels(times: BatchTimes, groups: Any, point: int) -> None:
             assert seconds[point] == pytest.approx(sum(t.terms[name] for t in ours), rel=1e-12)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("execution", PRESETS)
+@pytest.mark.parametrize(("execution", "chip"), in_turn(PRESETS, CHIPS))
 def test_a_decode_step_at_many_sizes(execution: str, chip: str) -> None:
     plans = planned(steps(), execution)
     on = rt.load_chip(chip)
@@ -93,9 +93,15 @@ OWN = Knobs(
 """Knobs with all that those which come with rooftrace leave out: a cache, tiles, own spreads."""
 
 
-@pytest.mark.parametrize("chip", ["h100-sxm", "l4"])
-@pytest.mark.parametrize("execution", ["naive", "eager", "compiled", "efficient"])
-@pytest.mark.parametrize("knobs", [None, OWN, Knobs("no spread", overlap=2)])
+@pytest.mark.parametrize(
+    ("execution", "knobs", "chip"),
+    in_turn(
+        ["naive", "eager", "compiled", "efficient"],
+        [None, OWN, Knobs("no spread", overlap=2)],
+        ["h100-sxm", "l4"],
+        keep=[("efficient", OWN, "h100-sxm")],
+    ),
+)
 def test_without_knobs_and_with_all_of_them(knobs: Any, execution: str, chip: str) -> None:
     on = rt.load_chip(chip)
     plans = planned(steps(), execution_model(execution, knobs=knobs))
@@ -106,7 +112,7 @@ def test_without_knobs_and_with_all_of_them(knobs: Any, execution: str, chip: st
     assert_equal(times, plans, on)
 
 
-@pytest.mark.parametrize("execution", PRESETS)
+@pytest.mark.parametrize("execution", mostly_heavy(PRESETS, ["eager", "compiled", "efficient"]))
 def test_a_host_that_waits_in_every_layer(execution: str) -> None:
     on = rt.load_chip("h200-sxm")
     plans = planned(steps(waits=True), execution)
@@ -118,16 +124,20 @@ CPU = replace(rt.load_chip("l4"), name="cpu", kind="cpu", sm_count=None, l2_capa
 """A chip that computes in the thread that calls: the host waits after every launch."""
 
 
-@pytest.mark.parametrize("execution", ["eager", "compiled", "seed-efficient"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "execution"),
+    in_turn([torch.float32, torch.bfloat16], ["eager", "compiled", "seed-efficient"]),
+)
 def test_on_a_cpu_and_in_single_precision(dtype: torch.dtype, execution: str) -> None:
     plans = planned(steps(dtype=dtype), execution)
     for chip in (CPU, rt.load_chip("rtx-4090")):
         assert_equal(time_columns(stack(plans, chip), chip), plans, chip)
 
 
-@pytest.mark.parametrize("chip", ["h200-sxm", "rtx-4090"])
-@pytest.mark.parametrize("execution", ["eager", "compiled", "seed-naive", "seed-efficient"])
+@pytest.mark.parametrize(
+    ("execution", "chip"),
+    in_turn(["eager", "compiled", "seed-naive", "seed-efficient"], ["h200-sxm", "rtx-4090"]),
+)
 def test_images_whose_most_work_is_in_convolutions_or_not(execution: str, chip: str) -> None:
     on = rt.load_chip(chip)
     sizes = [(1, 16), (4, 33), (32, 64), (100, 16)]
@@ -135,8 +145,9 @@ def test_images_whose_most_work_is_in_convolutions_or_not(execution: str, chip: 
     assert_equal(time_columns(stack(plans, on), on), plans, on)
 
 
-@pytest.mark.parametrize("execution", ["eager", "compiled", "efficient"])
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("execution", "waits"), in_turn(["eager", "compiled", "efficient"], [True, False])
+)
 def test_stacks_of_different_depth(waits: bool, execution: str) -> None:
     on = rt.load_chip("a100-sxm-80")
     sizes = [(2, 30, 9), (2, 30, 40), (64, 900, 6), (2, 900, 17), (64, 900, 32)]

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.costmodels.itemising import Product
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.reporting.text import as_markdown
 from tests.conftest import in_turn
 from tests.costmodels.conftest import language_model
 
@@ -167,17 +168,24 @@ def test_seconds_are_those_of_the_kernels() -> None:
 # -- tiles -----------------------------------------------------------------------------------------
 
 
+def one_product(rows: int, columns: int, inner: int) -> rt.OpGraph:
+    with torch.device("meta"):
+        model, x = nn.Linear(inner, columns, bias=False), torch.empty(rows, inner)
+    return rt.trace(model.bfloat16(), x.bfloat16())
+
+
 @pytest.mark.parametrize("shape", [(2048, 4096, 1024), (300, 700, 512), (8192, 50257, 768)])
 @pytest.mark.parametrize("knobs", ["typical", None])
 def test_efficiencies_are_those_of_tiles_counted_one_by_one(
     shape: tuple[int, int, int], knobs: str | None
 ) -> None:
     rows, columns, inner = shape
-    model, x = nn.Linear(inner, columns, bias=False), torch.empty(rows, inner)
-    graph = rt.trace(model.bfloat16(), x.bfloat16())
-    (product,) = products_of(rt.estimate(graph, H200, rt.execution_model("eager", knobs=knobs)))
+    execution = rt.execution_model("eager", knobs=knobs)
+    est = rt.estimate(one_product(rows, columns, inner), H200, execution)
+    (product,) = products_of(est)
     assert product.tile is not None and product.split is not None
     a, b = product.tile
+    assert f"{a} x {b}" in as_markdown(est.census())
     blocks = sum(product.split for _ in range(0, rows, a) for _ in range(0, columns, b))
     assert product.tile_efficiency == rows * columns / (blocks / product.split * a * b)
     waves = len(range(0, blocks, 132))  # SMs of an H200
@@ -197,8 +205,7 @@ def test_nothing_is_said_of_tiles_where_nothing_is_modelled() -> None:
 
 def test_full_tiles_in_full_waves_waste_nothing() -> None:
     exact = rt.execution_model("eager", knobs=None)
-    model, x = nn.Linear(8192, 128 * 132, bias=False), torch.empty(128 * 16, 8192)
-    graph = rt.trace(model.bfloat16(), x.bfloat16())
+    graph = one_product(128 * 16, 128 * 132, 8192)
     (product,) = products_of(rt.estimate(graph, H200, exact))
     assert product.tile_efficiency == product.wave_efficiency == 1
     assert product.flops_wasted == 0

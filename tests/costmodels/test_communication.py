@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rooftrace as rt
+from tests.conftest import in_turn
 from tests.tracer.sharded_models import WAYS, Net
 
 EXECUTIONS = ("naive", "eager", "compiled", "efficient", "serving")
@@ -22,20 +23,27 @@ def graph_of(way: str) -> Any:
         return rt.trace(net, torch.zeros(2, 16, dtype=torch.long), phase="training")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@cache
+def result_of(way: str, execution: str) -> rt.Estimate:
+    return rt.estimate(graph_of(way), execution=execution, system="dgx-h100")
+
+
+each_way = pytest.mark.parametrize(
+    ("way", "execution"), in_turn(WAYS, EXECUTIONS, keep=[("ddp", "compiled")])
+)
+
+
+@each_way
 def test_every_execution_exchanges_what_the_graph_does(way: str, execution: str) -> None:
-    graph = graph_of(way)
-    made = [op.collective for op in graph.expand().ops if op.collective]
-    result = rt.estimate(graph, execution=execution, system="dgx-h100")
+    made = [op.collective for op in graph_of(way).expand().ops if op.collective]
+    result = result_of(way, execution)
     assert sum(row.calls for row in result.communication) == len(made)
     assert sum(row.bytes for row in result.communication) == sum(c.bytes for c in made)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@each_way
 def test_exposed_seconds_are_part_of_the_step(way: str, execution: str) -> None:
-    result = rt.estimate(graph_of(way), execution=execution, system="dgx-h100")
+    result = result_of(way, execution)
     exposed = sum(row.exposed for row in result.communication)
     assert result.times.t_exposed == pytest.approx(exposed)
     computing = sum(
@@ -56,7 +64,7 @@ def test_a_slower_network_makes_no_step_faster(way: str) -> None:
     graph = graph_of(way)
     steps = [rt.estimate(graph, system=system).t_est for system in ("dgx-h100", "hgx-h100-4nic")]
     assert steps[1] >= steps[0] - 1e-12
-    free = rt.estimate(graph_of(way), execution="efficient", system="dgx-h100")
+    free = result_of(way, "efficient")
     assert free.times.t_exposed < free.t_est
 
 

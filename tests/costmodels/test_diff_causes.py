@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import rooftrace as rt
@@ -13,6 +15,13 @@ from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
 CHIP = "h100-sxm"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all revisions: the base is traced once for each phase."""
+    return tmp_path_factory.mktemp("revisions")
+
+
+@cache
 def priced(target: str, phase: str):
     graphs = rt.trace_target(target, phases=[phase])
     return [
@@ -31,8 +40,8 @@ def compared(case: Case, folder, phase: str | None = None) -> tuple[PhaseDiff, P
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_cause_of_a_commit(case: Case, tmp_path):
-    there, back, line = compared(case, tmp_path)
+def test_the_cause_of_a_commit(case: Case, folder):
+    there, back, line = compared(case, folder)
     first = there.rows[0]
     assert [words for words in case.says if words not in first.cause] == [], first.cause
     assert first.line == line
@@ -49,14 +58,14 @@ def test_the_cause_of_a_commit(case: Case, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "phase"), in_turn(UNCHANGED, ["forward", "training"]))
-def test_a_commit_that_keeps_every_op_changes_nothing(name: str, phase: str, tmp_path):
-    there, back, _ = compared(Case(name, UNCHANGED[name], (), ""), tmp_path, phase)
+def test_a_commit_that_keeps_every_op_changes_nothing(name: str, phase: str, folder):
+    there, back, _ = compared(Case(name, UNCHANGED[name], (), ""), folder, phase)
     for found in (there, back):
         assert found.rows == () and found.modules == () and found.held == ()
         assert all(not change.delta for change in found.totals.values())
 
 
-def test_only_memory_differs_where_a_list_of_layers_becomes_a_sequential(tmp_path):
+def test_only_memory_differs_where_a_list_of_layers_becomes_a_sequential(folder):
     """The caller of a Sequential still holds what it passed, so one more tensor is alive."""
     edits = (
         (
@@ -68,7 +77,7 @@ def test_only_memory_differs_where_a_list_of_layers_becomes_a_sequential(tmp_pat
             "        x = self.layers(x)\n",
         ),
     )
-    there, _, _ = compared(Case("sequential", edits, (), ""), tmp_path)
+    there, _, _ = compared(Case("sequential", edits, (), ""), folder)
     assert there.rows == ()
     (held,) = there.held
     assert held.bytes.delta == there.totals["memory"].delta == 2 * 512 * 256 * 2

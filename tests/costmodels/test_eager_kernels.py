@@ -14,6 +14,8 @@ from rooftrace.costmodels.execution.executions import ExecutionError
 from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, in_order
 from rooftrace.tracer.graph.records import Tensor as Value
 
+pytestmark = pytest.mark.quick
+
 FP32 = 4  # bytes
 N, C, S = 2, 8, 6
 IMAGE = N * C * S * S  # elements

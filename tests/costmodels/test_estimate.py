@@ -19,6 +19,7 @@ from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Op, Tensor
 from rooftrace.tracer.graphfiles.graphfile import load_graphs, save_graphs
+from tests.conftest import in_turn
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 
@@ -64,9 +65,9 @@ def test_random_programs(program):
         check(rt.estimate(graph, "h200-sxm", execution))
 
 
-@pytest.mark.parametrize("model, phase", STEPS)
-@pytest.mark.parametrize("chip", ["h200-sxm", "a100-sxm-80"])
-def test_real_models(traced, model, phase, chip):
+@pytest.mark.parametrize("step, chip", in_turn(map("-".join, STEPS), ["h200-sxm", "a100-sxm-80"]))
+def test_real_models(traced, step, chip):
+    model, phase = step.split("-")
     found = {name: rt.estimate(traced(model, phase), chip, name) for name in PRESETS}
     for est in found.values():
         check(est)

@@ -14,6 +14,8 @@ from rooftrace.costmodels.execution.executions import (
     execution_model,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_comes_back_from_json(name):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.costmodels.explaining import explained
 from rooftrace.costmodels.explaining.scaling import slowed
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.tracer.formulas.functions import FUNCTIONS
@@ -47,6 +48,17 @@ def step(op: str | None = None, batch: int = 24, chip: str = "h200-sxm") -> rt.E
     return rt.explain(mixer(), rows_of(batch), op=op, chip=chip)
 
 
+@cache
+def form() -> rt.Form:
+    """The form that explanations of one op are made of, here for many of them."""
+    return rt.form(mixer(), rows_of(24), over={"batch": range(1, 101)})
+
+
+def of_op(op: str, batch: int = 24) -> rt.Explanation:
+    conditions = Conditions.of("efficient")
+    return explained(form(), {"batch": batch}, rt.load_chip("h200-sxm"), conditions, op)
+
+
 def value_of(text: str, sizes: Mapping[str, int]) -> float:
     """What a formula is worth, by Python's own arithmetic.
 
@@ -69,7 +81,7 @@ def test_formulas_give_the_rows_of_an_estimate(batch: int) -> None:
     estimate = rt.estimate(mixer(), rows_of(batch), chip="h200-sxm")
     names = {row.name for row in estimate.rows}
     for name in names:
-        for kernel in step(name, batch).kernels:
+        for kernel in of_op(name, batch).kernels:
             rows = [estimate.rows[place] for place in kernel.kernels]
             assert kernel.count == sum(row.count for row in rows)
             for row in rows:
@@ -249,7 +261,7 @@ def test_a_sweep_has_the_rows_of_estimates() -> None:
 
 @pytest.mark.parametrize("pattern", ["*.up", "up", "3.up", "*.*p"])
 def test_a_module_is_named_by_its_path_or_the_end_of_it(pattern: str) -> None:
-    assert {kernel.module for kernel in step(pattern).kernels} == {"*.up"}
+    assert {kernel.module for kernel in of_op(pattern).kernels} == {"*.up"}
 
 
 def test_a_kernel_is_named_by_its_number() -> None:
@@ -259,9 +271,9 @@ def test_a_kernel_is_named_by_its_number() -> None:
 
 def test_what_is_not_there_is_answered_with_what_is_near() -> None:
     with pytest.raises(rt.RequestError, match=r"--op 'upp': .*did you mean '\*\.up'\?"):
-        step("upp")
+        of_op("upp")
     with pytest.raises(rt.RequestError, match="from 0 to"):
-        step("999")
+        of_op("999")
 
 
 def test_a_plot_of_one_op_is_refused(tmp_path: Path) -> None:
@@ -270,7 +282,7 @@ def test_a_plot_of_one_op_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plot_is_a_figure(tmp_path: Path) -> None:
-    rt.explain(mixer(), rows_of(24), plot=tmp_path / "step.png")
+    rt.explain(nn.Linear(8, 8), torch.empty(4, 8), plot=tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

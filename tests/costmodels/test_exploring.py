@@ -17,6 +17,8 @@ from rooftrace.costmodels.exploring import (
     explore,
 )
 
+pytestmark = pytest.mark.quick
+
 # DeepSeek-V3: hidden size, heads, ranks of queries and of the cache, widths of a head, experts.
 H, HEADS, R_Q, R_KV, NOPE, ROPE, VALUE = 7168, 128, 1536, 512, 128, 64, 128
 LAYERS, MOE, DENSE, EXPERTS, WIDTH, VOCABULARY = 61, 58, 18432, 256, 2048, 129280

@@ -13,6 +13,8 @@ from hypothesis.extra.numpy import arrays
 
 from rooftrace.costmodels.factorial import FactorialError, factorial, grid_of
 
+pytestmark = pytest.mark.quick
+
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 NUMBERS = st.floats(-1e6, 1e6, allow_subnormal=False)
 RESPONSES = SHAPES.flatmap(lambda shape: arrays(np.float64, shape, elements=NUMBERS))

@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 import rooftrace as rt
 from rooftrace.costmodels.registry.rulebook import RULES
 
+pytestmark = pytest.mark.quick
+
 library = torch.library.Library("given", "DEF")
 library.define("blend(Tensor x, Tensor y) -> Tensor")
 library.impl("blend", lambda x, y: torch.empty_like(x), "Meta")

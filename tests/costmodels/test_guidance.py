@@ -93,6 +93,17 @@ def by_options(graph: OpGraph, execution: str, option: str) -> rt.Estimate:
     return rt.estimate(source, chip=CHIP, execution=model)
 
 
+_known: dict[tuple[int, str, str], rt.Guidance] = {}
+
+
+def guidance_of(graph: OpGraph, execution: str, chip: str = CHIP) -> rt.Guidance:
+    """What would help a step of this module, which is asked for once."""
+    key = id(graph), execution, chip
+    if key not in _known:
+        _known[key] = rt.guidance(graph, chip, execution)
+    return _known[key]
+
+
 STEPS = [
     ("decode", "efficient"),
     ("decode", "naive"),
@@ -106,13 +117,19 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "execution"), STEPS)
-def test_every_what_if_is_what_the_options_of_a_user_give(
-    name: str, execution: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.fixture(scope="module", params=STEPS, ids="-".join)
+def guided(request: pytest.FixtureRequest) -> tuple[OpGraph, str, rt.Guidance]:
+    """A step, how it is run, and what would help it."""
+    name, execution = request.param
     graph = request.getfixturevalue(name)
-    step = rt.estimate(graph, chip=CHIP, execution=execution)
-    told = rt.guidance(step)
+    return graph, execution, rt.guidance(rt.estimate(graph, chip=CHIP, execution=execution))
+
+
+def test_every_what_if_is_what_the_options_of_a_user_give(
+    guided: tuple[OpGraph, str, rt.Guidance],
+) -> None:
+    graph, execution, told = guided
+    step = told.step
     assert told.options, "something helps each of these"
     for what_if in (*told.options, *([told.together] if told.together else [])):
         if what_if.lever == "kernels":
@@ -126,11 +143,10 @@ def test_every_what_if_is_what_the_options_of_a_user_give(
         assert what_if.gain == step.t_est - expected.t_est
 
 
-@pytest.mark.parametrize(("name", "execution"), STEPS)
 def test_they_stand_by_gain_and_save_a_hundredth_of_the_step(
-    name: str, execution: str, request: pytest.FixtureRequest
+    guided: tuple[OpGraph, str, rt.Guidance],
 ) -> None:
-    told = rt.guidance(request.getfixturevalue(name), CHIP, execution)
+    *_, told = guided
     gains = [what_if.gain for what_if in told.options]
     assert gains == sorted(gains, reverse=True)
     assert all(gain >= LEAST * told.step.t_est for gain in gains)
@@ -141,12 +157,12 @@ def test_they_stand_by_gain_and_save_a_hundredth_of_the_step(
 
 
 def levers(graph: OpGraph, execution: str) -> list[str]:
-    return [what_if.lever for what_if in rt.guidance(graph, CHIP, execution).options]
+    return [what_if.lever for what_if in guidance_of(graph, execution).options]
 
 
 def test_where_the_host_is_late_launching_as_one_graph_acts_on_launches(small: OpGraph) -> None:
     for execution in ("eager", "compiled"):
-        told = rt.guidance(small, CHIP, execution)
+        told = guidance_of(small, execution)
         (launch,) = [what_if for what_if in told.options if what_if.lever == "launch"]
         assert launch.acts_on == "launch"
         assert launch.after.times.t_launch < launch.before.times.t_launch
@@ -154,7 +170,7 @@ def test_where_the_host_is_late_launching_as_one_graph_acts_on_launches(small: O
 
 
 def test_a_long_cache_is_worth_storing_in_fewer_bits(decode: OpGraph) -> None:
-    told = rt.guidance(decode, CHIP, "efficient")
+    told = guidance_of(decode, "efficient")
     cache = next(what_if for what_if in told.options if what_if.lever == "cache")
     weights = next(what_if for what_if in told.options if what_if.lever == "weights")
     # 32 sequences of 4,096 positions, 4 layers, keys and values of 2,048 numbers, one byte less
@@ -166,7 +182,7 @@ def test_a_long_cache_is_worth_storing_in_fewer_bits(decode: OpGraph) -> None:
 
 
 def test_all_together_is_priced_and_is_not_the_sum(decode: OpGraph) -> None:
-    told = rt.guidance(decode, CHIP, "naive")
+    told = guidance_of(decode, "naive")
     together = told.together
     assert together is not None
     parts = [what_if for what_if in told.options if what_if.lever != "kernels"]
@@ -189,7 +205,7 @@ def test_rewrites_are_of_inference(convolutions: OpGraph, decode: OpGraph) -> No
 
 
 def test_a_training_step_is_told_tf32_and_bf16_and_nothing_narrower(convolutions: OpGraph) -> None:
-    told = rt.guidance(convolutions, CHIP, "eager")
+    told = guidance_of(convolutions, "eager")
     options = " ".join(what_if.option for what_if in told.options)
     assert "--dtype bf16" in options
     narrow = rt.guidance(rt.reprice(convolutions, dtype="bf16"), CHIP, "eager")
@@ -197,10 +213,10 @@ def test_a_training_step_is_told_tf32_and_bf16_and_nothing_narrower(convolutions
 
 
 def test_a_chip_without_a_rate_is_not_told_to_use_it(decode: OpGraph) -> None:
-    told = rt.guidance(decode, "a100-sxm-80", "efficient")
+    told = guidance_of(decode, "efficient", "a100-sxm-80")
     assert not [what_if for what_if in told.options if what_if.lever == "compute"]
     assert [what_if for what_if in told.options if what_if.lever == "weights"]
-    here = rt.guidance(decode, CHIP, "efficient")
+    here = guidance_of(decode, "efficient")
     assert [what_if for what_if in here.options if what_if.lever == "compute"]
 
 
@@ -237,7 +253,7 @@ def test_weights_that_a_checkpoint_declares_are_not_changed_by_another_change(
 
 
 def test_guidance_as_a_frame_and_as_text(decode: OpGraph) -> None:
-    told = rt.guidance(decode, CHIP, "efficient")
+    told = guidance_of(decode, "efficient")
     frame = told.to_frame()
     assert tuple(frame.columns) == KEYS
     assert len(frame) == len(told.options) + (told.together is not None)

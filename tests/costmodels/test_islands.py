@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.findings.narrow import Island, islands
+
+pytestmark = pytest.mark.quick
 
 
 class Upcast(nn.Module):

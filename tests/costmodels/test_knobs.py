@@ -18,6 +18,8 @@ from rooftrace.costmodels.knobs.knobs import (
     shipped_knobs,
 )
 
+pytestmark = pytest.mark.quick
+
 NUMBERS = st.floats(0.01, 100).map(lambda x: float(f"{x:.6g}"))
 SHARES = st.builds(Share, NUMBERS, NUMBERS, st.sampled_from(["matrix", "vector"]), NUMBERS, NUMBERS)
 KNOBS = st.builds(

@@ -82,22 +82,22 @@ def test_the_batch_that_is_found_fits_and_one_more_does_not(phase: str) -> None:
 
 
 def test_a_target_by_phase_and_chip() -> None:
-    config = CONFIGS / "gpt2.json"
-    found = rt.largest_batch(config, chip=("l4", "h200-sxm"), request=Request(seq=512))
+    config, request = CONFIGS / "gpt2.json", Request(seq=512, settings={"config.n_layer": 1})
+    found = rt.largest_batch(config, chip=("l4", "h200-sxm"), request=request)
     assert list(found) == ["prefill", "decode", "training"]
     for by_chip in found.values():
         assert 0 < by_chip["l4"].batch < by_chip["h200-sxm"].batch
     assert found["training"]["l4"].batch < found["prefill"]["l4"].batch
     plain = rt.largest_batch(
-        config, chip="l4", phases=["training"], request=Request(seq=512),
-        options=Options(optimizer="none"),
-    )  # fmt: skip
+        config, chip="l4", phases=["training"], request=request, options=Options(optimizer="none")
+    )
     assert plain["training"]["l4"].batch > found["training"]["l4"].batch
 
 
 def test_weights_that_do_not_fit_leave_no_batch() -> None:
     config = CONFIGS / "llama-3.1-405b.json"
-    found = rt.largest_batch(config, chip="l4", phases=["decode"], request=Request(seq=16))
+    request = Request(seq=16, settings={"config.num_hidden_layers": 6})
+    found = rt.largest_batch(config, chip="l4", phases=["decode"], request=request)
     one = found["decode"]["l4"]
     assert one.batch == 0 and not one.weights_fit
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.sweeping import evaluated
+from tests.conftest import mostly_heavy
 
-DEPTHS = range(8, 30)
+DEPTHS = range(8, 16)
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +28,25 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("phase", "sizes"),
-    [("prefill", {"seq": 24}), pytest.param("training", {"seq": 24}, marks=pytest.mark.heavy)],
-)
-def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str, Any]) -> None:
+@cache
+def formed(config: str, phase: str) -> rt.Form:
+    over = {"config.num_hidden_layers": DEPTHS}
+    return rt.form(config, phase=phase, over=over, batch=3, seq=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", mostly_heavy(["prefill", "training"], ["prefill"]))
+def test_one_form_holds_for_all_depths(config: str, phase: str) -> None:
     size = "config.num_hidden_layers"
-    form = rt.form(config, phase=phase, over={size: DEPTHS}, batch=3, **sizes)
+    form = formed(config, phase)
     assert len(form.regimes) == 1 and form.regimes[0].proven
     conditions = Conditions.of("efficient")
     points = Points({size: DEPTHS})
     assert len(list(form.plans(points, conditions))) <= 4  # not one for each depth
     chip = rt.load_chip("l4")
     table = evaluated(form, points, [chip], conditions)
-    for depth in (9, 27):
-        graph = rt.trace(config, phase=phase, batch=3, settings={size: depth}, **sizes)
+    for depth in (9, 14):
+        graph = rt.trace(config, phase=phase, batch=3, settings={size: depth}, seq=24)
         assert form.graph(**{size: depth}) == graph
         told = rt.estimate(graph, chip=chip, execution="efficient")
         place = depth - DEPTHS[0]
@@ -53,6 +58,6 @@ def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str,
 
 def test_a_form_of_depths_comes_back_from_its_file(config: str, tmp_path: Path) -> None:
     size = "config.num_hidden_layers"
-    form = rt.form(config, phase="prefill", over={size: DEPTHS}, batch=3, seq=24)
+    form = formed(config, "prefill")
     loaded = rt.load_form(rt.save_form(form, tmp_path / "form.json.gz"))
-    assert loaded.graph(**{size: 29}) == form.graph(**{size: 29})
+    assert loaded.graph(**{size: 15}) == form.graph(**{size: 15})

@@ -13,6 +13,8 @@ from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.costmodels.traffic.layouts import keeps_channels_last
 from rooftrace.hardware.chipfile import load_chip
 
+pytestmark = pytest.mark.quick
+
 IMAGE = 4 * 64 * 32 * 32  # elements
 HALF, SINGLE = 2, 4  # bytes
 

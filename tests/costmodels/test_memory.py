@@ -192,10 +192,15 @@ def peak_of(name: str, phase: str) -> int:
     return found.peak
 
 
+@cache
+def tracked(name: str, phase: str) -> int:
+    return tracked_peak(*built(name, phase), phase)
+
+
 @pytest.mark.parametrize(("name", "phase"), in_turn(MODELS, PHASES))
 def test_the_peak_is_that_of_torchs_tracker(name: str, phase: str) -> None:
-    tracked = tracked_peak(*built(name, phase), phase)
-    assert peak_of(name, phase) == pytest.approx(tracked, rel=TRACKED.get((name, phase), CLOSE))
+    expected = tracked(name, phase)
+    assert peak_of(name, phase) == pytest.approx(expected, rel=TRACKED.get((name, phase), CLOSE))
 
 
 @pytest.mark.parametrize(("name", "phase"), in_turn(MODELS, PHASES))
@@ -207,7 +212,7 @@ def test_the_peak_is_what_a_real_run_allocates(name: str, phase: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gated"])
 def test_checkpoints_lower_the_peak(name: str) -> None:
     saved = peak_of(f"{name} checkpointed", "training") / peak_of(name, "training")
-    real = [tracked_peak(*built(n, "training"), "training") for n in (f"{name} checkpointed", name)]
+    real = [tracked(n, "training") for n in (f"{name} checkpointed", name)]
     assert saved == pytest.approx(real[0] / real[1], rel=CLOSE)
     assert saved < 0.6
 
@@ -314,8 +319,7 @@ class Tagger(nn.Module):
         return self.head(self.inner(self.embed(x))[0])
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("kind", "layers"), in_turn(["LSTM", "GRU", "RNN"], [1, 2]))
 def test_a_recurrent_network_keeps_its_gates_for_backward(kind: str, layers: int) -> None:
     """Not more than the CPU's cells, which keep what a fused one computes again, and not much less;
     oneDNN's own kernel keeps more."""

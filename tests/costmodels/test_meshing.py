@@ -11,6 +11,8 @@ from hypothesis import given, strategies as st
 
 from rooftrace.costmodels.meshing import MeshAnswer, MeshRow, ScalingAnswer, meshes_of
 
+pytestmark = pytest.mark.quick
+
 ROW = MeshRow(
     mesh={"dp": 2},
     chips=2,

@@ -16,6 +16,8 @@ from rooftrace.hardware import load_chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.systems.records import COLLECTIVES, SystemSizeError
 
+pytestmark = pytest.mark.quick
+
 H100, B200, A100 = (load_system(name) for name in ("dgx-h100", "dgx-b200", "dgx-a100"))
 L40S, NVL72 = load_system("l40s-pcie"), load_system("gb200-nvl72")
 SYSTEMS = (H100, B200, A100, L40S, load_system("hgx-h100-4nic"), load_system("dgx-h200"))

@@ -10,6 +10,8 @@ import rooftrace as rt
 from rooftrace.costmodels.registry.lookup import own_rules
 from rooftrace.costmodels.registry.rulebook import RuleError
 
+pytestmark = pytest.mark.quick
+
 LIBRARY = torch.library.Library("ruled", "DEF")
 LIBRARY.define("lora(Tensor x, Tensor a, Tensor b, Tensor? bias=None, float scale=1.0) -> Tensor")
 LIBRARY.impl("lora", lambda x, a, b, bias=None, scale=1.0: x.new_empty(4, b.shape[1]), "Meta")

@@ -13,6 +13,8 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
 from rooftrace.tracer.pipelines import SCHEDULES, Action, stages_of, table_of
 
+pytestmark = pytest.mark.quick
+
 FORWARD, BACKWARD = 3.0, 5.0
 
 

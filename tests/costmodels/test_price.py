@@ -1,5 +1,7 @@
 """Pricing a graph: equal ops once, each bound to its own storages; gaps have bounds."""
 
+import pytest
+
 from rooftrace.costmodels.costs.cost import Access, Cost, Work
 from rooftrace.costmodels.opviews.opview import OpView
 from rooftrace.costmodels.planning.plans import plan
@@ -7,6 +9,8 @@ from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.registry import rulebook
 from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
+
+pytestmark = pytest.mark.quick
 
 BF16 = 2  # bytes
 

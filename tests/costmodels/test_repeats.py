@@ -164,7 +164,7 @@ def test_a_loop_has_the_peak_of_all_its_turns(phase: str) -> None:
     assert memory(short).peak == memory(flat).peak
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_a_training_step_has_the_peak_of_all_its_layers(name: str) -> None:
     model, inputs = built(name, "training")
     short, flat = (
@@ -248,19 +248,18 @@ KEPT: dict[str, Callable[[], torch.nn.Module]] = {
     "all": lambda: Held(lambda kept, x: kept.append(x.exp()), Inner, 8),
     "views": lambda: Held(lambda kept, x: kept.append(x.exp()[:2]), Inner, 8),
     "large": lambda: Held(lambda kept, x: torch.cat([x] * 6).exp(), Inner, 8),
-    "two in two": lambda: Held(last(2), lambda: Held(last(2), Inner, 6), 6),
+    "two in two": lambda: Held(last(2), lambda: Held(last(2), Inner, 5), 5),
     "large in large": lambda: Held(
         lambda kept, x: torch.cat([x] * 6).exp(),
         lambda: Held(lambda kept, x: torch.cat([x] * 8).exp(), Inner, 2),
         6,
     ),
     "caller": lambda: Held(last(1), Caller, 7),
-    "caller in two": lambda: Held(last(2), lambda: Held(last(1), Caller, 2), 6),
+    "caller in two": lambda: Held(last(2), lambda: Held(last(1), Caller, 2), 5),
 }
 
 
-@pytest.mark.parametrize("phase", ["forward", "training"])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(("kept", "phase"), in_turn(KEPT, ["training", "forward"]))
 def test_what_only_a_variable_holds_is_held_in_the_short_graph(kept: str, phase: str) -> None:
     module = KEPT[kept]().train(phase == "training")
     short, flat = (
@@ -329,12 +328,12 @@ def test_a_long_loop_in_many_layers_takes_no_time_to_schedule() -> None:
 
 # -- traced ----------------------------------------------------------------------------------------
 
-LAYERS = 8
+LAYERS = 6
 
 
 @pytest.fixture(scope="module")
 def stack() -> Callable[[str, str], OpGraph]:
-    """`stack("Llama", "training")`: eight layers, written out; each is traced once per phase."""
+    """`stack("Llama", "training")`: its layers written out; each is traced once per phase."""
     known: dict[tuple[str, str], OpGraph] = {}
     tokens = torch.randint(0, 96, (2, 40))
     text = {**TEXT, "num_hidden_layers": LAYERS, "num_key_value_heads": 2}
@@ -343,7 +342,7 @@ def stack() -> Callable[[str, str], OpGraph]:
                      bos_token_id=0, eos_token_id=0),
         "Llama": text,
         "Mixtral": {**text, "num_local_experts": 4},
-        "DeepseekV3": {**DEEPSEEK, "num_hidden_layers": LAYERS},
+        "DeepseekV3": {**DEEPSEEK, "num_hidden_layers": LAYERS + 1},  # one is dense
     }  # fmt: skip
 
     def graph(family: str, phase: str) -> OpGraph:
@@ -407,8 +406,8 @@ def test_reprice_islands_and_notes_count_every_layer(stack: Callable[[str, str],
 
 
 def test_a_short_graph_is_no_change(stack: Callable[[str, str], OpGraph]) -> None:
-    for phase in ("decode", "training"):
-        flat = stack("Mixtral", phase)
+    for family, phase in (("Mixtral", "decode"), ("GPT2", "training")):
+        flat = stack(family, phase)
         one, other = estimate(roll_stacks(flat)), estimate(flat)
         for a, b in ((one, other), (other, one)):
             (found,) = diff_estimates({phase: a}, {phase: b}).phases
@@ -418,7 +417,7 @@ def test_a_short_graph_is_no_change(stack: Callable[[str, str], OpGraph]) -> Non
 
 
 def test_a_frame_has_a_row_for_equal_kernels(stack: Callable[[str, str], OpGraph]) -> None:
-    flat = stack("GPT2", "forward")
+    flat = stack("Llama", "forward")
     frame, full = estimate(roll_stacks(flat)).to_frame(), estimate(flat).to_frame()
     assert len(frame) < len(full) == full["count"].sum() == frame["count"].sum()
     for column in ("flops", "bytes", "bytes_weights", "t_device"):

@@ -51,7 +51,7 @@ def simulated(planned: Plan, capacity: int) -> float:
     return hits
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(programs(), st.integers(16, 4000))
 def test_a_cache_gone_through_line_by_line_holds_about_as_much(program, capacity):
     planned = read_only(plan(program[0], "eager"))
@@ -71,7 +71,7 @@ def test_a_larger_cache_holds_no_less_and_none_more_than_there_is(program, capac
         assert more <= cost.bytes() + 1e-9
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(stacks(), st.sampled_from([64, 256, 1024, 10**4, 10**6]))
 def test_repeats_stand_for_their_iterations(graph, capacity):
     flat = plan(graph, "eager")

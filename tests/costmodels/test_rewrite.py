@@ -20,6 +20,8 @@ from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.graph_support import Builder
 
+pytestmark = pytest.mark.quick
+
 BF16, FP32 = 2, 4  # bytes
 
 

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace.tracer.whole.entries  # noqa: F401  defines torch.ops.rooftrace
 from tests.costmodels.rules_support import cost, meta
 
+pytestmark = pytest.mark.quick
+
 BF16 = torch.bfloat16
 MATRIX = ["matmul"]
 

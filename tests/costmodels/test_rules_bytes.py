@@ -10,6 +10,8 @@ import rooftrace.tracer.whole.entries  # noqa: F401  defines torch.ops.rooftrace
 from rooftrace.costmodels.rules.pooling import adaptive_cells
 from tests.costmodels.rules_support import cost, index, meta, price, view, views
 
+pytestmark = pytest.mark.quick
+
 BF16 = torch.bfloat16
 
 

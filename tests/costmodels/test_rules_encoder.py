@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.costmodels.rules_support import cost, views
 
+pytestmark = pytest.mark.quick
+
 MATH = SDPBackend.MATH
 MATRIX = ("matmul", "convolution")
 

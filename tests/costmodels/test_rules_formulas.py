@@ -16,6 +16,8 @@ from rooftrace.costmodels.rules.elementwise import (
 )
 from tests.costmodels.rules_support import cost, meta, view
 
+pytestmark = pytest.mark.quick
+
 # How a schema's names are called in formulas.
 OPERANDS = {
     "self": "x",

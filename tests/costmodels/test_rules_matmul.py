@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from tests.costmodels.rules_support import cost, meta, view
 
+pytestmark = pytest.mark.quick
+
 SIZE = st.integers(1, 12)
 MATRIX = ("matmul", "convolution")
 

@@ -1,5 +1,6 @@
 """Experts: FLOPs by the rows that are routed, weights by the experts that some row reaches."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,17 +15,27 @@ from tests.releases import EXPERTS_HAVE_IMPLEMENTATIONS
 HIDDEN, INNER, EXPERTS, CHOSEN = 32, 48, 16, 2
 EXPERT = 3 * HIDDEN * INNER  # gate, up and down
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+TOKENS = (1, 4, 8, 16, 64)
 
 
-def traced(tokens: int, implementation: str, routing: str, **settings: Any) -> OpGraph:
+@cache
+def mixtral(implementation: str) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=HIDDEN, intermediate_size=INNER, num_attention_heads=4,
         num_key_value_heads=2, num_hidden_layers=1, num_local_experts=EXPERTS,
         num_experts_per_tok=CHOSEN, experts_implementation=implementation)  # fmt: skip
     with torch.device("meta"):
-        model = transformers.MixtralForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model: torch.nn.Module = transformers.MixtralForCausalLM._from_config(
+            config, dtype=torch.bfloat16
+        )
+    return model
+
+
+@cache
+def traced(tokens: int, implementation: str, routing: str, **settings: Any) -> OpGraph:
     ids = torch.zeros(1, tokens, dtype=torch.long)
+    model = mixtral(implementation)
     return rt.trace(model, input_ids=ids, assume={"routing": routing}, **settings)
 
 
@@ -56,6 +67,7 @@ def experts_read(graph: OpGraph) -> float:
     return read / (2 * EXPERT)
 
 
+@cache
 def simulated(tokens: int, draws: int = 2000) -> tuple[float, float]:
     """Mean and deviation of the number of experts that tokens reach, each any two of them."""
     generator = torch.Generator().manual_seed(1)
@@ -65,8 +77,10 @@ def simulated(tokens: int, draws: int = 2000) -> tuple[float, float]:
     return float(reached.mean()), float(reached.std())
 
 
-@pytest.mark.parametrize("routing", ["expected", "balanced", "uniform", "skewed:2"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "routing"),
+    in_turn(IMPLEMENTATIONS, ["expected", "balanced", "uniform", "skewed:2"]),
+)
 def test_every_routed_row_counts_once(implementation: str, routing: str) -> None:
     done = 0
     for _token in range(24):
@@ -75,8 +89,7 @@ def test_every_routed_row_counts_once(implementation: str, routing: str) -> None
     assert expert_flops(traced(24, implementation, routing)) == done
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+@pytest.mark.parametrize(("tokens", "implementation"), in_turn([1, 3, 8, 40], IMPLEMENTATIONS))
 def test_balanced_routing_reaches_as_many_experts_as_it_can(
     tokens: int, implementation: str
 ) -> None:
@@ -84,8 +97,7 @@ def test_balanced_routing_reaches_as_many_experts_as_it_can(
     assert experts_read(traced(tokens, implementation, "balanced")) == reached
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize(("tokens", "implementation"), in_turn(TOKENS, IMPLEMENTATIONS))
 def test_uniform_routing_reaches_the_experts_that_chance_does(
     tokens: int, implementation: str
 ) -> None:
@@ -96,8 +108,7 @@ def test_uniform_routing_reaches_the_experts_that_chance_does(
     assert abs(experts_read(traced(tokens, implementation, "uniform")) - mean) <= 1
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize(("tokens", "implementation"), in_turn(TOKENS, IMPLEMENTATIONS))
 def test_expected_routing_reads_the_mean_number_of_experts(
     tokens: int, implementation: str
 ) -> None:

@@ -12,6 +12,8 @@ from rooftrace.costmodels.registry.rulebook import DuplicateRuleError, builtin
 from tests.costmodels.rules_support import index, meta, price, views
 from tests.releases import TORCH
 
+pytestmark = pytest.mark.quick
+
 OURS = [r for r in all_rules() if r.source == "rooftrace"]
 
 # What HF Llama, GPT-2, BERT, T5, DeepSeek-V3, Mixtral, Qwen3-MoE, Mamba, ViT, Whisper, gpt-oss and

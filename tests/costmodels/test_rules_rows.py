@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from tests.costmodels.rules_support import cost, index, meta
 from tests.releases import needs_torch
 
+pytestmark = pytest.mark.quick
+
 EPS = 1e-5
 
 

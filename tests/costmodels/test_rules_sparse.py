@@ -6,6 +6,8 @@ import torch
 import rooftrace as rt
 from tests.costmodels.rules_support import cost, meta
 
+pytestmark = pytest.mark.quick
+
 
 class Product(torch.nn.Module):
     """A[32, 64] with the elements that `places` names, times x."""

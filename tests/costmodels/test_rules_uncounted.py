@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.costmodels.rules_support import cost, meta, price, view_of, views
 from tests.releases import CPU_ATTENTION_TAKES_GROUPS, TORCH
 
+pytestmark = pytest.mark.quick
+
 MATRIX = ("matmul", "convolution")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from tests.costmodels.rules_support import cost, meta, price, view_of
 from tests.releases import TORCH, needs_torch
 
+pytestmark = pytest.mark.quick
+
 aten = torch.ops.aten
 
 

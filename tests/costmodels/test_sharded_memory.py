@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def language(kind: str, head: str, path: str, **settings: Any) -> tuple[nn.Modul
     return getattr(transformers, f"{kind}{head}")(config), path
 
 
-WIDE = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 4}
+WIDE = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 3}
 MODELS: dict[str, Callable[[], tuple[nn.Module, str]]] = {
     "convolutions": lambda: (Convolutions(), "stages"),
     "llama": lambda: language(
@@ -62,7 +63,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, str]]] = {
     ),
     "gpt2": lambda: language(
         *("GPT2", "LMHeadModel", "transformer.h"),
-        **{"n_embd": 320, "n_head": 5, "n_layer": 3, "tie_word_embeddings": False},
+        **{"n_embd": 320, "n_head": 5, "n_layer": 2, "tie_word_embeddings": False},
     ),
     "bert": lambda: language(
         *("Bert", "ForMaskedLM", "bert.encoder.layer"), tie_word_embeddings=False, **WIDE
@@ -122,6 +123,7 @@ def tracked(model: str, policy: str) -> int:
         return max(devices["Total"] for devices in tracker.get_tracker_snapshot("peak").values())
 
 
+@cache
 def estimated(model: str, policy: str) -> Estimate:
     with rt.fake_mesh({"dp": 4}) as mesh:
         with torch.device("meta"):

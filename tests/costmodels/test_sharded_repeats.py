@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -30,33 +32,43 @@ CASES = {
 }
 
 
-RUN_ALWAYS = ("fsdp, full", "hsdp, selective", "fsdp and tp", "tp")
-
-
-@pytest.fixture(scope="module", params=mostly_heavy(CASES, RUN_ALWAYS))
-def short(request) -> OpGraph:
-    mesh, checkpoint = CASES[request.param]
+@cache
+def short(case: str) -> OpGraph:
+    mesh, checkpoint = CASES[case]
     return rt.trace(
         "llama-3.1-8b", phase="training", seq=256, mesh=mesh, checkpoint=checkpoint, settings=SMALL
     )
 
 
-@pytest.fixture(scope="module")
-def flat(short) -> OpGraph:
-    return short.expand()
+@cache
+def flat(case: str) -> OpGraph:
+    return short(case).expand()
 
 
-def test_layers_stand_once(short, flat):
-    (repeat,) = short.repeats
+RUN_ALWAYS = ("fsdp, full", "hsdp, selective", "fsdp and tp", "tp")
+EXECUTIONS = ("naive", "eager", "compiled", "efficient")
+run_always = pytest.mark.parametrize("case", mostly_heavy(CASES, RUN_ALWAYS))
+
+
+@run_always
+def test_layers_stand_once(case):
+    (repeat,) = short(case).repeats
     assert repeat.container == "model.layers"
     assert repeat.count == 4  # of eight; two at either end stay, whose neighbours differ
-    assert len(flat.ops) == sum(map(short.times, short.ops)) > len(short.ops)
+    ops = short(case).ops
+    assert len(flat(case).ops) == sum(map(short(case).times, ops)) > len(ops)
 
 
-@pytest.mark.parametrize("execution", ["naive", "eager", "compiled", "efficient"])
-def test_a_step_costs_what_all_of_its_layers_do(short, flat, execution):
+@pytest.mark.parametrize(
+    ("case", "execution"),
+    mostly_heavy(
+        itertools.product(CASES, EXECUTIONS), list(zip(RUN_ALWAYS, EXECUTIONS, strict=True))
+    ),
+)
+def test_a_step_costs_what_all_of_its_layers_do(case, execution):
     once, all_of_them = (
-        rt.estimate(graph, execution=execution, system="dgx-h100") for graph in (short, flat)
+        rt.estimate(graph, execution=execution, system="dgx-h100")
+        for graph in (short(case), flat(case))
     )
     for name in ("flops", "flops_matrix", "bytes_hbm", "bytes_net", "kernels", "processes"):
         assert getattr(once, name) == getattr(all_of_them, name), name
@@ -80,24 +92,25 @@ def test_a_step_costs_what_all_of_its_layers_do(short, flat, execution):
     assert exchanged[0] == exchanged[1]
 
 
-def test_a_timeline_shows_each_kernel_where_it_runs(short, flat):
+@pytest.mark.parametrize("case", mostly_heavy(CASES, ["hsdp, selective", "fsdp and tp"]))
+def test_a_timeline_shows_each_kernel_where_it_runs(case):
     shown = [
         [
             (estimate.rows[launch.row].name, launch.module, launch.track, round(launch.start, 9))
             for launch in play(estimate).launches
             if launch.row is not None
         ]
-        for graph in (short, flat)
+        for graph in (short(case), flat(case))
         for estimate in [rt.estimate(graph, execution="compiled", system="dgx-h100")]
     ]
     assert shown[0] == shown[1]
 
 
-def test_what_a_checkpoint_runs_again_is_in_its_own_layer(short):
+@run_always
+def test_what_a_checkpoint_runs_again_is_in_its_own_layer(case):
     """Also ops that a layer runs outside of its modules, as the sum with what came in."""
-    flat = short.expand()
     again = Counter(
-        op.module for op in flat.ops if op.part == "recompute" and op.name == "aten.add"
+        op.module for op in flat(case).ops if op.part == "recompute" and op.name == "aten.add"
     )
     sums = {path: count for path, count in again.items() if path.count(".") == 2}
     assert set(sums.values()) <= {1}

@@ -15,6 +15,7 @@ from rooftrace.costmodels.knobs.knobs import load_knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
 from rooftrace.tracer.graph.graph import OpGraph
+from tests.conftest import in_turn
 
 STORED = ("bf16", "mxfp8", "fp8", "int8", "mxfp6", "nvfp4", "mxfp4", "int4", "int3", "int2")
 """By falling size; equal ones take equally long."""
@@ -42,8 +43,10 @@ def graphs() -> dict[tuple[int, str], OpGraph]:
     return {(rows, s): streaming(made[rows], s) for rows in made for s in STORED}
 
 
-@pytest.mark.parametrize("knobs", [None, "typical-eager", "typical-compiled"])
-@pytest.mark.parametrize("chip_name", available_chips())
+@pytest.mark.parametrize(
+    ("chip_name", "knobs"),
+    in_turn(available_chips(), ["typical-eager", "typical-compiled", None]),
+)
 def test_time_falls_with_the_bytes_of_the_weights(
     graphs: dict[tuple[int, str], OpGraph], chip_name: str, knobs: str | None
 ) -> None:

@@ -13,6 +13,8 @@ from rooftrace.costmodels.timing.timings import Timing, lower_bound, step_times
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
 
+pytestmark = pytest.mark.quick
+
 PLAIN = ExecutionModel()
 H200, A100 = load_chip("h200-sxm"), load_chip("a100-sxm-80")
 OLD = dataclasses.replace(

@@ -14,6 +14,8 @@ from rooftrace.costmodels.registry.rulebook import RULES
 from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
 
+pytestmark = pytest.mark.quick
+
 M, K, N = 512, 4096, 4096
 
 

@@ -25,6 +25,8 @@ from rooftrace.measured.pairing.templates import template_of
 from tests.fuzz.watch import unasked, watching
 from tests.reporting.conftest import Run, run
 
+pytestmark = pytest.mark.quick
+
 __all__ = ["run"]
 
 CORPUS = Path(__file__).parents[1] / "corpus"

@@ -7,6 +7,8 @@ import pytest
 from rooftrace.hardware.chip import Chip, Fact, Link, MissingPeakError, Peak
 from rooftrace.hardware.chipfile import load_chip
 
+pytestmark = pytest.mark.quick
+
 
 def fact(text, unit):
     return Fact.of(text, unit, "made up for this test", "guess")

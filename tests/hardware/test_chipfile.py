@@ -18,6 +18,8 @@ from rooftrace.hardware.chipfile import (
 )
 from rooftrace.hardware.chipfile.reading import UnknownChipError
 
+pytestmark = pytest.mark.quick
+
 H200 = resources.files("rooftrace.hardware").joinpath("chips/h200-sxm.toml").read_text("utf-8")
 BF16 = 'precision = "bf16"\nrate = "989.4 TFLOP/s"'
 

@@ -13,6 +13,8 @@ import pytest
 from rooftrace.hardware import precisions as precision
 from rooftrace.hardware.chipfile import available_chips, lint_chip, load_chip
 
+pytestmark = pytest.mark.quick
+
 CHIPS = available_chips()
 
 

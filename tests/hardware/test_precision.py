@@ -14,6 +14,8 @@ from rooftrace.hardware.precisions import (
     widest,
 )
 
+pytestmark = pytest.mark.quick
+
 names = st.sampled_from(sorted(PRECISIONS))
 
 

@@ -17,6 +17,8 @@ from rooftrace.hardware.systems import (
 from rooftrace.hardware.systems.reading import SystemFileError, UnknownSystemError
 from rooftrace.hardware.systems.records import SystemSizeError
 
+pytestmark = pytest.mark.quick
+
 SHIPPED = {
     "dgx-a100": ("a100-sxm-80", 8, 300e9, 8 * 25e9),
     "dgx-b200": ("b200-sxm", 8, 900e9, 8 * 50e9),

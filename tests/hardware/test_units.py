@@ -5,6 +5,8 @@ from hypothesis import given, strategies as st
 
 from rooftrace.hardware import units
 
+pytestmark = pytest.mark.quick
+
 # Written out by hand: a prefix table that is wrong must not be able to agree with itself.
 WORTH = {
     "": 1,

@@ -397,8 +397,9 @@ def process_state() -> dict[str, Any]:
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         "dtype": torch.get_default_dtype(),
         "device": str(contexts.default_device()),
-        "torch rng": torch.get_rng_state().tolist(),
-        "numpy rng": repr(np.random.get_state()),
+        "torch rng": torch.get_rng_state().numpy().tobytes(),
+        "numpy rng": [str(part) if isinstance(part, str) else np.asarray(part).tobytes()
+                      for part in np.random.get_state()],
         "python rng": random.getstate(),
         "thread hooks": (threading._trace_hook, threading._profile_hook),  # type: ignore[attr-defined]
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),

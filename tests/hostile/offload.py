@@ -161,14 +161,14 @@ def accelerate_cpu_offload() -> Case:
 
 
 @pattern(needs=("accelerate",))
-def accelerate_disk_offload(tmp: list[Any] = []) -> Case:  # noqa: B006 - keeps the folder alive
+def accelerate_disk_offload() -> Case:
     """Weights are memory-mapped from files by accelerate, layer by layer."""
     import tempfile
 
     from accelerate import disk_offload
 
     folder = tempfile.TemporaryDirectory()
-    tmp.append(folder)
     model = mlp().requires_grad_(False)
     disk_offload(model, folder.name, execution_device=torch.device("cpu"))
+    vars(model)["folder"] = folder  # it goes with the model
     return Case(model, (torch.randn(7, 6),), expected=7 * FORWARD)

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -40,7 +40,7 @@ from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.pricing.price import price_ops
 
 from . import harness
-from .harness import PATTERNS, Case, Pattern, counted, fingerprint, is_heavy, process_state
+from .harness import PATTERNS, Case, Count, Pattern, counted, fingerprint, is_heavy, process_state
 
 FILES = (
     "training_steps", "wrappers", "subclasses", "threads", "offload", "policies", "functions",
@@ -64,8 +64,8 @@ UNSEEN_BY_TORCH = (
 """It counts one thread, sparse products as dense, complex ones as real, and of groups too much."""
 
 
-def by_name(patterns: dict[str, Pattern]) -> Any:
-    return pytest.mark.parametrize("name", sorted(patterns))
+# What is parametrised in a module's scope runs pattern by pattern: all tests of one share its runs.
+each_pattern = pytest.mark.parametrize("name", sorted(PATTERNS), scope="module")
 
 
 def ready(name: str) -> Pattern:
@@ -80,29 +80,43 @@ def traced(case: Case) -> rt.OpGraph:
         return rt.trace(case.run, *case.args, **case.options, **case.kwargs)
 
 
-def flops_of(graph: rt.OpGraph) -> int:
-    """FLOP of the products of a graph, without recomputation."""
-    estimate = rt.estimate(graph, chip="h200-sxm", execution="eager")
-    vectors = sum(
-        cost.flops() * graph.times(op)
-        for op, cost in zip(graph.ops, price_ops(graph)[0], strict=True)
-        if op.name.split(".", 1)[1] in harness.VECTOR_PRODUCTS
-    )
-    return estimate.flops_matrix + vectors
+@cache
+def really(name: str) -> Count:
+    """What the pattern computes for real."""
+    return counted(PATTERNS[name].case())
 
 
-def recomputed(graph: rt.OpGraph) -> int:
-    """FLOP of the products that run a second time."""
-    return sum(
-        (cost.flops(MATRIX, ("recompute",)) + vector_flops(op, cost)) * graph.times(op)
-        for op, cost in zip(graph.ops, price_ops(graph)[0], strict=True)
-        if op.part == "recompute"
-    )
+@dataclass(frozen=True)
+class Watched:
+    """A trace, what it changed of the case, what it left behind, and a second trace of the case."""
+
+    graph: rt.OpGraph
+    changed: list[str]
+    left: list[str]
+    again: rt.OpGraph
 
 
-def vector_flops(op: Any, cost: Any) -> int:
-    vectors = op.name.split(".", 1)[1] in harness.VECTOR_PRODUCTS
-    return cost.flops(counts=("recompute",)) if vectors else 0
+@cache
+def watched(name: str) -> Watched:
+    case = PATTERNS[name].case()
+    roots = (case.run, case.args, case.kwargs, case.options)
+    before, state = fingerprint(*roots), process_state()
+    graph = traced(case)
+    after = process_state()
+    left = [key for key in state if key in after and state[key] != after[key]]
+    return Watched(graph, harness.unequal(before, fingerprint(*roots)), left, traced(case))
+
+
+def flops_of(graph: rt.OpGraph) -> tuple[int, int]:
+    """FLOP of the products of a graph: without recomputation, and those that run a second time."""
+    once, twice = rt.estimate(graph, chip="h200-sxm", execution="eager").flops_matrix, 0
+    for op, cost in zip(graph.ops, price_ops(graph)[0], strict=True):
+        vector = op.name.split(".", 1)[1] in harness.VECTOR_PRODUCTS
+        once += cost.flops() * graph.times(op) if vector else 0
+        if op.part == "recompute":
+            twice += cost.flops(MATRIX, ("recompute",)) * graph.times(op)
+            twice += cost.flops(counts=("recompute",)) * graph.times(op) if vector else 0
+    return once, twice
 
 
 def calls_of(graph: rt.OpGraph) -> list[str]:
@@ -123,13 +137,13 @@ def heavy_of(graph: rt.OpGraph) -> list[str]:
     )
 
 
-@by_name(PATTERNS)
+@each_pattern
 def test_products_are_those_of_real_tensors(name: str) -> None:
     pattern = ready(name)
-    real = counted(pattern.case())
+    real = really(name)
     model = counted(pattern.case(recompute=False)) if pattern.recompute else real
-    graph = traced(pattern.case())
-    ours, twice = flops_of(graph), recomputed(graph)
+    graph = watched(name).graph
+    ours, twice = flops_of(graph)
     kinds = sorted({a.kind for a in graph.assumptions} - set(EVERYWHERE))
     heavy = sorted(real.heavy)
     equal = (ours, ours + twice, heavy_of(graph)) == (model.flops, real.flops, heavy)
@@ -140,26 +154,22 @@ def test_products_are_those_of_real_tensors(name: str) -> None:
     assert not rt.estimate(graph).unsupported_ops()
 
 
-@by_name(PATTERNS)
+@each_pattern
 def test_nothing_is_changed_or_left_behind(name: str) -> None:
-    case = ready(name).case()
-    roots = (case.run, case.args, case.kwargs, case.options)
-    before, state = fingerprint(*roots), process_state()
-    first = traced(case)
-    after = process_state()
-    left = [key for key in state if key in after and state[key] != after[key]]
-    assert not left
-    assert not harness.unequal(before, fingerprint(*roots))
-    second = traced(case)
+    ready(name)
+    found = watched(name)
+    assert not found.left
+    assert not found.changed
+    first, second = (replace(graph, provenance={}) for graph in (found.graph, found.again))
     if PATTERNS[name].ordered:  # as text: a constant that is nan is not equal to itself
-        assert repr(replace(second, provenance={})) == repr(replace(first, provenance={}))
+        assert repr(second) == repr(first)
     assert calls_of(first) == calls_of(second)
 
 
-@by_name(PATTERNS)
+@each_pattern
 def test_the_counter_agrees_with_arithmetic_and_with_torch(name: str) -> None:
     pattern = ready(name)
-    real = counted(pattern.case())
+    real = really(name)
     assert real.flops or real.heavy, "nothing to count"
     expected = pattern.case().expected
     if expected is not None:

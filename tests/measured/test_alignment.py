@@ -15,6 +15,8 @@ from rooftrace.measured.traces.kineto import read_trace
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 
+pytestmark = pytest.mark.quick
+
 US = 1e-6
 
 

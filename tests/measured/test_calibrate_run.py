@@ -20,6 +20,8 @@ from rooftrace.measured.fused import KernelTime
 from rooftrace.measured.pairing import steps_of
 from rooftrace.measured.runs import MicroRow, ModelRow, load_run
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 COPY = MicroRow(key="copy", kind="copy", sizes={}, seconds=(1e-3,), bytes=1e-3 * 3e12)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,27 @@ from tests.reporting.conftest import Run
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("resnet", "vit", "lstm_tagger")
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 
 def target(name: str) -> str:
     return str(ROOT / "examples" / "models" / f"{name}.py:build")
+
+
+@cache
+def forward(name: str, batch: int) -> rt.OpGraph:
+    return rt.trace_target(target(name), ["forward"], Request(batch))["forward"]
 
 
 def measured(compute: float, memory: float) -> dict[tuple[str, int], float]:
     """Seconds of a step on an RTX 3090 that sustains these shares."""
     knobs = replace(load_knobs("typical-eager"), compute=compute, memory=memory)
     model = execution_model("eager", knobs=knobs)
-    found = {}
-    for name in MODELS:
-        for batch in (64, 256):
-            graph = rt.trace_target(target(name), ["forward"], Request(batch))["forward"]
-            found[name, batch] = rt.estimate(graph, "rtx-3090", model).t_est
-    return found
+    return {
+        (name, batch): rt.estimate(forward(name, batch), "rtx-3090", model).t_est
+        for name in MODELS
+        for batch in (64, 256)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +111,7 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
         rt.calibrate(replace(run, models=tuple(few)), chip, "compiled")
 
 
+@pytest.mark.slow
 def test_a_run_chooses_how_much_to_fit_by_what_was_left_out() -> None:
     run = rt.load_run(next((ROOT / "measurements").glob("*.json.gz")))
     models = [r for r in run.models if r.mode == "eager" and r.phase in ("prefill", "forward")]

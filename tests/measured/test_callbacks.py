@@ -21,6 +21,8 @@ from rooftrace.hardware import load_chip
 from rooftrace.measured.callbacks import watching
 from tests.measured.live_support import Net, Ticks, matrix_flops
 
+pytestmark = pytest.mark.usefixtures("no_accelerator_stays")
+
 CHIP = "l4"
 QUICK: dict[str, Any] = {"chip": CHIP, "warmup": 1, "profile": 0}
 BATCH = 4

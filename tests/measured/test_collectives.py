@@ -12,6 +12,8 @@ from rooftrace.measured.collectives import calibrate_collectives, read_collectiv
 from rooftrace.measured.collectives.fitting import score_of, seconds_of
 from tests.reporting.conftest import Run
 
+pytestmark = pytest.mark.quick
+
 # As all_reduce_perf prints it; figures rounded.
 PRINTED = """\
 # nThread 1 nGpus 1 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -51,9 +52,15 @@ class Mlp(nn.Module):
         return x
 
 
+@cache
 def step(width: int, rows: int, depth: int = 2) -> rt.OpGraph:
     with torch.device("meta"):
         return rt.trace(Mlp(width, depth).half(), torch.empty(rows, width, dtype=torch.half))
+
+
+@cache
+def untimed(width: int, rows: int, execution: str) -> Case:
+    return step_case(f"{width}x{rows}", step(width, rows), CHIP, execution, 1.0, str(rows))
 
 
 def cases(truth: Knobs, noise: float = 0.0, sizes=None, execution="eager") -> list[Case]:
@@ -61,7 +68,7 @@ def cases(truth: Knobs, noise: float = 0.0, sizes=None, execution="eager") -> li
     found = []
     for width in (256, 1024, 4096):
         for rows in sizes or (512, 4096, 16384, 65536):
-            one = step_case(f"{width}x{rows}", step(width, rows), CHIP, execution, 1.0, str(rows))
+            one = untimed(width, rows, execution)
             (seconds,) = predict([one], truth)
             found.append(replace(one, seconds=seconds * math.exp(draw.gauss(0, noise))))
     return found

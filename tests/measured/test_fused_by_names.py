@@ -24,6 +24,7 @@ from rooftrace.measured.realsteps.inductor import Compilations
 from rooftrace.measured.realsteps.profiler import profiler
 from rooftrace.measured.realsteps.steps import real_inputs, real_step
 from rooftrace.measured.traces import read_trace
+from tests.conftest import in_turn
 
 from .profiles_support import GpuTrace
 
@@ -383,8 +384,7 @@ MODULES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["forward", "training"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "phase"), in_turn(MODULES, ["forward", "training"]))
 def test_names_tell_what_the_compiler_notes(name: str, phase: str, tmp_path: Path) -> None:
     module, x = MODULES[name]()
     noted, step = twice(module if phase == "training" else module.eval(), x, phase, tmp_path)

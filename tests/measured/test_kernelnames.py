@@ -8,6 +8,8 @@ from rooftrace.measured.rundiffs.kernelnames import (
     kernel_key,
 )
 
+pytestmark = pytest.mark.quick
+
 SAME = [
     (
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64_64x6_tn_align8>(X)",

@@ -12,6 +12,8 @@ from rooftrace.errors import ProfileError
 from rooftrace.measured.hwcounters import read_likwid
 from rooftrace.measured.sources import source_of
 
+pytestmark = pytest.mark.quick
+
 INFO = """\
 STRUCT,Info,3,,
 CPU name:,Intel(R) Xeon(R) Gold 6148 CPU @ 2.40GHz,,,

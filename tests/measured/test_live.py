@@ -511,8 +511,8 @@ def test_a_training_that_is_watched_is_the_same_training(profile: int) -> None:
 
 @torch.library.custom_op("rooftrace_tests::nap", mutates_args=())
 def nap(x: Tensor) -> Tensor:
-    """What torch does in an instant, and a bad kernel in 100 ms."""
-    time.sleep(0.1)
+    """What torch does in an instant, and a bad kernel in 300 ms."""
+    time.sleep(0.3)
     return x.clone()
 
 

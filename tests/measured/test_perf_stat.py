@@ -12,6 +12,8 @@ from rooftrace.errors import ProfileError
 from rooftrace.measured.hwcounters import MemoryCount, read_perf_stat
 from rooftrace.measured.sources import source_of
 
+pytestmark = pytest.mark.quick
+
 MIB = 1024 * 1024
 SERVER = """\
 # started on Sat Jul 18 10:02:11 2026

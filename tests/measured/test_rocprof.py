@@ -13,6 +13,8 @@ from rooftrace.errors import ProfileError
 from rooftrace.measured.hwcounters import read_rocprof
 from rooftrace.measured.sources import source_of
 
+pytestmark = pytest.mark.quick
+
 FIRST = """\
 Index,KernelName,gpu-id,queue-id,queue-index,pid,tid,grd,wgr,lds,scr,arch_vgpr,accum_vgpr,sgpr,\
 wave_size,sig,obj,FETCH_SIZE,WRITE_SIZE,DispatchNs,BeginNs,EndNs,CompleteNs

@@ -9,6 +9,8 @@ import rooftrace as rt
 from rooftrace.measured.runs.runfile import ModelRow, OpTime
 from rooftrace.measured.validate.row_seconds import RowSeconds, seconds_of_row
 
+pytestmark = pytest.mark.quick
+
 ADDMM = ((8,), (3, 8), (8, 8))
 SQUARE = ((3, 8),)
 

@@ -23,6 +23,8 @@ from rooftrace.measured.runs.runfile import (
 )
 from rooftrace.tracer.graphfiles.graphfile import SCHEMA as GRAPH_SCHEMA
 
+pytestmark = pytest.mark.quick
+
 MICRO = MicroRow(
     key="neg n=4",
     kind="elementwise",

@@ -18,6 +18,8 @@ from rooftrace.measured.traces.records import DEVICE, EARLIER, LAUNCH, ORDER, OU
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack
 
+pytestmark = pytest.mark.quick
+
 US = 1e-6
 SHAPE = [(8, 64), (64, 64)]
 

@@ -27,8 +27,8 @@ from rooftrace.measured import __main__ as command
 from rooftrace.measured.__main__ import main
 from rooftrace.measured.bench.clock import Bench, MeasureError
 from rooftrace.measured.bench.devices import device_facts
-from rooftrace.measured.realsteps import replay as attribute
-from rooftrace.measured.realsteps.profiler import by_op
+from rooftrace.measured.realsteps import measurement, replay as attribute
+from rooftrace.measured.realsteps.profiler import by_op, profiled
 from rooftrace.measured.realsteps.realize import realized
 from rooftrace.measured.realsteps.replay import attributed
 from rooftrace.measured.realsteps.steps import Stepped, real_inputs, real_step, timed
@@ -307,22 +307,21 @@ def test_a_case_that_fails_is_written_down_and_the_next_one_runs(session: Sessio
 
 
 def test_a_case_that_does_not_end_is_ended(session: Session) -> None:
-    ended: list[bool] = []
+    waited: list[bool] = []
 
-    def sleeps() -> MicroRow:
-        time.sleep(30)
-        ended.append(True)
+    def waits() -> MicroRow:
+        waited.append(threading.Event().wait(300))
         return row("slow")
 
-    assert not session.attempt("slow", 0.3, sleeps)
-    assert not ended
+    assert not session.attempt("slow", 0.3, waits)
+    assert not waited
     (trouble,) = session.run.errors
     assert "did not end" in trouble.reason
 
 
 def test_a_case_at_the_end_of_the_budget_is_left_out_and_not_an_error(session: Session) -> None:
     session.deadline = session.now()
-    session.attempt("late", 0.3, lambda: (time.sleep(30), row("late"))[1])
+    session.attempt("late", 0.3, lambda: (threading.Event().wait(300), row("late"))[1])
     assert [t.reason for t in session.run.skipped] == ["the budget ended"]
 
 
@@ -412,8 +411,9 @@ def test_a_wrong_plan_is_quoted(plan: SuitePlan, changes: Any, message: str) -> 
 
 @pytest.fixture
 def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ninth of the operations, two models, and a compiler that takes no time."""
-    cases = micro_cases(False)[::9]
+    """Some operations of each kind, two models, and a compiler that takes no time."""
+    cases = micro_cases(False)[::23]
+    assert {case.kind for case in cases} == {case.kind for case in micro_cases(False)}
     monkeypatch.setattr(micro, "micro_cases", lambda on_cuda: cases)
     kept = tuple(m for m in MODELS if m.name in ("decoder", "lstm"))
     monkeypatch.setattr(suite_models, "MODELS", kept)
@@ -436,6 +436,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     return tried
 
 
+@pytest.mark.slow
 def test_the_suite_runs_and_goes_on(
     plan: SuitePlan, small_suite: None, attempts: list[tuple[str, float]]
 ) -> None:
@@ -559,6 +560,7 @@ sys.exit(main([*arguments, "--out", sys.argv[1]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_it_runs_with_torch_alone(tmp_path: Path) -> None:
     out = tmp_path / "run.json.gz"
@@ -721,12 +723,27 @@ def test_equal_layers_share_the_entry_of_the_op_that_stands_for_them() -> None:
     assert sum(counts[op.id] for op in kernels_of(graph)) == 6 * 2  # addmm and relu, six times
 
 
-def test_a_heavier_op_takes_longer() -> None:
-    module = nn.Sequential(nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 16))
-    with rt.measure(module, torch.randn(256, 16), budget_s=0.05) as run:
-        (found,) = run.models
+def test_each_op_takes_what_ran_inside_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real replay, in which a product takes a microsecond for each of its multiplications."""
+
+    def by_work(bench: Bench, run: Callable[[], object], shapes: bool) -> tuple[list[Any], float]:
+        events, ranges = profiled(bench, run)[0], []
+        for event in events:
+            took = 0
+            for child in event.cpu_children:
+                if event.name.startswith("op ") and child.name == "aten::addmm":
+                    _, (rows, inner), (_, columns) = child.input_shapes[:3]
+                    took += rows * inner * columns
+            named = {"name": event.name, "device_type": event.device_type}
+            ranges.append(SimpleNamespace(**named, cpu_time_total=took))
+        return ranges, 1.0
+
+    monkeypatch.setattr(attribute, "profiled", by_work)
+    module = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 64), nn.Linear(64, 8))
+    (found,) = rt.measure(module, torch.randn(16, 4), budget_s=0.05).models
     seconds = {op.module: op.seconds for op in found.ops if "addmm" in op.target}
-    assert seconds["1"] > seconds["0"] and seconds["1"] > seconds["2"]
+    products = {"0": 16 * 4 * 32, "1": 16 * 32 * 64, "2": 16 * 64 * 8}
+    assert seconds == {name: pytest.approx(n * 1e-6) for name, n in products.items()}
 
 
 def test_values_that_the_graph_did_not_foresee_name_the_op(
@@ -749,7 +766,11 @@ def test_a_module_that_cannot_be_measured_is_said_to_be() -> None:
         rt.measure(nn.Linear(2, 2), torch.ones(2), phase="decode")
 
 
-def test_steps_of_the_users_own_are_timed() -> None:
+def test_steps_of_the_users_own_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(
+        measurement, "time", SimpleNamespace(**{**vars(time), "perf_counter": clock})
+    )
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with rt.measuring("mine", device="cpu") as steps:
@@ -757,12 +778,11 @@ def test_steps_of_the_users_own_are_timed() -> None:
             with steps.step():
                 model(torch.randn(8, 64)).sum().backward()
                 optimizer.step()
-                if number > 2:
-                    time.sleep(0.01)
+                clock.now += 1 + number
     (found,) = steps.run.models
     assert (found.model, found.phase, found.source) == ("mine", "step", "profiler")
-    assert len(found.seconds) == 3  # of six, two warm up and one is profiled
-    assert found.median >= 0.01
+    assert found.seconds == (4, 5, 6)  # of six, two warm up and one is profiled
+    assert found.median == 5
     assert "aten::addmm" in {op.target for op in found.ops}
 
 

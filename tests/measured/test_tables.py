@@ -8,6 +8,8 @@ from rooftrace.errors import ProfileError
 from rooftrace.measured.tables.ncu import read_counters
 from rooftrace.measured.tables.steptimes import StepTime, read_steps
 
+pytestmark = pytest.mark.quick
+
 RAW = """\
 ==PROF== Connected to process 4242 (python3.12)
 ==PROF== Profiling "gemm": 0%....50%....100% - 3 passes

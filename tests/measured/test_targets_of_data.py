@@ -14,6 +14,8 @@ from rooftrace.measured.runs import ModelRow, Run
 from rooftrace.measured.tables import StepTime
 from tests.reporting.conftest import Run as Command
 
+pytestmark = pytest.mark.quick
+
 CHIP = "h100-sxm"
 PAYLOAD = """
 from pathlib import Path

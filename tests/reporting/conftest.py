@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from rooftrace.reporting.cli import main
+from rooftrace.tracer.asking import Job
+from rooftrace.tracer.sizing.tracecache import TraceCache
+from rooftrace.tracer.sources import tracing
+from rooftrace.tracer.sources.apart import Traced
+from rooftrace.tracer.targets import isolation
 
 
 class Ran(NamedTuple):
@@ -38,3 +45,45 @@ def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
         return Ran(code, out, err)
 
     return call
+
+
+KEPT: dict[Path, Traced] = {}
+"""What targets were traced to, by what the cache of forms keeps a trace by."""
+
+
+@pytest.fixture
+def kept_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target is traced once for all commands that ask the same of it, while its files stay.
+
+    For tests of what commands make of a trace; forms keep theirs in the same way.
+    """
+    trace = tracing.traced_target
+
+    def traced_once(job: Job) -> Traced:
+        place = TraceCache(Path())._place(job)
+        if place is None:
+            return trace(job)
+        made = KEPT.get(place)
+        if made is None or any(isolation.digest(p) != was for p, was in made.files.items()):
+            made = KEPT[place] = trace(job)
+        return replace(made, graphs=dict(made.graphs), files=dict(made.files))
+
+    monkeypatch.setattr(tracing, "traced_target", traced_once)
+
+
+@pytest.fixture
+def empty_folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, kept_targets: None
+) -> Path:
+    """An empty folder, of one name for all tests of a file: kept traces hold for all."""
+    folder = tmp_path_factory.getbasetemp() / request.path.stem
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def one_folder(empty_folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """It as the working folder, also for the command line."""
+    monkeypatch.chdir(empty_folder)
+    return empty_folder

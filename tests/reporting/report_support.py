@@ -4,6 +4,7 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from rooftrace.costmodels.costs.cost import Access, Cost, Work
 from rooftrace.costmodels.estimating.estimates import estimate
@@ -167,6 +168,7 @@ TINY: list[Kernel] = [
 ]
 
 
+@cache
 def made_report(
     kind: str = "experts",
     phases: Sequence[str] = ("training", "prefill", "decode"),
@@ -174,7 +176,7 @@ def made_report(
     chips: Sequence[str | Chip] = ("h200-sxm",),
     **plan_changes: object,
 ) -> Report:
-    """A report of `experts` or of the `tiny` net."""
+    """A report of `experts` or of the `tiny` net, made once; nobody changes it."""
     model: dict[str, object] = {"name": "TinyNet", "params": 300, "params_trainable": 300}
     if kind == "experts":
         model = {"name": "DeepSeek-V3", "params": 671026404352, "params_trainable": 671026404352}

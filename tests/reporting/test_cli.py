@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.conftest import Run
+from tests.reporting.conftest import KEPT, Run
 
 GPT2 = "examples/configs/gpt2.json"
 CONTROL_FLOW = "examples/models/control_flow.py:build"
 RESNET = "examples/models/resnet.py:build"
+
+pytestmark = pytest.mark.usefixtures("kept_targets")
 
 
 def test_layers_that_are_alike_can_be_run_and_listed_one_by_one(run: Run, tmp_path: Path) -> None:
@@ -66,6 +68,7 @@ def test_report_as_json_on_stdout_is_valid_json(run: Run) -> None:
 
 def test_two_runs_write_the_same_bytes(run: Run, tmp_path: Path) -> None:
     for name in ("one", "two"):
+        KEPT.clear()  # each traces
         run("report", CONTROL_FLOW, "--out", tmp_path / name, "--format", "json,md,csv")
         run("trace", CONTROL_FLOW, "-o", tmp_path / f"{name}.json.gz")
     for name in ("report.json", "report.md", "ops.csv"):

@@ -162,9 +162,10 @@ def check(change: Diff, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(COMMITS)), ids=COMMITS)
-def test_a_commit_is_seen_between_two_checkouts(number: int, tmp_path: Path) -> None:
+def test_a_commit_is_seen_between_two_checkouts(number: int, empty_folder: Path) -> None:
     before, after = revisions()[number : number + 2]
-    targets = write(tmp_path / "old", before), write(tmp_path / "new", after)
+    old, new = (empty_folder / f"checkout{n}" for n in (number, number + 1))
+    targets = write(old, before), write(new, after)
     change = rt.diff(*targets)
     check(change, number)
     assert [phase.phase for phase in change.phases] == ["forward", "training"]

@@ -22,6 +22,8 @@ from rooftrace.reporting.view.escaping import code_span, fenced, inline
 from rooftrace.reporting.view.model import Column, Note, Section, Table, View
 from tests.reporting.conftest import Run
 
+pytestmark = pytest.mark.quick
+
 EVIL = (
     "=cmd|' /C calc'!A0",
     "<img src=x onerror=alert(1)>",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,8 @@ CONFIG = {
 }
 DEEP = {**CONFIG, "n_layer": 6}
 """So many equal layers stand once."""
+ONE = {**CONFIG, "n_layer": 1}
+"""Formulas of more layers take seconds."""
 CHIP = "l4"
 JSON = ("--out", "-", "--format", "json")
 
@@ -59,7 +60,7 @@ CODE = ("report", "t.py:build", "--phase", "forward", *JSON)
 SAVED = ("report", "saved.json", *JSON)
 TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
-EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
+EXPLAIN = ("explain", "one.json", "--phase", "decode", "--op", "0", "--format", "json")
 NODES = ("nodes", "config.json", "--phase", "prefill", "--format", "json")
 CENSUS = ("census", "config.json", "--phase", "prefill", "--format", "json")
 BREAKS = ("breaks", "t.py:build", "--phase", "forward", "--format", "json")
@@ -143,6 +144,12 @@ PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
     "--tf32": (("--tf32",),),
     "--rules": (("--rules", "rules.py"),),
 }
+PRICED = {
+    "--chip": (("--chip", "l4"),),
+    "--execution": (("--execution", "eager"),),
+    "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+}
+"""What commands that price one step have."""
 MEASURED = {
     "--chip": (("--chip", "a100"),),
     "--target": (("--target", "t.py:wider"),),
@@ -170,7 +177,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--style": (("--style", "paper"), ("--style", "papr")),
                 "--max-batch": (("--max-batch",),),
                 "--exchange": (("--exchange", "deepep"), ("--exchange", "deepep2")),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
             },
         ),
         (CODE, WORKLOAD),
@@ -190,7 +197,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--style": (("--style", "paper"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "roofs.csv"),),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
             },
         )
     ],
@@ -204,7 +211,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 **WORKLOAD,
                 **PRICING,
                 "--names": (("--names", "a", "b"),),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
                 "--git": (("--git", "HEAD"),),
                 "--before": (("--before", "batch=3"), ("--before", "git=-x")),
                 "--after": (("--after", "dtype=bf16"), ("--after", "bacth=3")),
@@ -220,7 +227,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         )
     ],
     "explain": [
-        # Formulas of a language model take seconds: here is what a module of one's own has not.
+        # What a module of one's own has not.
         (
             EXPLAIN,
             {
@@ -236,7 +243,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 **{name: ways for name, ways in PRICING.items() if name != "--rewrite"},
                 "--plot": (("--plot", "step.png"),),
                 "--chip": (("--chip", "l4,a100"),),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
                 "--execution": (("--execution", "eager"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "explain.json"),),
@@ -252,7 +259,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--kv": (("--phase", "decode", "--kv", "11"),),
                 **PRICING,
                 "--align": (("--align", "128"), ("--align", "0")),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
                 "--chip": (("--chip", "l4"),),
                 "--execution": (("--execution", "eager"),),
                 "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
@@ -285,7 +292,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--execution": (("--execution", "eager"),),
                 "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
                 "--out": (("--out", "nodes.csv"),),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
             },
         )
     ],
@@ -297,7 +304,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 **PRICING,
                 "--over": (("--over", "batch=2,3"), ("--over", "seq=")),
                 "--vary": (("--vary", "config.n_embd=32,64"), ("--vary", "config.n_embd")),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
                 "--set": (("--set", "config.n_embd=64"), ("--set", "config.n_embd")),
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
                 "--execution": (("--execution", "eager"), ("--execution", "efficient,eager")),
@@ -327,7 +334,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             {
                 **WORKLOAD,
                 **PRICING,
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
                 "--find": (("--find", "cheapest"), ("--find", "rates"), ("--find", "bacth")),
                 "--tpot": (("--tpot", "20us"),),
                 "--ttft": (("--ttft", "1s"),),
@@ -393,7 +400,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--of": (("--of", "flops"),),
                 "--log": (("--log",),),
                 "--points": (("--points", "points.csv"),),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
                 "--chip": (("--chip", "l4"),),
                 "--execution": (("--execution", "eager"),),
                 "--plot": (("--plot", "grid.png"),),
@@ -492,7 +499,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "validation"),),
                 "--figures": (("--figures", "svg"), ("--out", "validation", "--figures", "jpg")),
-                "--timeline": (("--timeline", "steps.json.gz"), ("--timeline", "steps.txt")),
+                "--timeline": PRICED["--timeline"],
             },
         )
     ],
@@ -528,7 +535,7 @@ CANNOT_CHANGE = {
     ("report", "t.py:build"): {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("explain", "config.json"): {
+    ("explain", "one.json"): {
         "--rewrite": "nothing of that kind is in this model",
     },
     ("explain", "t.py:build"): {
@@ -605,9 +612,9 @@ CANNOT_CHANGE = {
 }
 
 
-SHARED = {**WORKLOAD, **REQUESTS, **PRICING}
+SHARED = {**WORKLOAD, **REQUESTS, **PRICING, **PRICED}
 """Options that one place reads for every command: each command only has to take them up."""
-EVERY = 5
+EVERY = 12
 """Of so many shared options `make test` tries one on each kind of source, in turn."""
 QUICK = (CODE, NODES)
 """Commands on which it tries all of them: on code, and on a language model in one phase."""
@@ -625,41 +632,34 @@ def changes() -> Iterator[Any]:
 
 
 LOCKED = """
+import torch
 def small():
     return torch.nn.Linear(8, 8), (torch.ones(2, 8),)
 """
 
 
 @pytest.fixture
-def here(
-    tmp_path_factory: pytest.TempPathFactory,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> Path:
-    """A folder with each kind of source in it; of one name, so that kept traces hold for all."""
+def here(one_folder: Path, run: Run, request: pytest.FixtureRequest) -> Path:
+    """A folder with each kind of source in it."""
     pytest.importorskip("transformers")
-    tmp_path = tmp_path_factory.getbasetemp() / "here"
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    tmp_path.mkdir()
-    (tmp_path / "t.py").write_text(MODEL)
-    (tmp_path / "rules.py").write_text(RULE)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "deep.json").write_text(json.dumps(DEEP))
-    (tmp_path / "steps.csv").write_text(
+    (one_folder / "t.py").write_text(MODEL)
+    (one_folder / "rules.py").write_text(RULE)
+    (one_folder / "config.json").write_text(json.dumps(CONFIG))
+    (one_folder / "deep.json").write_text(json.dumps(DEEP))
+    (one_folder / "one.json").write_text(json.dumps(ONE))
+    (one_folder / "steps.csv").write_text(
         "model,batch,ms,phase\nbuild,64,1,forward\nbuild,512,2,forward\nbuild,4096,6,forward\n"
         "wider,64,1,forward\nwider,8192,9,forward\n"
     )
-    monkeypatch.chdir(tmp_path)
     if not TRACED:
         assert run("trace", "t.py:build", "--phase", "forward", "-o", "saved.json").code == 0
-        TRACED.append((tmp_path / "saved.json").read_bytes())
-    (tmp_path / "saved.json").write_bytes(TRACED[0])
+        TRACED.append((one_folder / "saved.json").read_bytes())
+    (one_folder / "saved.json").write_bytes(TRACED[0])
     if request.node.callspec.params["base"] == CHECK:
-        (tmp_path / "small.py").write_text("import torch\n" + LOCKED)
+        (one_folder / "small.py").write_text(LOCKED)
         assert run("lock", "small.py:small", "--phase", "forward").code == 0
-        (tmp_path / "small.py").write_text("import torch  # the lock is of another file\n" + LOCKED)
-    return tmp_path
+        (one_folder / "small.py").write_text(f"# the lock is of another file\n{LOCKED}")
+    return one_folder
 
 
 TRACED: list[bytes] = []

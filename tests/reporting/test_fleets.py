@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas
 import pytest
@@ -58,25 +61,37 @@ OVER = {"batch": "1..4"}
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(one_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with targets: two models, one that fails, one that kills its process once."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROOFTRACE_CACHE", "off")
-    (tmp_path / "t.py").write_text(MODEL)
-    return tmp_path
+    (one_folder / "t.py").write_text(MODEL)
+    return one_folder
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """What Dask sets in this process for its workers, and their folders, end with them."""
+    before = [*sys.path]
+    with patch.dict(os.environ):
+        yield
+    sys.path[:] = before
+    shutil.rmtree(Path(tempfile.gettempdir(), "dask-scratch-space"), ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A scheduler and two workers in threads of this process."""
-    with distributed.LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=False,
-        protocol="tcp://",
-        host="127.0.0.1",
-        dashboard_address="127.0.0.1:0",
-    ) as made:
+    with (
+        put_back(),
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp://",
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+        ) as made,
+    ):
         yield made
 
 
@@ -170,7 +185,6 @@ def test_a_file_and_its_imports_count_and_the_file_beside_a_config_does_not(here
 
 
 def test_one_target_that_fails_stops_no_other(run: Run, here: Path) -> None:
-    os.chdir(here)
     (here / "cut.json").write_text('{"model_type": ')
     names = ("t.py:broken", "t.py:small", "cut.json", "gone.json")
     asked = ("sweep", *names, "--over", "batch=1..4", "--scheduler", "none", "-o", "out")
@@ -266,7 +280,6 @@ def test_a_request_that_makes_no_sense_is_refused_before_any_work(
 
 
 def test_the_command_says_what_is_for_one_target(run: Run, here: Path) -> None:
-    os.chdir(here)
     two = ("sweep", "t.py:wide", "t.py:small", "--over", "batch=1..2")
     for options, said in (
         ((), "2 TARGETs: say where results land with -o FOLDER"),
@@ -281,7 +294,6 @@ def test_the_command_says_what_is_for_one_target(run: Run, here: Path) -> None:
 def test_a_scheduler_that_is_not_there(
     run: Run, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.chdir(here)
     monkeypatch.setattr("rooftrace.reporting.fleets.clusters._ANSWERS", 0.2)
     asked = ("sweep", "t.py:wide", "--over", "batch=1..2", "-o", "out", "--scheduler")
     ran = run(*asked, "tcp://127.0.0.1:9")
@@ -366,9 +378,9 @@ def test_a_worker_that_is_killed_loses_nothing(here: Path) -> None:
                                .replace("return small()", "return small(marker)"))  # fmt: skip
     said: list[str] = []
     names = ["u.py:small", "u.py:deadly", "u.py:wide"]
-    result = rt.sweep_fleet(
-        names, out="out", over=OVER, vary=vary, workers=2, retries=1, progress=said.append
-    )
+    asked: dict[str, Any] = {"out": "out", "over": OVER, "vary": vary}
+    with put_back():
+        result = rt.sweep_fleet(names, **asked, workers=1, retries=1, progress=said.append)
     assert Path(marker).exists(), "nothing died"
     assert not result.failures and result.ran == 3
     alone = [single(name, over=OVER, vary=vary) for name in names]
@@ -381,8 +393,9 @@ def test_a_worker_that_is_killed_loses_nothing(here: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return [{"number": number}]
 
-    asked = [Task(f"task {n}", kills, {"number": n}, key=f"k{n}") for n in (1, 2, 3)]
-    fleet = run_fleet(asked, "tasks", workers=1, retries=0)
+    three = [Task(f"task {n}", kills, {"number": n}, key=f"k{n}") for n in (1, 2, 3)]
+    with put_back():
+        fleet = run_fleet(three, "tasks", workers=1, retries=0)
     assert [failure.title for failure in fleet.failures] == ["task 2"]
     assert "every worker that ran it died" in fleet.failures[0].error
     assert list(fleet.frame()["number"]) == [1, 3]

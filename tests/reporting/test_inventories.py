@@ -18,6 +18,8 @@ from rooftrace.reporting.modeldump import _WITHOUT_USE
 from rooftrace.reporting.text import as_markdown
 from tests.reporting.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 CODE = """

@@ -18,12 +18,14 @@ from rooftrace.reporting.text import shown
 from rooftrace.reporting.view import units
 from rooftrace.reporting.view.escaping import code_span
 from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
+from tests.conftest import in_turn
 from tests.reporting.conftest import Run
 from tests.reporting.report_support import made_report
 from tests.reporting.test_pages import RESULTS
 
 pylatexenc = pytest.importorskip("pylatexenc")
 
+STYLES = ("screen", "paper-column")
 HOSTILE = (
     r"\input{/etc/passwd}",
     r"\immediate\write18{touch /tmp/x}",
@@ -244,8 +246,10 @@ def test_a_unit_of_a_cell_counts() -> None:
     assert "(B)" in next(iter(table_files(View((Section(parts=[table]),))).values()))
 
 
-@pytest.mark.parametrize("name", [n for n in RESULTS if n != "six executions on eight chips"])
-@pytest.mark.parametrize("style", ["screen", "paper-column"])
+@pytest.mark.parametrize(
+    ("name", "style"),
+    in_turn((n for n in RESULTS if n != "six executions on eight chips"), STYLES),
+)
 def test_every_result_is_a_document_whose_tables_stand_alone(name: str, style: str) -> None:
     result = RESULTS[name]()
     text = shown(result, "latex", style=style)

@@ -30,10 +30,12 @@ def build(mesh):
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("ROOFTRACE_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "config.json"
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("meshes") / "config.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
 

@@ -17,6 +17,8 @@ from rooftrace.reporting.view.markdown import MOST_COLUMNS
 from rooftrace.reporting.view.model import Column, Note, Section, Table, View
 from tests.reporting.report_support import made_report
 
+pytestmark = pytest.mark.quick
+
 
 def widths(page: str) -> list[int]:
     """Columns of each table of a page, as a reader of CommonMark finds them."""

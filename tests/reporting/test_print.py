@@ -27,10 +27,12 @@ def report() -> Report:
     return made_report(chips=("h200-sxm", "b200-sxm"))
 
 
-@pytest.fixture(scope="module", params=["paper", "paper-column"])
+@pytest.fixture(params=["paper", "paper-column"])
 def written(request, tmp_path_factory) -> tuple[str, Path]:
-    out = tmp_path_factory.mktemp(request.param)
-    made_report(phases=("decode",)).write(out, ("svg", "pdf", "md"), style=request.param)
+    """The files of a report, written once in each style, in whatever order tests run."""
+    out = tmp_path_factory.getbasetemp() / f"printed-{request.param}"
+    if not out.exists():
+        made_report(phases=("decode",)).write(out, ("svg", "pdf", "md"), style=request.param)
     return request.param, out
 
 

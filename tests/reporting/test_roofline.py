@@ -9,6 +9,7 @@ import pytest
 from rooftrace.reporting.figures import breakdown, labels, roofline, roofplot, style
 from rooftrace.reporting.figures.folder import figures
 from rooftrace.reporting.figures.labels import Box, Label
+from tests.conftest import mostly_heavy
 from tests.reporting.report_support import made_report
 
 REPORTS = {
@@ -22,7 +23,7 @@ REPORTS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(REPORTS))
+@pytest.fixture(params=list(REPORTS))
 def report(request):
     return REPORTS[request.param]()
 
@@ -124,6 +125,7 @@ def test_memory_bars_are_as_long_as_the_peak():
         assert bar.length == need.peak
 
 
+@pytest.mark.parametrize("report", mostly_heavy(REPORTS, ["experts", "one point"]), indirect=True)
 def test_every_figure_is_drawn_1800_wide(report, tmp_path):
     for name, draw in figures(report):
         style.save(draw(), tmp_path / f"{name}.png")

@@ -9,8 +9,10 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.figures.manymodels import roofline_figure
+from rooftrace.reporting.figures.manymodels import _points, roofline_figure
 from tests.reporting.conftest import Run
+
+pytestmark = pytest.mark.usefixtures("kept_targets")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,14 @@ def test_rows_are_the_estimates_one_by_one(steps: rt.Rooflines) -> None:
     frame = steps.to_frame()
     assert list(frame["t_est"]) == [row.estimate.t_est for row in steps.rows]
     assert steps.to_dict()["steps"] == steps.to_rows()
+
+
+def test_a_chip_has_one_shape_and_no_other_chip_has_it(steps: rt.Rooflines) -> None:
+    shapes: dict[str, set[str]] = {}
+    for row, point in zip([r for line in steps.lines for r in line], _points(steps), strict=True):
+        shapes.setdefault(row.chip, set()).add(point.marker)
+    (one,), (other,) = shapes.values()
+    assert one != other
 
 
 def test_no_step_is_faster_than_its_launches_allow(steps: rt.Rooflines) -> None:

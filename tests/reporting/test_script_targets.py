@@ -18,6 +18,8 @@ from rooftrace.tracer.asking.commands import ScriptCommand, is_script
 from rooftrace.tracer.revisions import checkouts
 from rooftrace.tracer.scripts import ScriptError
 
+pytestmark = pytest.mark.quick
+
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,12 +18,16 @@ from tests.tracer.sharded_models import BATCH, SEQ, WAYS, Net
 ROUNDING = 2e-6  # microseconds: starts and durations are rounded to the picosecond
 
 
-def estimated(way: str, system: str = "dgx-h200", layers: int = 3) -> Any:
+@cache
+def traced(way: str, layers: int) -> rt.OpGraph:
     sizes, spread, again = WAYS[way]
     with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(layers, again), mesh)
-        graph = rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase="training")
-    return rt.estimate(graph, system=system)
+        return rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase="training")
+
+
+def estimated(way: str, system: str = "dgx-h200", layers: int = 3) -> Any:
+    return rt.estimate(traced(way, layers), system=system)
 
 
 def tracks(contents: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

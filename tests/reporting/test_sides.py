@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.rewriting.table import REWRITES
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.diff_command import _targets
+from rooftrace.reporting.sides import _execution
 from tests.reporting.conftest import Run
 
 WIDTH = 64
@@ -69,6 +71,12 @@ def test_sides_on_two_chips_under_two_execution_models(target: str) -> None:
         "knobs": "none",
         "chip": "a100-sxm-80",
     }
+
+
+def test_a_named_rewrite_is_of_one_side() -> None:
+    name = REWRITES[0].name
+    assert _execution({"rewrites": (name,)}, "efficient").rewrites == (name,)
+    assert _execution({}, "efficient").rewrites == ()
 
 
 def test_other_releases_of_torch_are_said() -> None:

@@ -96,11 +96,11 @@ def text(raw: io.RawIOBase) -> io.TextIOWrapper:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a target and steps; measurements of a device take no time."""
-    (tmp_path / "t.py").write_text(MODEL)
-    (tmp_path / "steps.csv").write_text(STEPS)
-    monkeypatch.chdir(tmp_path)
+    (empty_folder / "t.py").write_text(MODEL)
+    (empty_folder / "steps.csv").write_text(STEPS)
+    monkeypatch.chdir(empty_folder)
     import rooftrace as rt
 
     monkeypatch.setattr("rooftrace.measured.suite.measure_suite", lambda *_: None)
@@ -110,7 +110,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         "rooftrace.measured.bench.measure_chip", lambda *_, **__: rt.load_chip("l4")
     )
-    return tmp_path
+    return empty_folder
 
 
 def ended(arguments: tuple[str, ...]) -> int:

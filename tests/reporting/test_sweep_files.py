@@ -14,6 +14,8 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting import stepforms, sweeps
 
+pytestmark = pytest.mark.quick
+
 
 def net() -> tuple[nn.Module, torch.Tensor]:
     with torch.device("meta"):

@@ -157,7 +157,7 @@ def test_short_module(path, width, short):
 
 
 def test_stub_of_every_unknown_op_is_in_the_page_not_on_the_screen():
-    many = [replace(ROPE, target=f"mylib.op{i}.default", count=1, bytes=10) for i in range(6)]
+    many = tuple(replace(ROPE, target=f"mylib.op{i}.default", count=1, bytes=10) for i in range(6))
     text = str(made_report(phases=("decode",), unsupported=many))
     assert text.count("no rule:") == 3
     assert "3 more ops" in text

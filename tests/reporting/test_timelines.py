@@ -39,10 +39,9 @@ BATCHES = {"sweep": 64, "solve": 64, "sensitivity": 16}
 
 
 @pytest.fixture
-def here(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(NET)
-    return tmp_path
+def here(one_folder: Path) -> Path:
+    (one_folder / "net.py").write_text(NET)
+    return one_folder
 
 
 def ends(path: Path) -> dict[str, float]:

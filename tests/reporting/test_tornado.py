@@ -11,6 +11,8 @@ from rooftrace.costmodels.factorial import factorial
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.ofsizes import tornado
 
+pytestmark = pytest.mark.quick
+
 LEVELS = {"kv": (1, 2), "top-k": ("few", "many"), "none": (0, 1), "a very long name " * 3: (1,)}
 RESPONSE = [[[[1.0], [1.0]], [[5.0], [5.0]]], [[[2.0], [2.0]], [[6.0], [6.0]]]]
 
@@ -42,10 +44,17 @@ def test_it_is_drawn_1800_wide_and_what_it_is_called_stands_as_it_is(tmp_path: P
     assert int.from_bytes(header[16:20], "big") == 1800
 
 
-def test_equal_cells_are_drawn_too(tmp_path: Path) -> None:
-    for value in (0.0, 1.0):
-        figure = tornado(factorial({"a": (1, 2)}, [value, value]).main)
-        style.save(figure, tmp_path / "tornado.png")
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_cells_are_drawn_without_an_effect(value: float, tmp_path: Path) -> None:
+    figure = tornado(factorial({"a": (1, 2)}, [value, value]).main)
+    (axes,) = figure.axes
+    assert not bars(axes)
+    texts = [text.get_text() for text in axes.texts]
+    assert texts[0] == "a" and texts.count("no effect") == 1
+    low, high = axes.get_xlim()
+    assert low < value < high  # an axis around the one mean
+    style.save(figure, tmp_path / "tornado.png")
+    assert (tmp_path / "tornado.png").stat().st_size > 0
 
 
 def test_no_effects_are_told() -> None:

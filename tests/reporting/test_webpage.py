@@ -26,6 +26,8 @@ from rooftrace.reporting.hypertext.contents import contents
 from rooftrace.reporting.sections import report_view
 from rooftrace.reporting.view import model as view, units
 
+pytestmark = pytest.mark.quick
+
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m`**a**`|\u202e"
 WEB = Path(__file__).parents[2] / "web"
 

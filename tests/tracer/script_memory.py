@@ -6,7 +6,6 @@ that keeps its data in arrays and copies batches to its device counts what a GPU
 """
 
 import contextlib
-import gc
 import io
 import runpy
 import sys
@@ -23,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.tracer.script_oracle import its_own_garbage
 
 ROLES = ("weights", "gradients", "optimizer")
 
@@ -133,6 +134,7 @@ def alive_while_run(path: Path, *words: str) -> RealMemory:
         windows.append((id(optimizer), counted.window()))
 
     with contextlib.ExitStack() as undo:
+        undo.enter_context(its_own_garbage())
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # the ops are small
         patch = undo.enter_context(pytest.MonkeyPatch.context())
@@ -154,7 +156,6 @@ def alive_while_run(path: Path, *words: str) -> RealMemory:
                 bytes_of[roles.get(number, "rest")] += size
         found.steps.append(bytes_of)
         found.ops.append(peak.op)
-    gc.collect()
     return found
 
 

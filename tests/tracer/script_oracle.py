@@ -11,7 +11,7 @@ import io
 import itertools
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,9 @@ def really(path: Path, *words: str) -> Real:
             if isinstance(value, Tensor) and name != "step"
         )
 
-    _forget_accelerate()
+    forget_accelerate()
     with contextlib.ExitStack() as undo:
+        undo.enter_context(its_own_garbage())
         patch = undo.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "argv", [str(path), "cpu", *words])
         undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -82,14 +83,26 @@ def really(path: Path, *words: str) -> Real:
         with counter:
             runpy.run_path(str(path), run_name="__main__")
     found.flops = counter.get_total_flops()
-    gc.collect()
     return found
 
 
-def _forget_accelerate() -> None:
-    """Drop what an earlier test told accelerate of this process; a script starts with nothing."""
+@contextlib.contextmanager
+def its_own_garbage() -> Iterator[None]:
+    """Collects what was made inside, and does not walk through what was there before."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+
+
+def forget_accelerate() -> None:
+    """Drop what a script told accelerate of this process; the next one starts with nothing."""
     if "accelerate" in sys.modules:
-        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+        states = sys.modules["accelerate"].state
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
 
 
 def _size(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, HEADS, WORDS, LAYERS, BATCH, SEQ = 32, 8, 64, 3, 2, 16
+WIDTH, HEADS, WORDS, LAYERS, BATCH, SEQ = 32, 8, 64, 2, 2, 16
 
 
 class Attention(nn.Module):

@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 import rooftrace as rt
 
+pytestmark = pytest.mark.quick
+
 ROWS, INNER, COLUMNS, RANKS = 24, 64, 40, 4
 _symm_mem: Any = torch.ops.symm_mem
 

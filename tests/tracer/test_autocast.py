@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import rooftrace as rt
 from rooftrace.tracer.recording.recorder import Recorder
 
+pytestmark = pytest.mark.quick
+
 Make = Callable[..., Tensor]
 
 

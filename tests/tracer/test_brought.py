@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 
+pytestmark = pytest.mark.quick
+
 
 def flops(run: Any, *args: Any) -> int:
     return rt.estimate(rt.trace(run, *args), execution="eager").flops_matrix

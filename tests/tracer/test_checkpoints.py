@@ -19,6 +19,8 @@ from rooftrace.tracer.weightfiles import CheckpointError
 from rooftrace.tracer.weightfiles.slices import SLICE
 from rooftrace.tracer.weightfiles.stored import Stored
 
+pytestmark = pytest.mark.quick
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 

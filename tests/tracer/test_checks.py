@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from tests.releases import TORCH
 
+pytestmark = pytest.mark.quick
+
 INDEFINITE = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
 SINGULAR = torch.zeros(2, 2)
 GOOD = torch.tensor([[2.0, 1.0], [1.0, 2.0]])

@@ -18,6 +18,8 @@ from rooftrace.tracer.releases.releases import Release, installed_release, read_
 from rooftrace.tracer.sources.apart import _told, job_told
 from rooftrace.tracer.sources.places import ProcessPlace
 
+pytestmark = pytest.mark.quick
+
 B, H, S, E = 2, 4, 16, 32
 HALF, SINGLE = torch.float16, torch.float32
 

@@ -11,6 +11,8 @@ import rooftrace as rt
 from rooftrace.tracer.lower.roles import made_role
 from rooftrace.tracer.ops.traits import index_output, is_random
 
+pytestmark = pytest.mark.quick
+
 SEEDED = (torch.Tag.nondeterministic_seeded,)
 
 

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -49,8 +51,22 @@ def run_of(module: nn.Module, *args: Any, phase: str = "forward") -> tuple[OpGra
     return traced_with_dynamo(Job.of(rt.graph_breaks, module, args, {}, phase=phase))
 
 
-def explained(module: nn.Module, *args: Any) -> tuple[int, int, int]:
-    """By torch itself, on numbers: graphs, reasons of graphs that end early, counted breaks."""
+KINDS = {kind.__name__: kind for kind in (*models.BREAKING, models.Whole)}
+MODULES = {
+    **KINDS,
+    "Stack of Printing": lambda: models.Stack(models.Printing, 6),
+    "Stack of Item": lambda: models.Stack(models.Item, 3),
+    "Numbers": lambda: models.Numbers(12),
+}
+
+
+@cache
+def ran(name: str) -> tuple[OpGraph, Any]:
+    return run_of(MODULES[name](), x())
+
+
+def explained(module: nn.Module, *args: Any) -> tuple[int, int]:
+    """By torch itself, on numbers: graphs, and counted breaks."""
     torch._dynamo.reset()
     counters.clear()
     with torch.no_grad():
@@ -58,21 +74,48 @@ def explained(module: nn.Module, *args: Any) -> tuple[int, int, int]:
     counted = sum(counters["graph_break"].values())
     torch._dynamo.reset()
     counters.clear()
-    return told.graph_count, len(told.break_reasons), counted
+    return told.graph_count, counted
 
 
-CASES = (*models.BREAKING, models.Whole)
+@dataclass(frozen=True)
+class Compiled:
+    """Graphs and breaks of torch.compile, and the FLOPs of each call of a graph, on numbers."""
+
+    graphs: int
+    breaks: int
+    flops: list[int]
 
 
-@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_graphs_and_breaks_are_those_that_torch_explains(kind: type[models.Layer]) -> None:
-    module = kind()
-    _, run = run_of(module, x())
-    graphs, _, counted = explained(module, x())
-    assert run.graphs == graphs
-    assert run.graph_breaks == counted
+@cache
+def compiled(name: str) -> Compiled:
+    flops: list[int] = []
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = graph(*inputs)
+            flops.append(counter.get_total_flops())
+            return result
+
+        graphs.append(graph)
+        return run
+
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        torch.compile(MODULES[name]().eval(), backend=backend)(x())
+    return Compiled(len(graphs), sum(counters["graph_break"].values()), flops)
+
+
+@pytest.mark.parametrize("name", KINDS, scope="module")
+def test_graphs_and_breaks_are_those_that_torch_compiles(name: str) -> None:
+    _, run = ran(name)
+    told = compiled(name)
+    assert run.graphs == told.graphs
+    assert run.graph_breaks == told.breaks
     assert not run.real
-    assert bool(run.causes) == (kind is not models.Whole)
+    assert bool(run.causes) == (name != "Whole")
 
 
 @pytest.mark.parametrize(
@@ -91,48 +134,33 @@ def test_a_break_in_a_layer_is_one_cause_as_often_as_the_layer_is_called(
 
 
 def test_a_line_that_gives_no_reason_has_that_of_what_it_calls() -> None:
-    _, run = run_of(models.Property(), x())
+    _, run = ran("Property")
     (cause,) = run.causes
     assert "print" in cause.reason
     first = models.Property.doubled.fget.__code__.co_firstlineno
     assert cause.source == f"tests/tracer/broken_models.py:{first + 2}"
 
 
-def test_huggingface_models_are_as_torch_says() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
-
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    mixtral = MixtralForCausalLM(
-        MixtralConfig(**sizes, vocab_size=32, num_hidden_layers=2, num_key_value_heads=2)
-    )
-    ids = torch.arange(6)[None]
-    for model in (gpt2, mixtral):
-        _, run = run_of(model, ids)
-        assert (run.graphs, run.graph_breaks) == explained(model, ids)[::2]
-        assert run.calls == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("family", mostly_heavy(["GPT2", "Mixtral"], ["Mixtral"]))
+def test_huggingface_models_are_as_torch_says(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings: dict[str, Any] = {
+        "GPT2": {"n_layer": 1, "n_embd": 16, "n_head": 2},
+        "Mixtral": {
+            "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+            "num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 2,
+        },
+    }[family]  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**settings, vocab_size=32)
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    model, ids = getattr(transformers, kind)(config), torch.arange(6)[None]
+    _, run = run_of(model, ids)
+    assert (run.graphs, run.graph_breaks) == explained(model, ids)
+    assert run.calls == 1
 
 
 # -- which op runs where ---------------------------------------------------------------------------
-
-
-def flops_of_graphs(module: nn.Module, *args: Any) -> list[int]:
-    """FLOPs of each call of a compiled graph in order, counted by torch on numbers."""
-    counts: list[int] = []
-
-    def backend(graph: fx.GraphModule, _: Any) -> Any:
-        def run(*inputs: Any) -> Any:
-            with FlopCounterMode(display=False) as counter:
-                result = graph(*inputs)
-            counts.append(counter.get_total_flops())
-            return result
-
-        return run
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(module.eval(), backend=backend)(*args)
-    return counts
 
 
 def flops_of_stretches(placement: PlacedStep, *parts: str) -> list[int]:
@@ -144,21 +172,11 @@ def flops_of_stretches(placement: PlacedStep, *parts: str) -> list[int]:
     return [sums[place] for place, stretch in enumerate(placement.stretches) if not stretch.eager]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        *(kind() for kind in CASES),
-        models.Stack(models.Printing, 6),
-        models.Stack(models.Item, 4),
-        models.Numbers(12),
-    ],
-    ids=lambda module: type(module).__name__,
-)
-def test_flops_of_a_stretch_are_those_of_its_graph(module: nn.Module) -> None:
-    graph, run = run_of(module, x())
-    placement = placed(graph, run)
+@pytest.mark.parametrize("name", MODULES, scope="module")
+def test_flops_of_a_stretch_are_those_of_its_graph(name: str) -> None:
+    placement = placed(*ran(name))
     assert placement.unplaced == 0
-    assert flops_of_stretches(placement, "forward") == flops_of_graphs(module, x())
+    assert flops_of_stretches(placement, "forward") == compiled(name).flops
 
 
 def test_every_forward_op_is_in_one_stretch_and_stretches_follow_one_another() -> None:
@@ -194,7 +212,7 @@ def test_backward_is_cut_where_forward_is() -> None:
 
 
 def test_equal_layers_stay_one_where_all_are_cut_alike() -> None:
-    graph, run = run_of(models.Stack(models.Printing, 8), x())
+    graph, run = ran("Stack of Printing")
     placement = placed(graph, run)
     (short,) = placement.marked(records.without(run.stretches))
     (flat,) = placement.marked(records.without(run.stretches), folded=False)
@@ -244,7 +262,7 @@ def test_behind_code_in_python_a_graph_stays_one_of_its_own() -> None:
 
 
 def test_what_is_compiled_too_often_goes_with_the_break_that_parts_it() -> None:
-    _, run = run_of(models.Numbers(12), x())
+    _, run = ran("Numbers")
     kinds = [cause.kind for cause in run.causes]
     assert sorted(kinds) == [records.BREAK, records.LIMIT]
     asked, limit = kinds.index(records.BREAK), kinds.index(records.LIMIT)
@@ -276,22 +294,23 @@ def test_a_function_that_is_left_out_without_a_reason_is_a_cause() -> None:
 
 
 def test_the_process_is_as_before() -> None:
-    compiled: list[int] = []
+    gc.freeze()  # what is collected below is of this test
+    made_here: list[int] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
-        compiled.append(1)
+        made_here.append(1)
         return graph.forward
 
     mine, value = models.Printing().eval(), x()
     fast = torch.compile(mine, backend=backend)
     with torch.no_grad():
         expected = fast(value)
-    made, told = len(compiled), {key: dict(found) for key, found in counters.items()}
+    made, told = len(made_here), {key: dict(found) for key, found in counters.items()}
     reasons = list(torch._dynamo.utils.graph_break_reasons)
     threads, parameters = threading.enumerate(), [id(p) for p in mine.parameters()]
     filters = [list(handler.filters) for handler in logging.getLogger("torch").handlers]
 
-    rt.graph_breaks(models.Stack(models.Printing, 3), x())
+    rt.graph_breaks(models.Stack(models.Printing, 2), x())
     rt.graph_breaks(mine, x(), phase="training")
 
     assert {key: dict(found) for key, found in counters.items()} == told
@@ -302,8 +321,9 @@ def test_the_process_is_as_before() -> None:
     assert [list(h.filters) for h in logging.getLogger("torch").handlers] == filters
     with torch.no_grad():
         assert torch.equal(fast(value), expected)
-    assert len(compiled) == made, "what was compiled before is still there"
+    assert len(made_here) == made, "what was compiled before is still there"
     gc.collect()
+    gc.unfreeze()
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     assert len(entries(models.Stack.forward.__code__)) == 0
     others: list[int] = []
@@ -317,8 +337,8 @@ def test_the_process_is_as_before() -> None:
 
 
 def test_two_runs_say_the_same() -> None:
-    first, second = (run_of(models.Stack(models.Item, 3), x())[1] for _ in range(2))
-    assert first == second
+    name = "Stack of Item"
+    assert ran(name)[1] == run_of(MODULES[name](), x())[1]
 
 
 def test_an_error_of_dynamo_names_the_line() -> None:

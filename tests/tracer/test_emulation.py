@@ -2,6 +2,7 @@
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware import available_chips, load_chip
 from rooftrace.tracer.emulation import Device, DeviceError
 from tests.tracer.emulated_device import h100
+
+pytestmark = pytest.mark.quick
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -318,21 +321,22 @@ def test_another_thread_sees_no_device() -> None:
 
 
 def test_two_threads_may_emulate_two_devices() -> None:
-    seen: dict[str, str] = {}
-    both = threading.Barrier(2)
+    both = threading.Barrier(2, timeout=60)
 
-    def run(chip: str) -> None:
-        with h100(chip=chip):
-            both.wait()
-            seen[chip] = cuda.get_device_name()
-            both.wait()
+    def seen(chip: str) -> str:
+        try:
+            with h100(chip=chip):
+                both.wait()
+                name: str = cuda.get_device_name()
+                both.wait()
+                return name
+        except BaseException:
+            both.abort()  # the other one does not wait for what has failed here
+            raise
 
-    threads = [threading.Thread(target=run, args=(chip,)) for chip in ("l4", "h200-sxm")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {"l4": "NVIDIA L4", "h200-sxm": "NVIDIA H200"}
+    with ThreadPoolExecutor(2) as pool:
+        names = list(pool.map(seen, ("l4", "h200-sxm")))
+    assert names == ["NVIDIA L4", "NVIDIA H200"]
     assert not cuda.is_available()
 
 

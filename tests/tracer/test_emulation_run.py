@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from rooftrace.tracer.emulation import DeviceError, handles
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
+from tests.tracer.script_oracle import its_own_garbage
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -157,7 +158,7 @@ def test_a_capture_keeps_alive_only_what_a_real_one_reads() -> None:
     import gc
     import weakref
 
-    with recorded():
+    with its_own_garbage(), recorded():
         x, graph = torch.ones(1024, device="cuda"), cuda.CUDAGraph()
         with cuda.graph(graph):
             middle = x * 2
@@ -237,7 +238,7 @@ def test_functions_with_casts_of_their_own() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_pins_what_it_gives(workers: int) -> None:
     data = torch.arange(24.0).reshape(6, 4)
-    with recorded():
+    with its_own_garbage(), recorded():  # a worker walks through no more, either
         loader = DataLoader(TensorDataset(data), batch_size=3, pin_memory=True, num_workers=workers)
         batches = [batch for (batch,) in loader]
         assert all(batch.is_pinned() for batch in batches)

@@ -14,6 +14,8 @@ from torch.utils._triton import has_triton, has_triton_package
 from rooftrace.tracer.emulation import DeviceError
 from tests.tracer.emulated_device import h100
 
+pytestmark = pytest.mark.quick
+
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is not None:
     pytest.skip("a machine with Triton has its own", allow_module_level=True)
 

@@ -12,6 +12,8 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.source.lines import TraceError
 
+pytestmark = pytest.mark.quick
+
 X = torch.ones(2, 8)
 
 

@@ -12,6 +12,8 @@ import rooftrace as rt
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Op
 
+pytestmark = pytest.mark.quick
+
 LENGTH, HEADS, WIDTH = 160, 4, 16
 DOCUMENT = 37  # tokens
 COMPILED = torch.compile(flex.flex_attention)

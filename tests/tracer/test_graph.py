@@ -10,6 +10,8 @@ from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import GraphError, Op, Repeat, Tensor
 from rooftrace.tracer.paths.modulepaths import pattern_of
 
+pytestmark = pytest.mark.quick
+
 
 def value(storage: int, **changes: Any) -> Tensor:
     return replace(Tensor((2, 3), "fp32", (3, 1), "activations", storage), **changes)

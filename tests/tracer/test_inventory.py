@@ -15,6 +15,8 @@ import rooftrace as rt
 from rooftrace.tracer.inventory.statistics import statistics_of
 from rooftrace.tracer.inventory.values import merged
 
+pytestmark = pytest.mark.quick
+
 
 def seed_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))

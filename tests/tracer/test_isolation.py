@@ -274,6 +274,7 @@ def test_code_that_can_be_imported_once_is_built_several_times_in_one_call(
         trace_target(target, ["forward"])  # here, where no process of its own is allowed
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_code_that_can_be_imported_once_goes_to_a_process_of_its_own(
     write: Write, tmp_path: Path

@@ -14,6 +14,8 @@ import torch
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
 
+pytestmark = pytest.mark.quick
+
 Write = Callable[..., str]
 
 

@@ -14,6 +14,8 @@ import rooftrace as rt
 from rooftrace.tracer.programs.onnxfile import read_onnx
 from tests.tracer.test_programs import Net
 
+pytestmark = pytest.mark.quick
+
 onnx = pytest.importorskip("onnx")
 helper, kinds = onnx.helper, onnx.TensorProto
 

@@ -12,6 +12,8 @@ import pytest
 import rooftrace as rt
 from rooftrace.tracer.targets.quantization import weights_precision
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("settings", "expected"),

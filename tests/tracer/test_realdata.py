@@ -17,6 +17,8 @@ import rooftrace as rt
 from rooftrace.tracer.ops import traits
 from rooftrace.tracer.recording import realdata
 
+pytestmark = pytest.mark.quick
+
 Made = Callable[..., nn.Module]
 torch.manual_seed(0)
 X = torch.randn(6, 8)

@@ -14,6 +14,8 @@ from rooftrace.tracer.targets import remote_code
 from rooftrace.tracer.targets.remote_code import check_config, without_code
 from tests.releases import with_transformers_5
 
+pytestmark = pytest.mark.quick
+
 transformers = pytest.importorskip("transformers")
 
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16}

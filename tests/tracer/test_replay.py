@@ -14,6 +14,7 @@ import rooftrace as rt
 from rooftrace.tracer.graph.records import GraphError
 from rooftrace.tracer.rebuilding.rebuild import to_fx
 from rooftrace.tracer.tensors.trees import tensors_in
+from tests.conftest import in_turn
 
 IN_EVAL = (
     "gpt2",
@@ -79,7 +80,7 @@ def no_fast_path() -> Any:
     ("name", "settings"),
     [
         *((name, ()) for name in IN_EVAL),
-        *((name, (experts,)) for name in ("mixtral", "deepseek") for experts in EXPERTS),
+        *in_turn(("mixtral", "deepseek"), [(experts,) for experts in EXPERTS]),
         *(("packed", (kind,)) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
     ],
 )

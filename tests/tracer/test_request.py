@@ -15,6 +15,8 @@ from rooftrace.tracer.inputs.arguments import parsed_inputs
 from rooftrace.tracer.inputs.calls import call_inputs, last_token, random_tokens
 from rooftrace.tracer.values import REAL_VALUE
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "key", "value"),

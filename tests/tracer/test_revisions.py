@@ -15,6 +15,8 @@ from rooftrace.tracer.revisions.repositories import State
 from rooftrace.tracer.sources.places import ProcessPlace
 from rooftrace.tracer.sources.starting import MovedFinder, Moves
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.lists(st.sampled_from([True, True, False]), max_size=40), st.data())
 def test_the_first_bad_commit_is_found_between_those_that_cannot_be_tried(

@@ -12,7 +12,10 @@ import rooftrace as rt
 from rooftrace.tracer.rebuilding.rebuild import to_fx
 from rooftrace.tracer.whole.entries import RMS_NORM_IS_ONE_KERNEL
 
-pytestmark = pytest.mark.skipif(not RMS_NORM_IS_ONE_KERNEL, reason="before torch 2.9")
+pytestmark = [
+    pytest.mark.skipif(not RMS_NORM_IS_ONE_KERNEL, reason="before torch 2.9"),
+    pytest.mark.quick,
+]
 ROWS, WIDTH = 16, 64
 
 

@@ -20,6 +20,8 @@ from rooftrace.tracer.asking.routings import MOST_EXPONENT, Policy, policy_of
 from rooftrace.tracer.values.choices import Choices, chosen
 from rooftrace.tracer.values.distinct import expected_distinct, shares_of
 
+pytestmark = pytest.mark.quick
+
 POLICIES = ("expected", "balanced", "uniform", "skewed:1.0", "skewed:3")
 
 

@@ -15,6 +15,8 @@ from rooftrace.reporting.stepforms import level_values, levels_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sizing import SizedSource
 
+pytestmark = pytest.mark.quick
+
 CODE = """
 import torch
 from torch import nn

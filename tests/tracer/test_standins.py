@@ -14,6 +14,8 @@ import rooftrace as rt
 from rooftrace.tracer.recording.recorder import Recorder
 from rooftrace.tracer.targets.target import built
 
+pytestmark = pytest.mark.quick
+
 LIBRARY = """
 from __future__ import annotations
 import torch

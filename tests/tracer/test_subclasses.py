@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nested._internal import nested_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from tests.tracer.subclasses import GROUP, WAYS, Flattened, Hollow, Packed, layers, quantized
+
+pytestmark = pytest.mark.quick
 
 WIDTH, LAYERS, ROWS = 256, 3, 4
 STORED = LAYERS * WIDTH * (WIDTH // 2 + 2 * WIDTH // GROUP)
@@ -191,6 +194,17 @@ def test_what_cannot_move_is_one_error_that_names_it() -> None:
     with pytest.raises(rt.TraceError, match=expected) as error:
         rt.trace(model, rows())
     assert "__tensor_unflatten__" in str(error.value)
+
+
+def test_the_first_nested_tensor_of_a_process_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ragged(nn.Module):
+        def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+            return torch.nested.nested_tensor_from_jagged(values, offsets).values()
+
+    monkeypatch.setattr(nested_tensor, "_dummy_instance", None)  # as in a process of its own
+    inputs = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
+    first, second = (rt.trace(Ragged(), *inputs) for _ in range(2))
+    assert [op.target for op in first.ops] == [op.target for op in second.ops]
 
 
 def test_an_attribute_that_cannot_be_copied_is_shared() -> None:

@@ -19,6 +19,8 @@ from rooftrace.tracer.values.marks import META
 from rooftrace.tracer.values.values import Values
 from tests.releases import TORCH
 
+pytestmark = pytest.mark.quick
+
 aten = torch.ops.aten
 
 

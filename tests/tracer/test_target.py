@@ -12,6 +12,8 @@ from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.targets.target import load_target
 from rooftrace.tracer.values.marks import REAL_VALUE
 
+pytestmark = pytest.mark.quick
+
 HEAD = "import torch\nfrom torch import nn\n"
 LINEAR = "nn.Linear(8, 8)"
 

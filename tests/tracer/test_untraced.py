@@ -25,6 +25,8 @@ import rooftrace as rt
 from rooftrace.tracer.recording.recorder import Recorder
 from rooftrace.tracer.tensors.trees import bytes_of
 
+pytestmark = pytest.mark.quick
+
 Made = Callable[..., nn.Module]
 
 X = torch.randn(4, 8)

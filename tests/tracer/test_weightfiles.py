@@ -22,6 +22,8 @@ from rooftrace.tracer.weightfiles.filenames import is_checkpoint
 from rooftrace.tracer.weightfiles.slices import SLICE, flat_slice, ranges
 from rooftrace.tracer.weightfiles.stored import Stored
 
+pytestmark = pytest.mark.quick
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 FLOATS = {

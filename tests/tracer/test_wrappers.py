@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import rooftrace as rt
 from rooftrace.costmodels.pricing.price import price_ops
 
+pytestmark = pytest.mark.quick
+
 DEVICES = 4
 
 

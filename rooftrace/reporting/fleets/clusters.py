@@ -91,24 +91,41 @@ def _of_this_machine(workers: int, retries: int) -> Iterator[Client]:
     from distributed import Client, LocalCluster
 
     config = {**_CONFIG, "distributed.scheduler.allowed-failures": retries}
-    with dask.config.set(config):
-        tell(f"starting {workers} workers")
-        try:
-            cluster = LocalCluster(
-                n_workers=workers,
-                threads_per_worker=1,
-                processes=True,
-                host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",  # None takes a fixed port
-                silence_logs=logging.CRITICAL,
-            )
-        except (RuntimeError, OSError) as problem:
-            raise FleetError(
-                f"the workers did not start ({problem}); a script that runs a fleet calls it below "
-                'if __name__ == "__main__":, as each worker imports the script'
-            ) from None
-    with cluster, Client(cluster, set_as_default=False) as client:
-        yield client
+    with _same_environment():
+        with dask.config.set(config):
+            tell(f"starting {workers} workers")
+            try:
+                cluster = LocalCluster(
+                    n_workers=workers,
+                    threads_per_worker=1,
+                    processes=True,
+                    host="127.0.0.1",
+                    dashboard_address="127.0.0.1:0",  # None takes a fixed port
+                    silence_logs=logging.CRITICAL,
+                )
+            except (RuntimeError, OSError) as problem:
+                raise FleetError(
+                    f"the workers did not start ({problem}); a script that runs a fleet calls it "
+                    'below if __name__ == "__main__":, as each worker imports the script'
+                ) from None
+        with cluster, Client(cluster, set_as_default=False) as client:
+            yield client
+
+
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    """Dask sets variables for its workers in this process, and would leave them there."""
+    import dask.config
+
+    of_workers = dask.config.get("distributed.nanny.pre-spawn-environ", {})
+    names = [*of_workers, "PYTHONHASHSEED", "__DASK_PARENT_PID"]
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

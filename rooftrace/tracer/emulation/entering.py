@@ -165,12 +165,14 @@ def _wherever_bound(home: Any, functions: dict[str, Any]) -> Iterator[tuple[Any,
     They import functions from each other, and call what they hold.
     """
     parts = [module for name, module in sys.modules.items() if name.startswith("torch.cuda")]
+    unset = {name: functions[name] for name in _SET_BY_C if name in functions}
     for module in {id(part): part for part in (home, *parts) if part is not None}.values():
         held = {name: item for name, item in functions.items() if name in vars(module)}
+        if module is home:  # once: another thread may put its own there meanwhile
+            unset = {name: item for name, item in unset.items() if name not in held}
         if held:
             yield module, held
-    unset = {name: functions[name] for name in _SET_BY_C if name in functions}
-    if unset.keys() - vars(home).keys():
+    if unset:
         yield home, unset
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nested._internal import sdpa
+from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.emulation import handles
@@ -50,8 +50,8 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
 def plain_imports() -> Iterator[None]:
     """Inside, a module that is imported for the first time is not part of what is traced."""
     finder: Any = _PlainImports()
-    with _disable_current_modes():
-        pass  # it imports what it needs the first time
+    with _disable_current_modes():  # it imports what it needs the first time
+        nested_tensor._nt_view_dummy()  # torch makes it in the first nested tensor of a process
     sys.meta_path.insert(0, finder)
     try:
         yield
