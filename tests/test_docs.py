@@ -35,6 +35,7 @@ def no_compiler() -> str:
     return Compilations().trouble
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_stands_below_it(
     page: Path,

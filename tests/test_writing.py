@@ -48,6 +48,7 @@ def new_report(out: Path, text: str) -> None:
         put_folder(made, out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a fork")
 def test_a_file_is_the_old_or_the_new_one_wherever_the_process_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(_writing, "_OLD", 0.0)  # a folder that never got its lock is left, too
@@ -62,6 +63,7 @@ def test_a_file_is_the_old_or_the_new_one_wherever_the_process_is_killed(tmp_pat
     assert path.read_text() == "new"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a fork")
 def test_a_folder_is_exchanged_as_a_whole_wherever_the_process_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(_writing, "_OLD", 0.0)

@@ -79,6 +79,7 @@ def slow(name: str, **facts: float) -> rt.Chip:
 # -- sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_that_of_a_loop_over_estimates(target: str) -> None:
     steps = {batch: decode(target, batch, 600).t_est for batch in range(18, 24)}
     limit = (steps[20] + steps[21]) / 2
@@ -168,6 +169,7 @@ def test_the_cheapest_is_that_of_a_loop_over_chips_precisions_and_batches(target
     assert answer.second.dollars == pytest.approx(expected[second], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_mix_adds_the_prefills_to_each_token(target: str) -> None:
     mix = Mix.of("200:50@3,800:100@1")
     answer = rt.solve(target, find="throughput", mix=mix, over=(1, 5, 8), chips=1)

@@ -100,6 +100,7 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pieces", "how"),
     [(1, {}), (3, {"bf16": True}), (1, {"gradient_checkpointing": True})],
@@ -129,6 +130,7 @@ def test_a_trainer_that_is_watched_trains_the_same_and_counts_what_torch_counts(
     assert dtypes == {"bf16" if "bf16" in how else "fp32"}
 
 
+@pytest.mark.slow
 def test_the_logs_have_the_figures_since_the_last_log_before_any_logger_sees_them(
     tmp_path: Path,
 ) -> None:
@@ -159,6 +161,7 @@ def test_the_logs_have_the_figures_since_the_last_log_before_any_logger_sees_the
     assert not any(key.startswith("rooftrace/") for key in seen[-1])  # the summary of the training
 
 
+@pytest.mark.slow
 def test_evaluation_is_in_no_step(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
@@ -188,6 +191,7 @@ def test_evaluation_is_in_no_step(tmp_path: Path) -> None:
     assert matrix_flops(callback.live) == flops_of_texts(8)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_compiles_is_counted_as_compiled(tmp_path: Path) -> None:
     callback = rt.trainer_callback(**QUICK)
     trainer = fine_tuned(

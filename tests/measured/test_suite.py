@@ -59,6 +59,8 @@ from rooftrace.tracer.asking.request import Request
 from tests.conftest import in_turn, mostly_heavy
 from tests.releases import CPU_ATTENTION_TAKES_GROUPS
 
+pytestmark = pytest.mark.slow  # its budgets are real seconds, in which it computes
+
 CPU = torch.device("cpu")
 
 
@@ -436,7 +438,6 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     return tried
 
 
-@pytest.mark.slow
 def test_the_suite_runs_and_goes_on(
     plan: SuitePlan, small_suite: None, attempts: list[tuple[str, float]]
 ) -> None:
@@ -560,7 +561,6 @@ sys.exit(main([*arguments, "--out", sys.argv[1]]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.subprocess
 def test_it_runs_with_torch_alone(tmp_path: Path) -> None:
     out = tmp_path / "run.json.gz"
@@ -807,7 +807,6 @@ def test_a_step_starts_from_the_same_cache_each_time(model: Callable[..., Any]) 
     assert lengths == [10, 10, 10]  # nine in the prompt and one more
 
 
-@pytest.mark.slow
 def test_a_compiled_step_is_measured() -> None:
     module, x = nn.Sequential(nn.Linear(16, 16), nn.GELU()), torch.randn(4, 16)
     try:

@@ -125,6 +125,7 @@ def test_diff_fails_on_growth(run: Run, tmp_path: Path) -> None:
     assert added["flops"]["delta"] == 2 * 8 * 64 * 64 + 8 * 64  # the product and its bias
 
 
+@pytest.mark.slow
 def test_compare_counts_with_others_and_says_why_they_differ(run: Run, tmp_path: Path) -> None:
     sizes = ("--batch", "1", "--seq", "16", "--phase", "prefill")
     shown = run("compare", GPT2, *sizes)

@@ -628,7 +628,8 @@ def changes() -> Iterator[Any]:
             place = list(SHARED).index(name) if shared else 0
             heavy = shared and base not in QUICK and (place + number) % EVERY > 0
             for way in ways:
-                yield pytest.param(base, way, marks=[pytest.mark.heavy] if heavy else [])
+                marks = [pytest.mark.heavy] * heavy + [pytest.mark.slow] * (base == EXPLAIN)
+                yield pytest.param(base, way, marks=marks)
 
 
 LOCKED = """
