@@ -110,18 +110,19 @@ def no_target_stays() -> Iterator[None]:
             pass
 
 
+def forget_accelerate() -> None:
+    """Drop what accelerate was told of this process, and keeps for all of it."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+
+
 @pytest.fixture
 def no_accelerator_stays() -> Iterator[None]:
-    """The state that accelerate keeps for a whole process begins and ends with the test."""
-
-    def forget() -> None:
-        if (state := sys.modules.get("accelerate.state")) is not None:
-            state.AcceleratorState._reset_state(True)
-            state.GradientState._reset_state()
-
-    forget()
+    """The state that accelerate keeps begins and ends with the test."""
+    forget_accelerate()
     yield
-    forget()
+    forget_accelerate()
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MADE_HERE = {"out", "build", ".hypothesis", ".benchmarks", ".coverage", "__pycache__"}
-"""What runs leave in the root of the repository, and git ignores."""
+_TOOLS = ("hypothesis", "benchmarks", "coverage", "pytest_cache", "mypy_cache", "ruff_cache")
+MADE_HERE = {"out", "build", "__pycache__", *(f".{tool}" for tool in _TOOLS)}
+"""What tools leave in the root of the repository, also beside the tests, and git ignores."""
 KEPT_FILES = {"torchinductor_root", "dask-scratch-space"}
 KEPT_FOLDERS = ("setuptools/_vendor", "dask-scratch-space")
 """What setuptools and workers of Dask put into `sys.path`."""

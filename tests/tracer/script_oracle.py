@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
+from tests.conftest import forget_accelerate
 
 DENSE = ("useful", "masked", "masked_executed")
 
@@ -95,14 +96,6 @@ def its_own_garbage() -> Iterator[None]:
     finally:
         gc.collect()
         gc.unfreeze()
-
-
-def forget_accelerate() -> None:
-    """Drop what a script told accelerate of this process; the next one starts with nothing."""
-    if "accelerate" in sys.modules:
-        states = sys.modules["accelerate"].state
-        states.AcceleratorState._reset_state(reset_partial_state=True)
-        states.GradientState._reset_state()
 
 
 def _size(tensor: Tensor) -> int:

@@ -8,19 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.conftest import mostly_heavy
+from tests.conftest import forget_accelerate, mostly_heavy
 from tests.tracer.script_oracle import (
     DENSE,
     all_flops,
-    forget_accelerate,
     held,
     matrix_flops,
     ours,
     really,
     trained,
 )
-
-pytestmark = pytest.mark.usefixtures("no_accelerator_stays")
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
