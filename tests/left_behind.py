@@ -126,7 +126,7 @@ class Names:
                 continue
             now, place = (
                 vars(getattr(home, attribute) if attribute else home),
-                f"{name}.{attribute}",
+                f"{name}.{attribute}".rstrip("."),
             )
             before = self.known.get(place)
             if before is not None:
