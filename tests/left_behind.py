@@ -217,9 +217,9 @@ class LeftBehind:
         first = looked_at()
         result = yield
         now = looked_at()
-        changed = [name for name in now if now[name] != first.get(name)]
-        self.held[fixturedef] = {name: self.before.get(name) for name in changed}
-        self.before |= {name: now[name] for name in changed}
+        changed = [name for name in first if now[name] != first[name]]
+        self.held[fixturedef] = {name: self.before[name] for name in changed}
+        self.before = {**now, **self.before, **{name: now[name] for name in changed}}
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: Any) -> None:
