@@ -104,6 +104,7 @@ def test_backward_saves_what_it_reads_of_a_repeat_and_no_other_iteration(
     assert found.to_frame()["saved"].sum() == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(nests())
 @example(read_in_the_last_iteration(2))
@@ -118,6 +119,7 @@ def test_random_nests(graph: OpGraph) -> None:
     assert totals(plan(graph, "seed-efficient")) == totals(plan(flat, "seed-efficient"))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(stacks())
 def test_random_stacks(graph: OpGraph) -> None:
