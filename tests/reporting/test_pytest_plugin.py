@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch  # noqa: F401 - here, as a run inside forgets its imports, and torch is imported once
 
 pytest_plugins = ["pytester"]
 
