@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 _TOOLS = ("hypothesis", "benchmarks", "coverage", "pytest_cache", "mypy_cache", "ruff_cache")
-MADE_HERE = {"out", "build", "__pycache__", *(f".{tool}" for tool in _TOOLS)}
+MADE_HERE = ("out", "build", "__pycache__", *(f".{tool}" for tool in _TOOLS))
 """What tools leave in the root of the repository, also beside the tests, and git ignores."""
 KEPT_FILES = {"torchinductor_root", "dask-scratch-space"}
 KEPT_FOLDERS = ("setuptools/_vendor", "dask-scratch-space")
@@ -41,7 +41,9 @@ def process() -> dict[str, Any]:
     return {
         "the environment": {k: v for k, v in os.environ.items() if not k.startswith(_FOR_GOOD)},
         "the working directory": os.getcwd(),
-        "files in the repository's root": {*os.listdir(ROOT)} - MADE_HERE,
+        "files in the repository's root": {
+            name for name in os.listdir(ROOT) if not name.startswith(MADE_HERE)
+        },
         "temporary files": {*os.listdir(tempfile.gettempdir())} - KEPT_FILES,
         "threads": {
             t.name for t in threading.enumerate() if not any(n in t.name for n in KEPT_THREADS)
