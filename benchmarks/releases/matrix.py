@@ -39,8 +39,8 @@ CELL = 160
 
 HEAD = """# Which releases were run
 
-The tests that are not marked `slow` or `heavy`, all of them, in one fresh environment for each row. `make versions
-VENVS=folder` makes the environments and writes this page; the rows come from
+The tests that are neither `slow` nor `heavy`, all of them, in one fresh environment for each row.
+`make versions VENVS=folder` makes the environments and writes this page; the rows come from
 [releases.toml](../benchmarks/releases/releases.toml). The first row holds the floors of
 `pyproject.toml`. Goldens that hold ops of a library's model are made with the releases in
 `constraints.txt`, and skipped with others."""
