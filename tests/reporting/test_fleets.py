@@ -379,8 +379,7 @@ def test_a_worker_that_is_killed_loses_nothing(here: Path) -> None:
     said: list[str] = []
     names = ["u.py:small", "u.py:deadly", "u.py:wide"]
     asked: dict[str, Any] = {"out": "out", "over": OVER, "vary": vary}
-    with put_back():
-        result = rt.sweep_fleet(names, **asked, workers=1, retries=1, progress=said.append)
+    result = rt.sweep_fleet(names, **asked, workers=1, retries=1, progress=said.append)
     assert Path(marker).exists(), "nothing died"
     assert not result.failures and result.ran == 3
     alone = [single(name, over=OVER, vary=vary) for name in names]
@@ -394,8 +393,7 @@ def test_a_worker_that_is_killed_loses_nothing(here: Path) -> None:
         return [{"number": number}]
 
     three = [Task(f"task {n}", kills, {"number": n}, key=f"k{n}") for n in (1, 2, 3)]
-    with put_back():
-        fleet = run_fleet(three, "tasks", workers=1, retries=0)
+    fleet = run_fleet(three, "tasks", workers=1, retries=0)
     assert [failure.title for failure in fleet.failures] == ["task 2"]
     assert "every worker that ran it died" in fleet.failures[0].error
     assert list(fleet.frame()["number"]) == [1, 3]
