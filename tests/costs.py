@@ -10,7 +10,6 @@ CPU does less, and no test fails for it.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Generator
 from typing import Any
@@ -39,7 +38,6 @@ class Costs:
         self.told = bool(os.environ.get("CI") or config.getoption("--costs"))
         self.began = self.call = 0.0
         self.tests: Counter[str] = Counter()
-        self.wall = time.monotonic()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(

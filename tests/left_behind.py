@@ -1,7 +1,7 @@
 """What a test changes in the process it puts back, or it fails: a plugin that looks after each.
 
 It looks at what another test could trip over: settings of torch, names that were replaced, the
-environment, folders, threads, rules.  What a fixture of a module changes on purpose is there until
+environment, folders, threads, hooks.  What a fixture of a module changes on purpose is there until
 its last test, and is looked at then.
 """
 
@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 _TOOLS = ("hypothesis", "benchmarks", "coverage", "pytest_cache", "mypy_cache", "ruff_cache")
 MADE_HERE = ("out", "build", "__pycache__", *(f".{tool}" for tool in _TOOLS))
 """What tools leave in the root of the repository, also beside the tests, and git ignores."""
-KEPT_FILES = {"torchinductor_root", "dask-scratch-space"}
 KEPT_FOLDERS = ("setuptools/_vendor", "dask-scratch-space")
-"""What setuptools and workers of Dask put into `sys.path`."""
+"""What setuptools and workers of Dask put into `sys.path`; theirs is a temporary one."""
 OURS = ("rooftrace", "tests")
 """Whose finders must go; transformers and setuptools put theirs there for good."""
 _FOR_GOOD = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PYTORCH_NVML")
 """Variables that pytest, torch.compile and Lightning set, for good."""
+PATIENCE = 10  # s for a thread that ends, as that of a progress bar
 KEPT_THREADS = ("tqdm_monitor", "ThreadPoolExecutor-", "Dask-")
 """One for the whole process, begun by whoever needs it first; a pool's go when it is collected."""
 
@@ -44,7 +44,7 @@ def process() -> dict[str, Any]:
         "files in the repository's root": {
             name for name in os.listdir(ROOT) if not name.startswith(MADE_HERE)
         },
-        "temporary files": {*os.listdir(tempfile.gettempdir())} - KEPT_FILES,
+        "temporary files": {*os.listdir(tempfile.gettempdir())} - {*KEPT_FOLDERS},
         "threads": {
             t.name for t in threading.enumerate() if not any(n in t.name for n in KEPT_THREADS)
         },
@@ -62,11 +62,8 @@ def process() -> dict[str, Any]:
 def _hook(function: Any) -> int:
     """Which one it is; a group of processes of torch puts one there for good."""
     home = getattr(function, "__module__", "") or ""
-    return (
-        0
-        if home.startswith("torch.distributed") or function is sys.__excepthook__
-        else id(function)
-    )
+    usual = function is sys.__excepthook__ or home.startswith("torch.distributed")
+    return 0 if usual else id(function)
 
 
 def of_torch(torch: Any) -> dict[str, Any]:
@@ -102,7 +99,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def of_libraries() -> dict[str, Any]:
-    """What libraries keep for all of a process, and the rules of rooftrace."""
+    """What libraries keep for all of a process."""
     state: dict[str, Any] = {}
     if accelerate := sys.modules.get("accelerate.state"):
         for name in ("PartialState", "AcceleratorState", "GradientState"):
@@ -126,18 +123,15 @@ class Names:
         for name, attribute in _PLACES:
             if (home := sys.modules.get(name)) is None:
                 continue
-            now, place = (
-                vars(getattr(home, attribute) if attribute else home),
-                f"{name}.{attribute}".rstrip("."),
-            )
-            before = self.known.get(place)
-            if before is not None:
-                if len(before) == len(now) and all(map(is_, before.values(), now.values())):
-                    continue  # the usual case, in a few microseconds
-                for key, value in before.items():
-                    new = now.get(key)
-                    if new is not value and callable(value) and not _wrapped_for_good(new):
-                        found.append(f"{place}.{key}: was {value!r}, is {new!r}")
+            now = vars(getattr(home, attribute) if attribute else home)
+            place = f"{name}.{attribute}".rstrip(".")
+            before = self.known.get(place, {})
+            if len(before) == len(now) and all(map(is_, before.values(), now.values())):
+                continue  # the usual case, in a few microseconds
+            for key, value in before.items():
+                new = now.get(key)
+                if new is not value and callable(value) and not _wrapped_for_good(new):
+                    found.append(f"{place}.{key}: was {value!r}, is {new!r}")
             self.known[place] = {**now}
         return found
 
@@ -203,8 +197,12 @@ class LeftBehind:
     ) -> Generator[None, object, object]:
         result = yield
         before, self.before = self.before, looked_at()
-        if before["temporary files"] != self.before["temporary files"]:
+        names = ("temporary files", "threads")
+        if any(before[name] != self.before[name] for name in names):
             gc.collect()  # a folder may go with what holds it
+            for thread in threading.enumerate():
+                if thread.name in self.before["threads"] - before["threads"]:
+                    thread.join(PATIENCE)  # it may have been told to end
             self.before = looked_at()
         if found := [*changes(before, self.before), *self.names.replaced()]:
             lines = "\n  ".join(found)
