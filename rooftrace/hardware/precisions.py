@@ -2,13 +2,24 @@
 
 Storage and compute are two questions. `storage_bytes` answers the first, block scales included;
 `compute_family` and `widest` answer the second, with the key under which a chip lists its rates.
+
+A quantised format is written as its element and what stands beside it, in this order:
+
+    int4_g128_s16_z4      4-bit integers, with a 16-bit scale and a 4-bit zero point for each 128
+    fp8_g128x128_s32_afp8 8-bit floats with an fp32 scale for each block of 128 x 128; products
+                          round what they multiply with to fp8, too, and compute in fp8 (W8A8)
+
+`_g` without `_s` means scales of 16 bits. Without `_a` a product widens the weight and computes in
+the precision of the activations (W4A16).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from rooftrace.errors import hint
@@ -33,12 +44,18 @@ class PrecisionError(ValueError):
 
 @dataclass(frozen=True)
 class Precision:
-    """One number format. `bits` is what one element takes in memory, share of scales included."""
+    """One number format. `bits` is what one element takes in memory, share of scales included.
+
+    element: the format without scales and engine. computes: what a product rounds its other
+    operand to, and computes in; "" where it widens this one.
+    """
 
     name: str
     bits: Fraction
     kind: Kind
     note: str = ""
+    element: str = ""
+    computes: str = ""
 
 
 def _table() -> dict[str, Precision]:
@@ -59,6 +76,7 @@ def _table() -> dict[str, Precision]:
         ("fp4", 4, "float", "E2M1, no scales counted"),
         ("mxfp4", 4 + Fraction(8, 32), "float", mx),
         ("nvfp4", 4 + Fraction(8, 16), "float", "one 8-bit scale (E4M3) per 16 elements"),
+        ("nf4", 4, "float", "16 quantiles of a normal distribution (QLoRA), no scales counted"),
         ("fp4_x2", 8, "float", "two fp4 values in one byte, as torch.float4_e2m1fn_x2"),
         ("bool", 8, "bool", "one byte per element, as torch stores it"),
         ("complex32", 32, "complex", "two fp16"),
@@ -67,7 +85,10 @@ def _table() -> dict[str, Precision]:
     ]
     formats += [(f"int{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 4, 3, 2, 1)]
     formats += [(f"uint{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 4, 3, 2, 1)]
-    return {name: Precision(name, Fraction(bits), kind, note) for name, bits, kind, note in formats}
+    return {
+        name: Precision(name, Fraction(bits), kind, note, name)
+        for name, bits, kind, note in formats
+    }
 
 
 PRECISIONS: Mapping[str, Precision] = _table()
@@ -113,15 +134,57 @@ ALIASES: Mapping[str, str] = {
 }
 
 
+_QUANTISED = re.compile(
+    r"(?P<element>\w+?)"
+    r"(_g(?P<group>\d{1,9}(x\d{1,9})?)(_s(?P<scale>\d{1,3}(\.\d{1,9})?))?"
+    r"(_z(?P<zero>\d{1,3}(\.\d{1,9})?))?)?"
+    r"(_a(?P<computes>fp4|fp8|int8|int4))?"
+)
+_SCALE = "16"
+"""Bits of a scale where a name does not say."""
+
+
 def precision(name: str) -> Precision:
-    """The format called `name`; torch's names and prefixes ("torch.bfloat16") are understood."""
+    """The format called `name`; torch's names and prefixes ("torch.bfloat16") are understood.
+
+    Raises PrecisionError for a name that is none.
+    """
+    known = PRECISIONS.get(name)  # nearly all calls
+    return _precision(name) if known is None else known
+
+
+@lru_cache(maxsize=4096)
+def _precision(name: str) -> Precision:
     key = name.strip().lower().removeprefix("torch.")
-    known = PRECISIONS.get(ALIASES.get(key, key))
+    known = PRECISIONS.get(ALIASES.get(key, key)) or _quantised(key)
     if known is not None:
         return known
     close = hint(key, {**{name: name for name in PRECISIONS}, **ALIASES})
     raise PrecisionError(
         f'precision "{name}": expected one of {", ".join(PRECISIONS)}, or a torch dtype{close}'
+    )
+
+
+def _quantised(key: str) -> Precision | None:
+    """The format of an element with scales, zero points or an engine; None for another name."""
+    parts = _QUANTISED.fullmatch(key)
+    if parts is None:
+        return None
+    element = PRECISIONS.get(ALIASES.get(parts["element"], parts["element"]))
+    rows, _, columns = (parts["group"] or "1").partition("x")
+    group = int(rows) * int(columns or 1)
+    if element is None or not group:
+        return None
+    beside = Fraction(0)
+    if parts["group"]:
+        beside = Fraction(parts["scale"] or _SCALE) + Fraction(parts["zero"] or 0)
+    return Precision(
+        key,
+        element.bits + beside / group,
+        element.kind,
+        f"{element.name} with scales" if parts["group"] else element.note,
+        element.name,
+        parts["computes"] or "",
     )
 
 
@@ -147,6 +210,7 @@ FAMILIES: Mapping[str, str] = {
     "mxfp6": "fp6",
     "mxfp4": "fp4",
     "nvfp4": "fp4",
+    "nf4": "fp4",
     "fp4_x2": "fp4",
     "complex32": "fp16",
     "complex64": "fp32",
@@ -158,30 +222,44 @@ COMPLEX_OF: Mapping[str, str] = {"fp16": "complex32", "fp64": "complex128"}  # o
 
 
 def compute_family(name: str) -> str:
-    """The key under which a chip lists its rate: fp8_e4m3 -> fp8, nvfp4 -> fp4, uint8 -> int8."""
-    plain = precision(name).name
+    """The key under which a chip lists its rate: fp8_e4m3 -> fp8, nvfp4 -> fp4, uint8 -> int8.
+
+    Of a format that says what its products compute in, it is that: bf16_afp8 -> fp8.
+    """
+    known = precision(name)
+    plain = known.computes or known.element
     return FAMILIES.get(plain, plain.removeprefix("u"))
+
+
+def _computed_order(name: str) -> int:
+    return ("int4", "fp4", "int8", "fp8").index(name)
 
 
 def widest(*names: str) -> str:
     """The precision in which operands of these formats compute, whatever their order.
 
     Floats beat integers, whose width then does not matter: int4 weights with bf16 activations
-    compute in bf16. bf16 with fp16 is fp32, since neither holds the other.
+    compute in bf16. bf16 with fp16 is fp32, since neither holds the other. Operands of which one
+    says what its products compute in do so where a chip can: bf16 with fp8_g128_afp8 is bf16_afp8.
     """
     if not names:
         raise PrecisionError("widest(): expected at least one precision")
     formats = {precision(name).name: precision(name) for name in names}
+    computed = sorted({item.computes for item in formats.values() if item.computes})
+    if computed:
+        own = {item.element for item in formats.values() if item.computes}
+        others = [item.element for item in formats.values() if not item.computes] or own
+        return f"{widest(*others)}_a{max(computed, key=_computed_order)}"
     if len(formats) == 1:
-        return next(iter(formats))
+        return next(iter(formats.values())).element
     kinds = {item.kind for item in formats.values()}
     if kinds <= {"int", "bool"}:
         # Of equal widths the signed one ("int8" sorts before "uint8"); bool is the narrowest.
         integers = [item for item in formats.values() if item.kind == "int"]
-        return min(integers, key=lambda item: (-item.bits, item.name)).name
+        return min(integers, key=lambda item: (-item.bits, item.name)).element
     computing = [item for item in formats.values() if item.kind in ("float", "complex")]
     if len(computing) == 1:
-        return computing[0].name
+        return computing[0].element
     families = {compute_family(item.name) for item in computing}
     family = max(families, key=FLOAT_ORDER.index)
     if {"fp16", "bf16"} <= families:

@@ -74,7 +74,7 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
     from rooftrace.tracer.asking import Request
     from rooftrace.tracer.asking.names import names_code
     from rooftrace.tracer.graphfiles import looks_saved
-    from rooftrace.tracer.targets import load_module, weights_precision
+    from rooftrace.tracer.targets import load_module
 
     if looks_saved(name):
         raise RequestError(
@@ -83,12 +83,6 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
     if trusted and names_code(name):
         raise UnusedError("trust_remote_code", "True", f"the code of {name} runs as it is")
     tell("building the model")
-    module = load_module(name, Request(trust_remote_code=trusted), real=weights)
+    module, notes = load_module(name, Request(trust_remote_code=trusted), real=weights)
     made = inventory_of(module, weights, name)
-    config = getattr(module, "config", None)
-    declared, problem = weights_precision(config) if config is not None else (None, None)
-    if declared or problem:
-        what = f"declares {declared} weights" if declared else f"is not understood ({problem})"
-        note = f"its quantization_config {what}: the module is built unquantised"
-        made = replace(made, notes=(*made.notes, note))
-    return made
+    return replace(made, notes=(*made.notes, *notes))

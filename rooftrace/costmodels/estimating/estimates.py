@@ -302,7 +302,9 @@ def estimate(
     return Estimate(
         plan=planned,
         chip=target,
-        rows=tuple(row_of(planned, index, timing) for index, timing in enumerate(times.groups)),
+        rows=tuple(
+            row_of(planned, index, timing, target) for index, timing in enumerate(times.groups)
+        ),
         times=times.step,
         knobs=times.knobs,
         peak=times.peak,

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup, runs
+from rooftrace.costmodels.kernels.engines import precision_on
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import bytes_by_role
+from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import Op
 from rooftrace.tracer.vocabulary import ROLES
 
@@ -50,8 +52,8 @@ class Row:
             object.__setattr__(self, "modules", (self.module,))
 
 
-def row_of(planned: Plan, index: int, timing: Timing) -> Row:
-    """The row of a kernel group of a plan."""
+def row_of(planned: Plan, index: int, timing: Timing, chip: Chip | None = None) -> Row:
+    """The row of a kernel group of a plan; on a chip, in the precision that it has for the work."""
     group, cost = planned.groups[index], planned.costs[index]
     lead, n = lead_op(planned, group), group.times
     modules = runs.kernel_modules(planned.graph, group.ops, lead)
@@ -69,7 +71,7 @@ def row_of(planned: Plan, index: int, timing: Timing) -> Row:
         bytes=n * cost.bytes(),
         bytes_by_role={r: n * size for r, size in bytes_by_role(planned.graph, cost).items()},
         bytes_net=n * cost.bytes("link"),
-        precision=_precision(cost),
+        precision=_precision(cost, chip),
         known=group.known,
         timing=timing,
         count=n,
@@ -77,13 +79,14 @@ def row_of(planned: Plan, index: int, timing: Timing) -> Row:
     )
 
 
-def _precision(cost: Cost) -> str:
+def _precision(cost: Cost, chip: Chip | None) -> str:
     """The precision of most matrix FLOPs, else of most vector FLOPs; "" without any."""
     flops: dict[tuple[bool, str], int] = {}
     for work, flop in cost.work.items():
         key = (work.operation in MATRIX, work.precision)
         flops[key] = flops.get(key, 0) + flop
-    return max(flops, key=lambda key: (key[0], flops[key]))[1] if flops else ""
+    name = max(flops, key=lambda key: (key[0], flops[key]))[1] if flops else ""
+    return precision_on(chip, name) if name and chip is not None else name
 
 
 def lead_op(planned: Plan, group: FusionGroup) -> Op:

@@ -95,7 +95,7 @@ def census(
         for (call, _, flop), kernel in zip(lengthened, kernels[len(own) :], strict=True)
     }
     pieces = [
-        _product(planned, call, now[call.row.index], more.get(id(call)), t_serial)
+        _product(planned, chip, call, now[call.row.index], more.get(id(call)), t_serial)
         for call in products
     ]
     attention = [call for call in calls if call.kind == ATTENTION]
@@ -152,6 +152,7 @@ def _lengthened(planned: Plan, call: _Call, made: Aligned) -> tuple[Cost, int]:
 
 def _product(
     planned: Plan,
+    chip: Chip,
     call: _Call,
     kernel: tables.TiledKernel,
     more: tuple[int, float] | None,
@@ -170,7 +171,7 @@ def _product(
         columns=work.columns,
         inner=work.inner,
         batch=call.batch,
-        precision=work.precision,
+        precision=engines.precision_on(chip, work.precision),
         calls=times,
         flops=times * call.flops(recompute=False),
         flops_recompute=times * call.flops(recompute=True),

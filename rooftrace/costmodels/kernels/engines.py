@@ -36,11 +36,14 @@ def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, s
 
     fp32 matmul runs on the vector engine and fp32 convolution on TF32, as torch's defaults are on a
     chip that has TF32; `tf32` sends matmul there too.  Complex products run as those of their
-    parts.  fp64 products use the matrix engine where the chip has an fp64 rate for it.
+    parts.  fp64 products use the matrix engine where the chip has an fp64 rate for it.  Products of
+    quantised weights that round their activations run on that engine where the chip has it, else
+    they widen the weights (see `hardware.precisions`).
     """
     if work.operation == "vector":
         return "vector", work.precision
-    family = compute_family(work.precision)
+    name = precision_on(chip, work.precision)
+    family = compute_family(name)
     if family == "fp32":
         wants_tf32 = work.operation == "convolution" or execution.tf32
         if wants_tf32 and chip.has_peak("matrix", "tf32"):
@@ -48,7 +51,15 @@ def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, s
         return "vector", "fp32"
     if family == "fp64" and not chip.has_peak("matrix", "fp64"):
         return "vector", "fp64"
-    return "matrix", work.precision
+    return "matrix", name
+
+
+def precision_on(chip: Chip, name: str) -> str:
+    """What products of this precision compute in on a chip: bf16_afp8 is fp8, or bf16 without."""
+    known = precision(name)
+    if not known.computes:
+        return name
+    return known.computes if chip.has_peak("matrix", known.computes) else known.element
 
 
 def compute_seconds(

@@ -207,14 +207,16 @@ def reprice(
     explicitly in another floating precision (fp32 norms, routers, logits) stay as they are and are
     counted in `model["islands"]`.  Integers, optimizer states and the optimizer's own tensors stay
     too.  weights_dtype, kv_dtype: of tensors of that role, instead of `dtype`.  Without any
-    precision for the weights, in this call or an earlier one, they take what the model's
-    quantization_config declares.
+    precision for them, in this call or an earlier one, each weight takes the format that its
+    checkpoint declares (`Tensor.stored`), and a cache that of `workload["declared_kv_dtype"]`.
     Raises PrecisionError for an unknown name, or a precision that values cannot have.
     """
     OpGraph.check(graph, "reprice")
-    if dtype is None and weights_dtype is None and "priced_dtype" not in graph.model:
-        weights_dtype = graph.workload.get("declared_weights_dtype")
-    if dtype is None and weights_dtype is None and kv_dtype is None:
+    first = "priced_dtype" not in graph.model
+    declared = first and dtype is None and weights_dtype is None and "bytes_stored" in graph.model
+    if first and dtype is None and kv_dtype is None:
+        kv_dtype = graph.workload.get("declared_kv_dtype")
+    if dtype is None and weights_dtype is None and kv_dtype is None and not declared:
         return graph
     check_precisions(dtype, weights_dtype, kv_dtype)
     own = str(graph.model.get("priced_dtype") or graph.model.get("dtype", "fp32"))
@@ -223,7 +225,10 @@ def reprice(
     values: list[Tensor] = []
     islands: Counter[str] = Counter()
     for index, tensor in enumerate(graph.values):
-        wanted = by_role.get(graph.values[tensor.storage].role, dtype)
+        owner = graph.values[tensor.storage]
+        wanted = by_role.get(owner.role, dtype)
+        if declared and owner.stored:
+            wanted = owner.stored
         stays = wanted is None or tensor.storage in fixed
         if tensor.dtype == own and not stays:
             values.append(replace(tensor, dtype=precision(wanted or own).name))
@@ -240,7 +245,9 @@ def reprice(
         **graph.model,
         "priced_dtype": dtype or own,
         "islands": dict(islands),
-        "bytes_parameters": _parameter_bytes(graph, values),
+        "bytes_parameters": (
+            graph.model["bytes_stored"] if declared else _parameter_bytes(graph, values)
+        ),
     }
     asked = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     workload = {

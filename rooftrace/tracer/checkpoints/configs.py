@@ -37,7 +37,9 @@ def config_diff(before: str | None, after: str | None) -> ConfigDiff | None:
         return None
     tell("building the models of both configs")
     try:
-        first, second = (inventory_of(load_module(path), False, path) for path in (before, after))
+        first, second = (
+            inventory_of(load_module(path)[0], False, path) for path in (before, after)
+        )
     except (TargetError, RequestError) as error:
         return ConfigDiff(fields=fields, parameters=None, note=f"not built: {error}")
     return ConfigDiff(fields=fields, parameters=compare_parameters(first, second))

@@ -23,7 +23,8 @@ class Tensor(Struct, frozen=True):
     """One value.  `storage` is the id of the value that owns the bytes: its own unless a view.
 
     repeats: ids of the repeats in which every iteration has its own, outermost first.  then: the
-    storage in iterations that view what the one beside them made.
+    storage in iterations that view what the one beside them made.  stored: the precision in which
+    the checkpoint declares this weight, "" where it says nothing.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class Tensor(Struct, frozen=True):
     name: str = ""
     repeats: tuple[int, ...] = ()
     then: Neighbour | None = None
+    stored: str = ""
 
     def __str__(self) -> str:
         """Precision and shape: "bf16[8, 128]"."""

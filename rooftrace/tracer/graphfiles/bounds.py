@@ -26,6 +26,7 @@ def bounded(graph: OpGraph) -> OpGraph:
         _check_repeat(graph, repeat)
     for number, tensor in enumerate(graph.values):
         precision(tensor.dtype)
+        precision(tensor.stored or tensor.dtype)
         _check_inside(f"value {number}", tensor.repeats)
         if min(tensor.shape, default=0) < 0:
             raise GraphError(f"value {number}: a negative size in shape {list(tensor.shape)}")

@@ -107,6 +107,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             t.name,
             list(t.repeats),
             _encode_neighbour(t.then),
+            *([words(t.stored)] if t.stored else []),
         ]
         for t in graph.values
     ]
@@ -171,6 +172,7 @@ class _Value(NamedTuple):
     name: str
     repeats: tuple[int, ...]
     then: tuple[int, int, int] | None
+    stored: int | None = None  # files without it declare nothing, or are older
 
 
 class _Op(NamedTuple):
@@ -249,7 +251,8 @@ class _Facts(TypedDict, total=False):
     priced_dtype: str | None
     weights_dtype: str | None
     kv_dtype: str | None
-    declared_weights_dtype: str | None
+    declared_kv_dtype: str | None
+    bytes_stored: int
     params: int
     params_trainable: int
     bytes_parameters: int
@@ -311,6 +314,7 @@ def _decode(data: _Graph) -> OpGraph:
                 "dtype": word(item.dtype),
                 "role": word(item.role),
                 "then": _neighbour(item.then),
+                "stored": "" if item.stored is None else word(item.stored),
             }
         )
         for item in data.values

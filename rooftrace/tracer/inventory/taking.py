@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
+from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.hardware.units import plural
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, StoredPart
 from rooftrace.tracer.inventory.statistics import statistics_of
 from rooftrace.tracer.inventory.values import WeightStatistics
 from rooftrace.tracer.tensors import owners, subclasses, trees
+from rooftrace.tracer.values import marks
 from rooftrace.tracer.weightfiles import Checkpoint, Stored
 from rooftrace.tracer.weightfiles.slices import flat_slice, ranges
 
@@ -171,13 +173,17 @@ def _layer(item: _Held, shared: tuple[str, ...], taken: set[_Region], weights: b
         note = "it has no shape before the first call"
         return LayerInfo(**named, dtype=_dtype(tensor), note=note)
     shape = _shape(tensor)
+    declared = vars(item.owner).get(marks.STORED, {}).get(item.name.rpartition(".")[2])
+    size = _new_bytes(tensor, taken)
+    if declared is not None and size:
+        size = storage_bytes(declared, math.prod(shape))
     statistics, note = _statistics(tensor) if weights else (None, "")
     return LayerInfo(
         **named,
         shape=shape,
-        dtype=_dtype(tensor),
+        dtype=declared or _dtype(tensor),
         num_params=math.prod(shape),
-        bytes=_new_bytes(tensor, taken),
+        bytes=size,
         stored=_parts(tensor),
         statistics=statistics,
         note=note,

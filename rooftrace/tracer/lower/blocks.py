@@ -219,6 +219,7 @@ class Blocks:
         return (
             tensor.shape,
             tensor.dtype,
+            tensor.stored,
             tensor.stride,
             tensor.role,
             self.relative(tensor.name, label) if self.label_of(tensor.name) is not None else "",

@@ -70,7 +70,8 @@ def lower(
     turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
-    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole)
+    stored = recorder.entries.stored
+    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole, stored)
     for node in recorder.graph.nodes:
         builder.add(node)
     builder.hold(recorder.tags.last_held)
@@ -125,7 +126,11 @@ class _Builder:
     """Accumulates values and ops while walking the fx graph once."""
 
     def __init__(
-        self, kv: frozenset[int], gradients: Mapping[int, str], unsharded: Mapping[int, str]
+        self,
+        kv: frozenset[int],
+        gradients: Mapping[int, str],
+        unsharded: Mapping[int, str],
+        stored: Mapping[str, str],
     ) -> None:
         self.values: list[Tensor] = []
         self.ops: list[Op] = []
@@ -139,6 +144,7 @@ class _Builder:
         self._single: dict[fx.Node, int] = {}
         self._multiple: dict[fx.Node, tuple[int, ...]] = {}
         self._kv, self._gradients, self._unsharded = kv, gradients, unsharded
+        self._stored = stored
         self._flops = _TorchFlops()
         self._names: dict[Any, tuple[str, tuple[str, ...]]] = {}
 
@@ -278,7 +284,15 @@ class _Builder:
         if owner != index:
             role = self.values[owner].role
         self.values.append(
-            Tensor(spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name)
+            Tensor(
+                spec.shape,
+                dtype_name(spec.dtype),
+                spec.stride,
+                role,
+                owner,
+                name,
+                stored=self._stored.get(name, ""),
+            )
         )
         return index
 

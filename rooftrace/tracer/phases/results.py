@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
@@ -19,6 +20,7 @@ from rooftrace.tracer.lower import lower, without_asides
 from rooftrace.tracer.recording import Recorder, look_for_gaps
 from rooftrace.tracer.releases import installed_release
 from rooftrace.tracer.tensors import subclasses, tensors_in
+from rooftrace.tracer.values import marks
 
 
 @dataclass
@@ -90,6 +92,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
             name = dtype_name(parameter.dtype)
             sizes[name] = sizes.get(name, 0) + parameter.numel()
     config = getattr(module, "config", None)
+    declared = bytes_as_stored(module)
     return {
         "name": getattr(config, "name_or_path", "") or type(module).__name__,
         "class": type(module).__name__,
@@ -98,7 +101,24 @@ def describe(module: nn.Module) -> dict[str, Any]:
         "dtype": max(sizes, key=lambda n: sizes[n]) if sizes else "fp32",
         "bytes_parameters": subclasses.stored_bytes(parameters),
         "bytes_buffers": subclasses.stored_bytes(buffers),
+        **({} if declared is None else {"bytes_stored": declared}),
     }
+
+
+def bytes_as_stored(module: nn.Module) -> int | None:
+    """Bytes of all parameters in the formats that a checkpoint declares; None without any."""
+    stored = {
+        id(part._parameters[name]): form
+        for part in module.modules()
+        for name, form in vars(part).get(marks.STORED, {}).items()
+    }
+    if not stored:
+        return None
+    total = 0
+    for parameter in module.parameters():
+        size, form = subclasses.stored_bytes([parameter]), stored.get(id(parameter))
+        total += size if form is None else storage_bytes(form, size // parameter.element_size())
+    return total
 
 
 def provenance(target: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values.marks import STORED
 
 PLAIN = (*trees.PLAIN, torch.Size)
 _HOOKS = (
@@ -44,7 +45,8 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
         for group in (module._parameters, module._buffers)
         for name, t in group.items()
     )
-    return hash((type(module), module.training, tensors, tuple(children)))
+    stored = tuple(vars(module).get(STORED, {}).items())
+    return hash((type(module), module.training, tensors, stored, tuple(children)))
 
 
 def of_one_build(root: nn.Module) -> Iterator[list[nn.Module]]:

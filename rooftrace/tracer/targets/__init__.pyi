@@ -1,7 +1,4 @@
 from rooftrace.tracer.targets import isolation as isolation
-from rooftrace.tracer.targets.quantization import (
-    weights_precision as weights_precision,
-)
 from rooftrace.tracer.targets.target import (
     load_module as load_module,
     load_target as load_target,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.asking import Request
-from rooftrace.tracer.inputs import Inputs, Loaded, module_inputs
+from rooftrace.tracer.inputs import Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets.configchanges import with_settings
-from rooftrace.tracer.targets.quantization import weights_precision
-from rooftrace.tracer.targets.remote_code import check_config, without_code
+from rooftrace.tracer.targets.precision import Precision, precision_of
+from rooftrace.tracer.targets.quantization import (
+    BESIDE,
+    Declared,
+    Marked,
+    declared_in,
+    marked,
+)
+from rooftrace.tracer.targets.remote_code import check_config, with_own_attention, without_code
 from rooftrace.tracer.tensors import own_tensors
 from rooftrace.tracer.values import META, REAL_VALUE, Values
 
@@ -40,14 +48,23 @@ class _Config(TypedDict, total=False):
     architectures: list[str] | None
 
 
+class Described(NamedTuple):
+    """A config, what its model computes in, and how the files beside it say that it is stored."""
+
+    config: Any
+    name: str
+    precision: Precision
+    declared: tuple[Declared, ...]
+    assumptions: tuple[tuple[str, str], ...]  # kind and text
+
+
 def from_file(path: Path, request: Request) -> Loaded:
     """The model of a config.json.  Raises TargetError for any other file."""
-    name = path.stem if path.stem != "config" else path.resolve().parent.name
-    return from_config(config_in(path, request), name, str(path), request)
+    return from_config(config_in(path, request), str(path), request)
 
 
-def config_in(path: Path, request: Request) -> Any:
-    """The config object of a config.json.  Raises TargetError for any other file."""
+def config_in(path: Path, request: Request) -> Described:
+    """What a config.json and the files beside it describe.  Raises TargetError for other files."""
     target = str(path)
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no such file")
@@ -69,20 +86,65 @@ def config_in(path: Path, request: Request) -> Any:
         else {}
     )
     data = with_settings(data, request.settings, fields, target)
+    folder = path.resolve().parent if path.name == "config.json" else None
+    return _described(data, path.stem if folder is None else folder.name, folder, target)
+
+
+def _config_of(data: Mapping[str, Any], target: str) -> Any:
+    """The config object of the fields of a config.  Raises TargetError."""
     _check_counts(data, target)
+    transformers, kind = _transformers(), data.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise TargetError(
-            f"target {target!r}: model_type {kind!r} is unknown to transformers "
+            f"target {target!r}: model_type {kind!r:.60} is unknown to transformers "
             f"{transformers.__version__}; upgrade transformers, or pass the module itself as "
             "file.py:attr"
         )
     try:
-        return transformers.CONFIG_MAPPING[kind].from_dict(data)
+        return transformers.CONFIG_MAPPING[kind].from_dict(without_quantization(data))
     except Exception as error:  # its validation raises errors of its own
         reason = " ".join(str(error).split())
         raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
 
 
+def _described(
+    data: Mapping[str, Any], name: str, folder: Path | None, target: str, config: Any = None
+) -> Described:
+    """What the fields of a config say.
+
+    folder: where the checkpoint's other files stand; None where nobody knows.  config: its object,
+    where there is one.  Raises TargetError.
+    """
+
+    def beside(file: str) -> Any:
+        path = None if folder is None else folder / file
+        if path is None or not path.is_file():
+            return None
+        return json_of(text_of(path, _CONFIG), str(path), _CONFIG)
+
+    data, attention = with_own_attention(data)
+    notes = []
+    if attention:
+        text = (
+            f"the config names {attention}: attention runs as torch's scaled_dot_product_attention,"
+            " which is priced as a flash kernel"
+        )
+        notes.append(("attention", text))
+    try:
+        precision, declared = precision_of(data, folder), declared_in(data, beside, name)
+    except TargetError as error:
+        raise TargetError(f"target {target!r}: {error}") from None
+    config = _config_of(data, target) if config is None else config
+    return Described(config, name, precision, declared, tuple(notes))
+
+
+def without_quantization(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without its quantisation and dtypes, which are read here, at any depth."""
+    left = {k: v for k, v in data.items() if k not in _READ_HERE}
+    return {k: without_quantization(v) if isinstance(v, Mapping) else v for k, v in left.items()}
+
+
+_READ_HERE = ("quantization_config", "compression_config", "quantization", "dtype", "torch_dtype")
 _MOST_MODULES = 20_000
 """Layers, or experts, that a config may ask for: each is a module that has to be built."""
 _COUNTED = re.compile(r"(num|n)_(.*_)?(layer|block|expert|stage)s?|.*layers|depth")
@@ -102,12 +164,11 @@ def _check_counts(data: Mapping[str, Any], target: str) -> None:
 
 def from_hub(target: str, request: Request) -> Loaded:
     """The model of a config in the local Hugging Face cache, or on the hub.  Raises TargetError."""
-    config = config_on_hub(target, request)
-    return from_config(config, target.removeprefix("hf:"), target, request)
+    return from_config(config_on_hub(target, request), target, request)
 
 
-def config_on_hub(target: str, request: Request) -> Any:
-    """The config object of a repository, from the local cache or the hub.  Raises TargetError."""
+def config_on_hub(target: str, request: Request) -> Described:
+    """What a repository's config describes, cached here or on the hub.  Raises TargetError."""
     name = target.removeprefix("hf:")
     if request.settings:
         raise RequestError(
@@ -117,26 +178,33 @@ def config_on_hub(target: str, request: Request) -> Any:
     trusted = request.trust_remote_code
     transformers = _transformers()
     try:
-        if not trusted:
-            data, _ = transformers.PretrainedConfig.get_config_dict(name)
+        data, _ = transformers.PretrainedConfig.get_config_dict(name)
+        config = None
+        if trusted:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=True)
+        else:
             check_config(data, target)
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+            data = without_code(data)
     except TargetError:
         raise
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TargetError(f"target {target!r}: {reason}") from None
-    if not trusted:
-        _forget_code(config)
-    return config
+    return _described(data, name, _cached_beside(name), target, config)
 
 
-def _forget_code(config: Any) -> None:
-    """Take `auto_map` out of a config object and of those of its parts."""
-    for value in list(vars(config).values()):
-        if isinstance(value, _transformers().PretrainedConfig):
-            _forget_code(value)
-    vars(config).pop("auto_map", None)
+def _cached_beside(name: str) -> Path | None:
+    """The folder of the local cache with the small files beside a repository's config.
+
+    Those that declare a quantisation are fetched where the hub can be reached.
+    """
+    from transformers.utils import cached_file
+
+    found = None
+    for file in ("config.json", *BESIDE):
+        with contextlib.suppress(OSError, ValueError):
+            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False) or found
+    return None if found is None else Path(found).parent
 
 
 def _transformers() -> Any:
@@ -173,25 +241,38 @@ def _model_class(config: Any, target: str) -> Any:
     )
 
 
-def from_config(config: Any, name: str, target: str, request: Request) -> Loaded:
-    """The model of a config object, built on meta, and inputs for it.  Raises TargetError."""
-    module = built_from(config, target)
-    module.config.name_or_path = module.config.name_or_path or name
-    return Loaded(module, _with_quantization(module_inputs(module, request), config), name)
+def from_config(described: Described, target: str, request: Request) -> Loaded:
+    """The model of a config, built on meta, and inputs for it.  Raises TargetError."""
+    module, stored = built_from(described, target)
+    module.config.name_or_path = module.config.name_or_path or described.name
+    inputs = module_inputs(module, request)
+    kv = {} if stored.kv is None else {"declared_kv_dtype": stored.kv}
+    inputs = replace(
+        inputs,
+        workload={**inputs.workload, **kv},
+        assumptions=(*inputs.assumptions, *assumed(described, stored)),
+    )
+    return Loaded(module, inputs, described.name)
 
 
-def built_from(config: Any, target: str) -> Any:
-    """The model of a config object, on meta; its whole numbers are known.  Raises TargetError."""
-    kind = _model_class(config, target)
-    config = _part_for(kind, config)
-    dtype = getattr(config, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = vars(torch).get(dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise TargetError(
-            f"target {target!r}: dtype is {config.dtype!r:.60}: expected the name of a dtype of "
-            "torch, for example bfloat16"
-        )
+def assumed(described: Described, stored: Marked) -> tuple[tuple[str, str], ...]:
+    """What a config leaves open, and what it declares: kinds and texts of assumptions."""
+    said = described.precision.text
+    return (
+        *described.assumptions,
+        *((("precision", said),) if said else ()),
+        *(("quantization", text) for text in stored.texts),
+    )
+
+
+def built_from(described: Described, target: str) -> tuple[Any, Marked]:
+    """The model of a config, on meta, its weights marked with the formats that are declared.
+
+    Its whole numbers are known.  Raises TargetError.
+    """
+    kind = _model_class(described.config, target)
+    config = _part_for(kind, described.config)
+    dtype = described.precision.dtype
     recorder = Recorder(Values(draws=True), record=False)
     try:
         with torch.device(META), recorder:
@@ -206,7 +287,7 @@ def built_from(config: Any, target: str) -> Any:
     for tensor in (t for part in module.modules() for t in own_tensors(part)):
         if tensor.is_floating_point():  # it seldom decides anything, and what it makes is larger
             tensor.__dict__.pop(REAL_VALUE, None)
-    return module
+    return module, marked(module, described.declared)
 
 
 def _part_for(kind: Any, config: Any) -> Any:
@@ -214,22 +295,3 @@ def _part_for(kind: Any, config: Any) -> Any:
     wanted = getattr(kind, "config_class", None) or type(config)
     parts = [part for part in vars(config).values() if type(part) is wanted]
     return parts[0] if parts and type(config) is not wanted else config
-
-
-def _with_quantization(inputs: Inputs, config: Any) -> Inputs:
-    """The weights' precision that the config declares, for `reprice`, as an assumption."""
-    declared, problem = weights_precision(config)
-    if declared is not None:
-        text = (
-            f"its quantization_config: weights are stored as {declared}, embeddings and head "
-            "too; the module itself is traced unquantised"
-        )
-        return replace(
-            inputs,
-            workload={**inputs.workload, "declared_weights_dtype": declared},
-            assumptions=(*inputs.assumptions, ("quantization", text)),
-        )
-    if problem is not None:
-        text = f"{problem} is not understood: weights are priced unquantised; pass --weights-dtype"
-        return replace(inputs, assumptions=(*inputs.assumptions, ("quantization", text)))
-    return inputs

@@ -16,7 +16,7 @@ from rooftrace.errors import TargetError
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that are torch's or transformers' own.  transformers takes a name
-with a slash for a repository of kernels, and replaces flash_attention_2 and its like by one."""
+with a slash for a repository of kernels.  flash_attention_2 and its like are taken out."""
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of a mixture of experts without kernels from the hub."""
 KERNELS = ("mra", "rwkv", "sam3_video", "yoso")
@@ -26,6 +26,7 @@ KERNELS_OF_4 = ("falcon_mamba", "mamba")
 CHECKPOINTS = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay")
 """Arguments of `timm.create_model` that read files (also pickles) or load from the hub."""
 
+_FLASH = re.compile(r"flash_attention_\d")
 _PLAIN = re.compile(r"[\w.-]+")
 
 
@@ -49,6 +50,33 @@ def without_code(data: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
+def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The config without names of flash attention, at any depth, and those names.
+
+    They say what the model was saved with, and ask for a package; torch's attention runs the same
+    kernel.
+    """
+    found: dict[str, None] = {}
+
+    def cleaned(value: Any, names: bool = False) -> Any:
+        if isinstance(value, Mapping):
+            inner = {k: cleaned(v, names or _names_attention(k)) for k, v in value.items()}
+            return {k: v for k, v in inner.items() if v is not _FLASH}
+        if isinstance(value, list):
+            return [cleaned(item) for item in value]
+        if names and isinstance(value, str) and _FLASH.fullmatch(value):
+            found[value] = None
+            return _FLASH
+        return value
+
+    made: dict[str, Any] = cleaned(data)
+    return made, " and ".join(found)
+
+
+def _names_attention(key: Any) -> bool:
+    return str(key).lstrip("_").removesuffix("_internal") == "attn_implementation"
+
+
 def _without_code(value: Any) -> Any:
     if isinstance(value, Mapping):
         return without_code(value)
@@ -70,7 +98,7 @@ def _tables(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _reason(key: str, value: Any, table: Mapping[str, Any]) -> str:
     """Why a field is refused; "" where it is not."""
     plain = str(key).lstrip("_").removesuffix("_internal")
-    if plain == "attn_implementation" and not _all_in(value, ATTENTION):
+    if _names_attention(key) and not _all_in(value, ATTENTION):
         return f"transformers may load it as code from the hub; expected {', '.join(ATTENTION)}"
     if plain == "experts_implementation" and not _all_in(value, EXPERTS):
         return f"transformers may load it as code from the hub; expected {', '.join(EXPERTS)}"
@@ -100,4 +128,5 @@ def _all_in(value: Any, names: tuple[str, ...]) -> bool:
     """Whether a value, or each value of a table of sub-configs, is None or one of these names."""
     if isinstance(value, Mapping):
         return all(_all_in(item, names) for item in value.values())
-    return value is None or value in names
+    flash = names is ATTENTION and isinstance(value, str) and _FLASH.fullmatch(value)
+    return value is None or value in names or bool(flash)

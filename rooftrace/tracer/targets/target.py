@@ -40,9 +40,12 @@ def load_target(target: str, request: Request | None = None) -> Loaded:
         return _load(target, request)
 
 
-def load_module(target: str, request: Request | None = None, *, real: bool = False) -> nn.Module:
+def load_module(
+    target: str, request: Request | None = None, *, real: bool = False
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Build the module that `target` names without any inputs for it, on meta.
 
+    Beside it stand sentences on what its files leave open, and on how they say that it is stored.
     real: with its weights, as its own code makes them; a config has none.  Raises TargetError for a
     target that does not exist or is no module, and RequestError for weights that there are not.
     """
@@ -56,16 +59,15 @@ def load_module(target: str, request: Request | None = None, *, real: bool = Fal
         if names.is_program(target):
             if real:
                 raise RequestError(f"{target}: the weights of a program are not read")
-            program: nn.Module = load_program(target, request)[0]
-            return program
+            return load_program(target, request)[0], ()
         if target.startswith("hf:"):
             built_of = huggingface.config_on_hub(target, request)
         elif config is not None:
             built_of = huggingface.config_in(config, request)
         else:
-            return _code_of(target, request, real)[0]
-        module: nn.Module = huggingface.built_from(built_of, target)
-        return module
+            return _code_of(target, request, real)[0], ()
+        module, stored = huggingface.built_from(built_of, target)
+        return module, tuple(text for _, text in huggingface.assumed(built_of, stored))
 
 
 def _load(target: str, request: Request) -> Loaded:

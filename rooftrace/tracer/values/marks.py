@@ -30,6 +30,9 @@ UNIFORM = "_rooftrace_uniform"
 """Attribute of a meta tensor of whole numbers that were drawn here: among how many, all equally
 likely.  What they reach counts as expected, and not as in the one draw."""
 
+STORED = "_rooftrace_stored"
+"""Attribute of a module: formats in which a checkpoint stores its parameters, by their names."""
+
 
 class Real:
     """A reference to the user's own tensor, which is only read; a copy of it is itself."""

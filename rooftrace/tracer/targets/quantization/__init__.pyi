@@ -1,0 +1,9 @@
+from rooftrace.tracer.targets.quantization.declared import (
+    BESIDE as BESIDE,
+    Declared as Declared,
+    declared_in as declared_in,
+)
+from rooftrace.tracer.targets.quantization.marking import (
+    Marked as Marked,
+    marked as marked,
+)

@@ -1,0 +1,170 @@
+"""The weights of a module that follow a declaration, each marked with its format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from rooftrace.tracer.targets.quantization.declared import Declared
+from rooftrace.tracer.targets.quantization.schemes import Form, Scheme, plain
+from rooftrace.tracer.values import marks
+
+
+class _Weight(NamedTuple):
+    """A weight that can be quantised.
+
+    names: of the module, as this class and as checkpoints call it.  kind: "Linear" or "Embedding".
+    inner: numbers of a row.
+    """
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    names: tuple[str, ...]
+    kind: str
+    inner: int
+    head: bool
+    layered: bool
+    expert: bool
+
+
+class Marked(NamedTuple):
+    """What was marked: of the cache, and sentences for the reader."""
+
+    kv: str | None
+    texts: tuple[str, ...]
+
+
+def marked(module: nn.Module, declared: Sequence[Declared]) -> Marked:
+    """Mark the weights of a module (on meta) with the formats that declarations give them."""
+    kv: str | None = None
+    texts = []
+    for one in declared:
+        scheme = one.scheme
+        if scheme is None:
+            texts.append(_not_understood(module, one))
+            continue
+        kv = kv or scheme.kv
+        texts.append(_mark(module, one, scheme))
+        texts += [f"{one.where}: {problem}" for problem in scheme.unread]
+    return Marked(kv, tuple(texts))
+
+
+def _mark(module: nn.Module, one: Declared, scheme: Scheme) -> str:
+    counts: Counter[str] = Counter()
+    scope = _scope(module, one.part)
+    for weight in _weights(module):
+        inside = scope is None or id(weight.module) in scope or weight.head
+        form = _form_of(weight, scheme) if inside else None
+        if form is not None:
+            stored = form.name(weight.inner)
+            vars(weight.module).setdefault(marks.STORED, {})[weight.name] = stored
+            counts[_plain(form)] += weight.tensor.numel()
+    total = sum(p.numel() for p in module.parameters()) or 1
+    cache = f"; caches are stored as {scheme.kv}" if scheme.kv else ""
+    if not counts:
+        return f"{one.where} ({scheme.method}) quantises none of the weights{cache}"
+    parts = [
+        f"{name} ({count / total:.1%} of the parameters)" for name, count in counts.most_common()
+    ]
+    return (
+        f"{one.where} ({scheme.method}): weights are stored as {', '.join(parts)}, with their "
+        f"scales; the others stay as they are{cache}"
+    )
+
+
+def _plain(form: Form) -> str:
+    """A form in words: bits, group and what products compute in."""
+    group = f" in groups of {form.group}" if form.group > 0 and form.rows == 1 else ""
+    block = f" in blocks of {form.rows} x {form.group}" if form.rows > 1 else ""
+    engine = f", products in {form.computes}" if form.computes else ", widened for products"
+    return f"{form.element}{group}{block}{engine}"
+
+
+def _not_understood(module: nn.Module, one: Declared) -> str:
+    """What is priced unquantised because of a declaration that is not understood."""
+    total = sum(p.numel() for p in module.parameters()) or 1
+    could = sum(w.tensor.numel() for w in _weights(module))
+    return (
+        f"{one.problem}: the weights of its linear layers ({could / total:.0%} of the parameters) "
+        "are priced unquantised; pass --weights-dtype for what they are stored in"
+        + ("" if one.where else ", or put the file that declares it (hf_quant_config.json) beside")
+    )
+
+
+def _form_of(weight: _Weight, scheme: Scheme) -> Form | None:
+    for rule in scheme.rules:
+        if rule.holds(weight.names, weight.kind):
+            return rule.form
+    if (
+        (weight.head and not scheme.head)
+        or (weight.kind == "Embedding" and not scheme.embeddings)
+        or (scheme.blocks and not (weight.layered or weight.head))
+        or (scheme.experts and not weight.expert)
+    ):
+        return None
+    return scheme.form
+
+
+def _scope(module: nn.Module, part: str) -> set[int] | None:
+    """Modules that belong to one config inside of the model's; None for all."""
+    config = getattr(module, "config", None)
+    for name in part.split(".") if part else ():
+        config = getattr(config, name, None)
+    if not part or config is None:
+        return None
+    owners = [m for m in module.modules() if getattr(m, "config", None) is config]
+    return {id(inner) for owner in owners for inner in owner.modules()} or None
+
+
+def _weights(module: nn.Module) -> Iterator[_Weight]:
+    """Matrices of linear layers, of experts and of embeddings, once each."""
+    output = getattr(module, "get_output_embeddings", lambda: None)()
+    tied = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    for path, part in module.named_modules():
+        for name, tensor in part._parameters.items():
+            kind = _kind(part, name, tensor, tied)
+            if kind is None or tensor is None:
+                continue
+            head, expert = part is output, "Experts" in type(part).__name__ or tensor.dim() == 3
+            expert = expert or ".experts." in f"{path}."
+            names = tuple(_names(path, name, tensor))
+            inner = tensor.shape[_inner_of(part, tensor)]
+            layered = any(piece.isdigit() for piece in path.split("."))
+            yield _Weight(part, name, tensor, names, kind, inner, head, layered, expert)
+
+
+def _kind(part: nn.Module, name: str, tensor: Tensor | None, tied: set[int]) -> str | None:
+    """Whether a parameter is the matrix of a linear layer (of experts: all of them) or a table."""
+    if tensor is None or not tensor.is_floating_point():
+        return None
+    if isinstance(part, nn.Embedding) or (id(tensor) in tied and name == "weight"):
+        return "Embedding"
+    plain_linear = isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+    if plain_linear and name == "weight" and tensor.dim() == 2:
+        return "Linear"
+    own = not type(part).__module__.startswith("torch.")
+    return "Linear" if own and tensor.dim() == 3 and min(tensor.shape[1:]) > 1 else None
+
+
+def _inner_of(part: nn.Module, tensor: Tensor) -> int:
+    """The dimension along which a weight's products sum."""
+    transposed = type(part).__name__ == "Conv1D" or getattr(part, "is_transposed", False)
+    return -2 if transposed and tensor.dim() > 1 else -1
+
+
+def _names(path: str, name: str, tensor: Tensor) -> Iterator[str]:
+    """What checkpoints call the module of a weight.
+
+    transformers keeps all experts of a layer in one tensor, and checkpoints have a module for each:
+    "mlp.experts" with "gate_up_proj" is "mlp.experts.0.gate_proj" and "mlp.experts.0.up_proj".
+    """
+    for whole in dict.fromkeys((path, plain(path))):
+        yield whole
+        if tensor.dim() == 3:
+            yield f"{whole}.{name}"
+            for single in ("gate", "up") if "gate_up" in name else (name,):
+                yield f"{whole}.0.{name.replace('gate_up', single)}"
