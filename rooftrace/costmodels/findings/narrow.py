@@ -30,7 +30,7 @@ def islands(graph: OpGraph) -> tuple[Island, ...]:
     expected |= {graph.workload.get(name) for name in ("weights_dtype", "kv_dtype")}
     counts: dict[tuple[str, str], list[int]] = {}
     for where, tensor in _owners(graph):
-        if tensor.dtype in expected or precision(tensor.dtype).kind != "float":
+        if tensor.dtype in {*expected, tensor.stored} or precision(tensor.dtype).kind != "float":
             continue
         entry = counts.setdefault((tensor.dtype, pattern_of(where)), [0, 0])
         entry[0] += graph.times(tensor)

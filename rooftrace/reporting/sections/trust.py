@@ -211,6 +211,12 @@ def trust(results: Results) -> view.Section:
     notes += [view.Note(line, "bad") for line in words.missing_rules(estimates)]
     notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
+    said = {
+        (a.kind, a.text): a
+        for _, a in results.assumptions
+        if a.kind in ("precision", "quantization")
+    }
+    notes += [view.Note(f"{kind}: {text}", "warn") for kind, text in said]
     if experts := routing_words(results):
         notes.append(view.Note(f"routing: {experts}"))
     notes += [

@@ -96,6 +96,10 @@ def model_words(model: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
     dtype = workload.get("dtype") or model.get("dtype")
     if dtype:
         parts.append(str(dtype))
+    declared = model.get("bytes_stored") and model["bytes_stored"] == model.get("bytes_parameters")
+    stored = workload.get("weights_dtype") or (model.get("stored_as") if declared else None)
+    if stored and stored != dtype:
+        parts.append(f"weights {stored}")
     if workload.get("kv_dtype") and workload["kv_dtype"] != dtype:
         parts.append(f"KV cache {workload['kv_dtype']}")
     return ", ".join(parts)

@@ -253,6 +253,7 @@ class _Facts(TypedDict, total=False):
     kv_dtype: str | None
     declared_kv_dtype: str | None
     bytes_stored: int
+    stored_as: str
     params: int
     params_trainable: int
     bytes_parameters: int

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from rooftrace.hardware.precisions import storage_bytes
+from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
@@ -92,7 +93,6 @@ def describe(module: nn.Module) -> dict[str, Any]:
             name = dtype_name(parameter.dtype)
             sizes[name] = sizes.get(name, 0) + parameter.numel()
     config = getattr(module, "config", None)
-    declared = bytes_as_stored(module)
     return {
         "name": getattr(config, "name_or_path", "") or type(module).__name__,
         "class": type(module).__name__,
@@ -101,24 +101,31 @@ def describe(module: nn.Module) -> dict[str, Any]:
         "dtype": max(sizes, key=lambda n: sizes[n]) if sizes else "fp32",
         "bytes_parameters": subclasses.stored_bytes(parameters),
         "bytes_buffers": subclasses.stored_bytes(buffers),
-        **({} if declared is None else {"bytes_stored": declared}),
+        **as_stored(module),
     }
 
 
-def bytes_as_stored(module: nn.Module) -> int | None:
-    """Bytes of all parameters in the formats that a checkpoint declares; None without any."""
+def as_stored(module: nn.Module) -> dict[str, Any]:
+    """Bytes of all parameters in the formats that a checkpoint declares; the element of most.
+
+    Nothing where it declares none.
+    """
     stored = {
         id(part._parameters[name]): form
         for part in module.modules()
         for name, form in vars(part).get(marks.STORED, {}).items()
     }
     if not stored:
-        return None
-    total = 0
+        return {}
+    total, elements = 0, Counter[str]()
     for parameter in module.parameters():
         size, form = subclasses.stored_bytes([parameter]), stored.get(id(parameter))
-        total += size if form is None else storage_bytes(form, size // parameter.element_size())
-    return total
+        if form is not None:
+            count = size // parameter.element_size()
+            elements[precision(form).element] += count
+            size = storage_bytes(form, count)
+        total += size
+    return {"bytes_stored": total, "stored_as": elements.most_common(1)[0][0]}
 
 
 def provenance(target: str) -> dict[str, Any]:

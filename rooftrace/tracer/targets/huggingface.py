@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch import nn
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace.errors import RequestError, TargetError
@@ -26,6 +27,7 @@ from rooftrace.tracer.targets.quantization import (
     marked,
 )
 from rooftrace.tracer.targets.remote_code import check_config, with_own_attention, without_code
+from rooftrace.tracer.targets.unbuilt import unbuilt
 from rooftrace.tracer.tensors import own_tensors
 from rooftrace.tracer.values import META, REAL_VALUE, Values
 
@@ -56,6 +58,7 @@ class Described(NamedTuple):
     precision: Precision
     declared: tuple[Declared, ...]
     assumptions: tuple[tuple[str, str], ...]  # kind and text
+    data: Mapping[str, Any]
 
 
 def from_file(path: Path, request: Request) -> Loaded:
@@ -135,7 +138,7 @@ def _described(
     except TargetError as error:
         raise TargetError(f"target {target!r}: {error}") from None
     config = _config_of(data, target) if config is None else config
-    return Described(config, name, precision, declared, tuple(notes))
+    return Described(config, name, precision, declared, tuple(notes), data)
 
 
 def without_quantization(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,18 +253,19 @@ def from_config(described: Described, target: str, request: Request) -> Loaded:
     inputs = replace(
         inputs,
         workload={**inputs.workload, **kv},
-        assumptions=(*inputs.assumptions, *assumed(described, stored)),
+        assumptions=(*inputs.assumptions, *assumed(described, module, stored)),
     )
     return Loaded(module, inputs, described.name)
 
 
-def assumed(described: Described, stored: Marked) -> tuple[tuple[str, str], ...]:
+def assumed(described: Described, module: nn.Module, stored: Marked) -> tuple[tuple[str, str], ...]:
     """What a config leaves open, and what it declares: kinds and texts of assumptions."""
-    said = described.precision.text
+    said, more = described.precision.text, unbuilt(described.data, module)
     return (
         *described.assumptions,
         *((("precision", said),) if said else ()),
         *(("quantization", text) for text in stored.texts),
+        *((("unbuilt", more),) if more else ()),
     )
 
 

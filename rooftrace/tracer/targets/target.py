@@ -67,7 +67,7 @@ def load_module(
         else:
             return _code_of(target, request, real)[0], ()
         module, stored = huggingface.built_from(built_of, target)
-        return module, tuple(text for _, text in huggingface.assumed(built_of, stored))
+        return module, tuple(text for _, text in huggingface.assumed(built_of, module, stored))
 
 
 def _load(target: str, request: Request) -> Loaded:
