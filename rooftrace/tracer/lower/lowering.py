@@ -55,6 +55,7 @@ def lower(
     phase: str,
     kv_storages: Collection[int] = (),
     gradients: Mapping[int, str] | None = None,
+    stored: Mapping[str, str] | None = None,
     assumptions: Sequence[Assumption] = (),
     model: Mapping[str, Any] | None = None,
     workload: Mapping[str, Any] | None = None,
@@ -64,20 +65,20 @@ def lower(
     """The OpGraph of everything that `recorder` recorded, verified.
 
     outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
-    call.  gradients: names of gradients of parameters by storage.  repeats: whether modules that
-    are alike stand once.  What leads to no output, but is still held at the end of the step (by an
-    attribute, a list, an object of the user's), is an output too.  Raises NotAlikeError where the
+    call.  gradients: names of gradients of parameters by storage.  stored: formats of weights that
+    a checkpoint declares, by name.  repeats: whether modules that are alike stand once.  What leads
+    to no output, but is still held at the end of the step (by an attribute, a list, an object of
+    the user's), is an output too.  Raises NotAlikeError where the
     turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
-    stored = recorder.entries.stored
-    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole, stored)
+    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole)
     for node in recorder.graph.nodes:
         builder.add(node)
     builder.hold(recorder.tags.last_held)
     flat = OpGraph(
         phase=phase,
-        values=with_filled_roles(builder.values, builder.ops),
+        values=_declared(with_filled_roles(builder.values, builder.ops), stored or {}),
         ops=tuple(builder.ops),
         inputs=tuple(builder.inputs),
         outputs=builder.outputs(results, recorder.tags.survivors),
@@ -99,6 +100,13 @@ def lower(
         with contextlib.suppress(NotAlikeError):
             return inline(roll_stacks(fold(whole, templates, twins)), templates).verify()
     return inline(whole, templates).verify()
+
+
+def _declared(values: Sequence[Tensor], stored: Mapping[str, str]) -> tuple[Tensor, ...]:
+    """The values, weights with the formats that are declared for their names."""
+    if not stored:
+        return tuple(values)
+    return tuple(replace(v, stored=stored[v.name]) if v.name in stored else v for v in values)
 
 
 def _on_axes(groups: Mapping[str, Group], mesh: Mapping[str, int]) -> dict[str, Group]:
@@ -126,11 +134,7 @@ class _Builder:
     """Accumulates values and ops while walking the fx graph once."""
 
     def __init__(
-        self,
-        kv: frozenset[int],
-        gradients: Mapping[int, str],
-        unsharded: Mapping[int, str],
-        stored: Mapping[str, str],
+        self, kv: frozenset[int], gradients: Mapping[int, str], unsharded: Mapping[int, str]
     ) -> None:
         self.values: list[Tensor] = []
         self.ops: list[Op] = []
@@ -144,7 +148,6 @@ class _Builder:
         self._single: dict[fx.Node, int] = {}
         self._multiple: dict[fx.Node, tuple[int, ...]] = {}
         self._kv, self._gradients, self._unsharded = kv, gradients, unsharded
-        self._stored = stored
         self._flops = _TorchFlops()
         self._names: dict[Any, tuple[str, tuple[str, ...]]] = {}
 
@@ -284,15 +287,7 @@ class _Builder:
         if owner != index:
             role = self.values[owner].role
         self.values.append(
-            Tensor(
-                spec.shape,
-                dtype_name(spec.dtype),
-                spec.stride,
-                role,
-                owner,
-                name,
-                stored=self._stored.get(name, ""),
-            )
+            Tensor(spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name)
         )
         return index
 

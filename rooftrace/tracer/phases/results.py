@@ -6,11 +6,11 @@ import contextlib
 import functools
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.asking import names
@@ -20,7 +20,7 @@ from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lower import lower, without_asides
 from rooftrace.tracer.recording import Recorder, look_for_gaps
 from rooftrace.tracer.releases import installed_release
-from rooftrace.tracer.tensors import subclasses, tensors_in
+from rooftrace.tracer.tensors import owners, subclasses, tensors_in
 from rooftrace.tracer.values import marks
 
 
@@ -74,6 +74,7 @@ def graph_of(
         phase=phase,
         kv_storages={s for s in kv if s is not None},
         gradients=step.gradients,
+        stored={name: form for name, _, form in declared_in(module)},
         assumptions=recorder.values.assumptions,
         model=describe(module),
         workload=workload,
@@ -105,16 +106,21 @@ def describe(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def declared_in(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """Parameters whose formats a checkpoint declares: name, tensor and format (`marks.STORED`)."""
+    for path, part in module.named_modules():
+        for name, form in vars(part).get(marks.STORED, {}).items():
+            tensor = part._parameters.get(name)
+            if tensor is not None:
+                yield owners.shown_path(f"{path}.{name}" if path else name), tensor, form
+
+
 def as_stored(module: nn.Module) -> dict[str, Any]:
     """Bytes of all parameters in the formats that a checkpoint declares; the element of most.
 
     Nothing where it declares none.
     """
-    stored = {
-        id(part._parameters[name]): form
-        for part in module.modules()
-        for name, form in vars(part).get(marks.STORED, {}).items()
-    }
+    stored = {id(tensor): form for _, tensor, form in declared_in(module)}
     if not stored:
         return {}
     total, elements = 0, Counter[str]()

@@ -46,7 +46,6 @@ class Entries:
         self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
-        self.stored: dict[str, str] = {}  # formats of weights that a checkpoint declares, by name
         self._tensors: list[Any] = []  # references to those that bear a tag
         self._parameters: dict[int, str] = {}  # names, by identity
         self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
@@ -62,8 +61,6 @@ class Entries:
     def name_tensors(self, module: nn.Module, prefix: str, recording: bool) -> None:
         """Enter the tensors of a module, under its path and a dot."""
         names = _names_in(module)
-        declared = vars(module).get(marks.STORED, {})
-        self.stored.update((f"{prefix}{name}", stored) for name, stored in declared.items())
         transient = getattr(module, "_non_persistent_buffers_set", ())
         if any(type(tensor) not in subclasses.ORDINARY for tensor in own_tensors(module)):
             for of, part in owners.beside_in(module):  # the state of a quantised layer

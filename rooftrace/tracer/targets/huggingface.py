@@ -18,7 +18,7 @@ from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets.configchanges import with_settings
-from rooftrace.tracer.targets.precision import Precision, precision_of
+from rooftrace.tracer.targets.precision import ComputeDtype, precision_of
 from rooftrace.tracer.targets.quantization import (
     BESIDE,
     Declared,
@@ -55,7 +55,7 @@ class Described(NamedTuple):
 
     config: Any
     name: str
-    precision: Precision
+    precision: ComputeDtype
     declared: tuple[Declared, ...]
     assumptions: tuple[tuple[str, str], ...]  # kind and text
     data: Mapping[str, Any]

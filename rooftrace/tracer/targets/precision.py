@@ -19,14 +19,14 @@ _FIELDS = ("dtype", "torch_dtype")
 _FIRST = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 
 
-class Precision(NamedTuple):
+class ComputeDtype(NamedTuple):
     """A dtype, and a sentence for the reader where it was not plainly said."""
 
     dtype: torch.dtype
     text: str = ""
 
 
-def precision_of(data: Mapping[str, Any], folder: Path | None) -> Precision:
+def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
     """What the model of a config computes in.
 
     A dtype of the whole config decides, else that of a config inside (of the language model first),
@@ -38,18 +38,18 @@ def precision_of(data: Mapping[str, Any], folder: Path | None) -> Precision:
         where, dtype = found[0]
         others = [f"{place} says {dtype_name(d)}" for place, d in found if d is not dtype]
         if "." not in where or not others:
-            return Precision(dtype)
+            return ComputeDtype(dtype)
         text = (
             f"{where} says {dtype_name(dtype)}, and the whole model is taken to compute in it; "
             f"{', '.join(others[:4])}"
         )
-        return Precision(dtype, text)
+        return ComputeDtype(dtype, text)
     stored = None if folder is None else _stored_in(folder)
     if stored is not None:
         text = f"no dtype in the config: most of the checkpoint beside it is {dtype_name(stored)}"
-        return Precision(stored, text)
+        return ComputeDtype(stored, text)
     text = f"nothing says what the model computes in: {dtype_name(DEFAULT)} is taken (--dtype)"
-    return Precision(DEFAULT, text)
+    return ComputeDtype(DEFAULT, text)
 
 
 def _fields(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, torch.dtype]]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace.tracer.targets.quantization.fields import Fields
 from rooftrace.tracer.targets.quantization.methods import scheme_of
 from rooftrace.tracer.targets.quantization.schemes import Scheme, Unread
-from rooftrace.tracer.targets.quantization.settings import Settings
 
 BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files beside a config that declare it: of modelopt, of AutoGPTQ, of AutoAWQ."""
@@ -70,9 +70,9 @@ def _records(data: Mapping[str, Any], part: str) -> Iterator[tuple[str, str, Any
 
 
 def _of(record: Any, data: Mapping[str, Any], where: str, part: str) -> Declared:
-    settings = Settings(record, where)
-    if "expert_dtype" in Settings(data, where) and "expert_dtype" not in settings:
-        settings = Settings({**settings.data, "expert_dtype": data["expert_dtype"]}, where)
+    settings = Fields(record, where)
+    if "expert_dtype" in Fields(data, where) and "expert_dtype" not in settings:
+        settings = Fields({**settings.data, "expert_dtype": data["expert_dtype"]}, where)
     try:
         return Declared(where, part, scheme_of(settings))
     except Unread as unread:

@@ -80,7 +80,7 @@ class Unread(Exception):
 
 
 @dataclass(frozen=True)
-class Rule:
+class ModuleRule:
     """Modules whose name matches one of `patterns` are stored in `form`; None: not quantised."""
 
     patterns: tuple[re.Pattern[str], ...]
@@ -104,7 +104,7 @@ class Scheme:
 
     method: str
     form: Form | None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ModuleRule, ...] = ()
     head: bool = True
     embeddings: bool = False
     blocks: bool = False

@@ -9,8 +9,11 @@ from typing import Any
 from rooftrace.errors import TargetError
 from rooftrace.tracer.targets.quantization import schemes
 
+SKIPPED = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore", "exclude")
+"""Fields with the modules that stay as they are."""
 
-class Settings:
+
+class Fields:
     """A record of a file and where it stands, for errors.  Fields have several names in the wild.
 
     Each reader takes the names of one field, and raises TargetError for a value of another type.
@@ -58,19 +61,19 @@ class Settings:
             raise TargetError(f"{self.where}.{names[0]}: {value!r:.60}: expected true or false")
         return value
 
-    def skipped(self, *names: str) -> tuple[schemes.Rule, ...]:
+    def skipped(self, *names: str) -> tuple[schemes.ModuleRule, ...]:
         """The rule for modules that are not quantised; none without."""
         value = self.of(*names)
         found = schemes.patterns(value, f"{self.where}.{names[0]}")
-        return (schemes.Rule(found, None),) if found else ()
+        return (schemes.ModuleRule(found, None),) if found else ()
 
-    def record(self, *names: str) -> Settings | None:
+    def record(self, *names: str) -> Fields | None:
         """A record inside; None without."""
         value = self.of(*names)
         name = next((n for n in names if n in self), names[0])
-        return None if value is None else Settings(value, f"{self.where}.{name}")
+        return None if value is None else Fields(value, f"{self.where}.{name}")
 
-    def records(self, *names: str) -> Iterator[tuple[str, Settings]]:
+    def records(self, *names: str) -> Iterator[tuple[str, Fields]]:
         """The records of a record or a list inside, each with its name."""
         value = self.of(*names)
         if isinstance(value, list):
@@ -78,4 +81,4 @@ class Settings:
         outer = self.record(*names) if isinstance(value, Mapping) else None
         for name, item in () if value is None else (value.items() if outer else [(value, value)]):
             where = f"{self.where}.{names[0]}"
-            yield str(name), Settings(item, where if outer is None else f"{where}.{name}")
+            yield str(name), Fields(item, where if outer is None else f"{where}.{name}")
