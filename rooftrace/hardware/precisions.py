@@ -57,6 +57,11 @@ class Precision:
     element: str = ""
     computes: str = ""
 
+    @property
+    def width(self) -> int:
+        """Bits of one element by itself: scales lie elsewhere."""
+        return int(PRECISIONS[self.element].bits)
+
 
 def _table() -> dict[str, Precision]:
     mx = "OCP Microscaling 1.0: one 8-bit scale (E8M0) per 32 elements"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 import rooftrace as rt
@@ -216,10 +217,14 @@ def test_pricing_twice_is_pricing_once():
 
 def test_a_declared_weight_precision_holds_until_another_is_asked_for():
     _, graph = small()
-    declared = graph.replace(workload={"declared_weights_dtype": "fp8"})
     weight = 1
-    assert reprice(declared).values[weight].dtype == "fp8"
-    assert reprice(declared, kv_dtype="fp8").values[weight].dtype == "fp8"
+    values = list(graph.values)
+    values[weight] = replace(values[weight], stored="int4_g64")
+    size = values[weight].elements * 9 // 16  # 4 bits, and 16 for each 64: 17/32 of a byte
+    declared = graph.replace(values=tuple(values), model={**graph.model, "bytes_stored": size})
+    assert reprice(declared).values[weight].dtype == "int4_g64"
+    assert reprice(declared).model["bytes_parameters"] == size
+    assert reprice(declared, kv_dtype="fp8").values[weight].dtype == "int4_g64"
     assert reprice(declared, weights_dtype="int4").values[weight].dtype == "int4"
     assert reprice(declared, dtype="fp16").values[weight].dtype == "fp16"
     again = reprice(reprice(declared, dtype="fp16"), kv_dtype="fp8")

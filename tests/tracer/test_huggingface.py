@@ -192,7 +192,7 @@ def test_a_guess_that_is_refused_is_told_with_the_reason(config: Callable[..., s
 
 
 def test_features_that_are_given_are_used(config: Callable[..., str]) -> None:
-    request = Request(seq=5, inputs={"input_features": "2,80,60:fp32"})
+    request = Request(seq=5, inputs={"input_features": "2,80,60:bf16"})
     graphs = trace_target(config("whisper"), request=request)
     assert list(graphs) == ["prefill", "decode", "training"]
     assert shapes(graphs["prefill"]) == {"input_features": (2, 80, 60), "decoder_input_ids": (2, 5)}

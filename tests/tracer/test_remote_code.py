@@ -26,7 +26,6 @@ LOADS = {
     "internal": {"_attn_implementation_internal": KERNEL},
     "revision": {"_attn_implementation": f"{KERNEL}@main:attention"},
     "paged": {"_attn_implementation": f"paged|{KERNEL}"},
-    "flash": {"_attn_implementation": "flash_attention_2"},
     "by part": {"attn_implementation": {"text_config": KERNEL}},
     "of a part": {"text_config": {"model_type": "gpt2", "_attn_implementation": KERNEL}},
     "in a list": {"parts": [{"attn_implementation": KERNEL}]},
@@ -123,10 +122,33 @@ def test_a_config_of_the_hub_is_checked_too(fields: dict[str, Any], tmp_path: Pa
         rt.trace(f"hf:{tmp_path}", batch=1, seq=4, phase="prefill")
 
 
-@pytest.mark.parametrize("dtype", ["_dynamo", "hub", "load", "Tensor", "auto", 3])
+@pytest.mark.parametrize("dtype", ["_dynamo", "hub", "load", "Tensor", "int8", 3])
 def test_a_dtype_is_the_name_of_one(dtype: Any, tmp_path: Path) -> None:
     with pytest.raises(rt.TargetError):
         rt.trace(str(config(tmp_path, dtype=dtype)), batch=1, seq=4, phase="prefill")
+
+
+FLASH = "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"_attn_implementation": FLASH},
+        {"attn_implementation": "flash_attention_3"},
+        {"_attn_implementation_internal": FLASH},
+        {"attn_implementation": {"text_config": FLASH, "": "sdpa"}},
+    ],
+)
+def test_flash_attention_is_what_the_model_was_saved_with(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """It asks for no package: attention runs as torch's own, which is a flash kernel."""
+    graph = rt.trace(str(config(tmp_path, **fields, n_embd=16)), batch=1, seq=64, phase="prefill")
+    names = [row.name for row in rt.estimate(graph, chip="h100-sxm").rows]
+    assert any("flash attention" in name for name in names)
+    (text,) = [a.text for a in graph.assumptions if a.kind == "attention"]
+    assert "flash_attention" in text
 
 
 def test_models_that_load_kernels_by_themselves_are_known() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rooftrace.costmodels.costs import Access, Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
-from rooftrace.hardware.precisions import precision, widest
+from rooftrace.hardware.precisions import PRECISIONS, precision, widest
 from rooftrace.tracer.formulas import functions
 
 
@@ -64,13 +64,18 @@ def product_precision(*operands: TensorView | None) -> str:
 
 
 def stored_width(tensor: TensorView) -> float:
-    """Bytes that one number of a tensor takes where it is stored; fp4_x2 has two in an element."""
-    return float(precision(tensor.dtype).bits / 8) / (2 if tensor.dtype == "fp4_x2" else 1)
+    """Bytes from one number of a tensor to the next in a row; fp4_x2 has two in an element."""
+    return precision(tensor.dtype).width / 8 / (2 if tensor.dtype == "fp4_x2" else 1)
 
 
 def widths(a: TensorView, b: TensorView) -> tuple[float, float]:
-    """`stored_width` of the two operands of a product."""
-    return stored_width(a), stored_width(b)
+    """`stored_width` of the two operands of a product, as it loads them.
+
+    What a product rounds its activations to is loaded as that: a kernel before it has written it.
+    """
+    computes = {precision(t.dtype).computes for t in (a, b)} - {""}
+    most = min((PRECISIONS[name].width / 8 for name in computes), default=math.inf)
+    return min(stored_width(a), most), min(stored_width(b), most)
 
 
 def lined(a: TensorView, b: TensorView, of_a: str = "MK", of_b: str = "KN") -> str:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from rooftrace.tracer.targets.quantization.fields import SKIPPED, Fields
 from rooftrace.tracer.targets.quantization.schemes import (
     ROW,
-    Form,
     ModuleRule,
     Scheme,
     Unread,
-    form,
+    WeightFormat,
     pattern,
     patterns,
+    weight_format,
 )
 
 _CLASSES = frozenset({"Linear", "Embedding"})
@@ -41,7 +41,7 @@ def cache_in(value: object, where: str) -> str | None:
         return known[name]
     settings = Fields(value, where)
     kind, bits = settings.word("type", default="float"), settings.whole("num_bits", default=8)
-    return form(kind, bits).element if bits < 16 else None
+    return weight_format(kind, bits).element if bits < 16 else None
 
 
 # -- torchao ---------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def torchao(settings: Fields) -> Scheme:
     both = settings.flag("include_input_output_embeddings")
     if isinstance(kind, str):
         given = settings.record("quant_type_kwargs") or Fields({}, settings.where)
-        own: Form | None = _of_torchao(kind.replace("_", ""), given)
+        own: WeightFormat | None = _of_torchao(kind.replace("_", ""), given)
         return Scheme("", own, rules, head=both, embeddings=both)
     inner = settings.record("quant_type")
     inner = inner and (inner.record("default") or inner)
@@ -71,32 +71,32 @@ def torchao(settings: Fields) -> Scheme:
     return Scheme("", own, rules, head=both, embeddings=both)
 
 
-def _one_of_torchao(settings: Fields) -> Form:
+def _one_of_torchao(settings: Fields) -> WeightFormat:
     name = settings.word("_type").removesuffix("config")
     return _of_torchao(name, settings.record("_data") or settings)
 
 
-def _of_torchao(name: str, settings: Fields) -> Form:
+def _of_torchao(name: str, settings: Fields) -> WeightFormat:
     """The form of a torchao config by its class name in lower case, without underscores."""
     group = settings.whole("group_size", default=128)
     rows = "perrow" in str(settings.of("granularity")).lower().replace("_", "")
     known = {
-        "int4weightonly": form("int", 4, group, zero=16),
-        "int8weightonly": form("int", 8, ROW),
-        "int8dynamicactivationint8weight": form("int", 8, ROW, computes="int8"),
-        "int8dynamicactivationint4weight": form(
+        "int4weightonly": weight_format("int", 4, group, zero=16),
+        "int8weightonly": weight_format("int", 8, ROW),
+        "int8dynamicactivationint8weight": weight_format("int", 8, ROW, computes="int8"),
+        "int8dynamicactivationint4weight": weight_format(
             "int", 4, settings.whole("group_size", default=32), computes="int8"
         ),
         "int8dynamicactivationintxweight": None,
-        "float8weightonly": form("float", 8, ROW, scale=32),
-        "float8dynamicactivationfloat8weight": form(
+        "float8weightonly": weight_format("float", 8, ROW, scale=32),
+        "float8dynamicactivationfloat8weight": weight_format(
             "float", 8, ROW if rows else 0, scale=32, computes="fp8"
         ),
-        "float8staticactivationfloat8weight": form("float", 8, 0, computes="fp8"),
-        "float8dynamicactivationint4weight": form("int", 4, group, computes="fp8"),
-        "nvfp4dynamicactivationnvfp4weight": Form("nvfp4", computes="fp4"),
-        "nvfp4inference": Form("nvfp4", computes="fp4"),
-        "nvfp4weightonly": Form("nvfp4"),
+        "float8staticactivationfloat8weight": weight_format("float", 8, 0, computes="fp8"),
+        "float8dynamicactivationint4weight": weight_format("int", 4, group, computes="fp8"),
+        "nvfp4dynamicactivationnvfp4weight": WeightFormat("nvfp4", computes="fp4"),
+        "nvfp4inference": WeightFormat("nvfp4", computes="fp4"),
+        "nvfp4weightonly": WeightFormat("nvfp4"),
     }
     found = known.get(name)
     if found is None:
@@ -106,29 +106,29 @@ def _of_torchao(name: str, settings: Fields) -> Form:
 
 # -- formats by module -----------------------------------------------------------------------------
 
-_ALGORITHMS: Mapping[str, Form] = {
-    "fp8": Form("fp8", computes="fp8"),
-    "fp8_per_channel_per_token": form("float", 8, ROW, scale=32, computes="fp8"),
-    "fp8_pb_wo": form("float", 8, 128, rows=128, scale=32, computes="fp8"),
-    "fp8_pb_real": form("float", 8, 128, rows=128, scale=32, computes="fp8"),
-    "nvfp4": Form("nvfp4", computes="fp4"),
-    "nvfp4_awq": Form("nvfp4", computes="fp4"),
-    "nvfp4_svdquant": Form("nvfp4", computes="fp4"),
-    "w4a16_nvfp4": Form("nvfp4"),
-    "w4a8_nvfp4_fp8": Form("nvfp4", computes="fp8"),
-    "mxfp8": Form("mxfp8", computes="fp8"),
-    "mxfp4": Form("mxfp4", computes="fp4"),
-    "w4a8_mxfp4_fp8": Form("mxfp4", computes="fp8"),
-    "w4a16_mxfp4": Form("mxfp4"),
-    "int4_awq": form("int", 4, 128),
-    "w4a16_awq": form("int", 4, 128),
-    "w4a16": form("int", 4, 128),
-    "w4a8_awq": form("int", 4, 128, computes="fp8"),
-    "w4a8_awq_beta": form("int", 4, 128, computes="fp8"),
-    "int8_sq": form("int", 8, ROW, scale=32, computes="int8"),
-    "w8a8_sq_per_channel": form("int", 8, ROW, scale=32, computes="int8"),
-    "int8_wo": form("int", 8, ROW),
-    "w8a16": form("int", 8, ROW),
+_ALGORITHMS: Mapping[str, WeightFormat] = {
+    "fp8": WeightFormat("fp8", computes="fp8"),
+    "fp8_per_channel_per_token": weight_format("float", 8, ROW, scale=32, computes="fp8"),
+    "fp8_pb_wo": weight_format("float", 8, 128, rows=128, scale=32, computes="fp8"),
+    "fp8_pb_real": weight_format("float", 8, 128, rows=128, scale=32, computes="fp8"),
+    "nvfp4": WeightFormat("nvfp4", computes="fp4"),
+    "nvfp4_awq": WeightFormat("nvfp4", computes="fp4"),
+    "nvfp4_svdquant": WeightFormat("nvfp4", computes="fp4"),
+    "w4a16_nvfp4": WeightFormat("nvfp4"),
+    "w4a8_nvfp4_fp8": WeightFormat("nvfp4", computes="fp8"),
+    "mxfp8": WeightFormat("mxfp8", computes="fp8"),
+    "mxfp4": WeightFormat("mxfp4", computes="fp4"),
+    "w4a8_mxfp4_fp8": WeightFormat("mxfp4", computes="fp8"),
+    "w4a16_mxfp4": WeightFormat("mxfp4"),
+    "int4_awq": weight_format("int", 4, 128),
+    "w4a16_awq": weight_format("int", 4, 128),
+    "w4a16": weight_format("int", 4, 128),
+    "w4a8_awq": weight_format("int", 4, 128, computes="fp8"),
+    "w4a8_awq_beta": weight_format("int", 4, 128, computes="fp8"),
+    "int8_sq": weight_format("int", 8, ROW, scale=32, computes="int8"),
+    "w8a8_sq_per_channel": weight_format("int", 8, ROW, scale=32, computes="int8"),
+    "int8_wo": weight_format("int", 8, ROW),
+    "w8a16": weight_format("int", 8, ROW),
 }
 """modelopt's names of formats."""
 
@@ -150,7 +150,7 @@ def modelopt(settings: Fields) -> Scheme:
     return Scheme("", own, rules, kv=kv)
 
 
-def _of_modelopt(settings: Fields) -> Form:
+def _of_modelopt(settings: Fields) -> WeightFormat:
     name = settings.word("quant_algo")
     known = _ALGORITHMS.get(name)
     if known is None:
@@ -193,7 +193,7 @@ def _groups(settings: Fields) -> Iterator[ModuleRule]:
         )
 
 
-def _of_group(weights: Fields, computes: str, packed: str) -> Form:
+def _of_group(weights: Fields, computes: str, packed: str) -> WeightFormat:
     kind, bits = weights.word("type", default="int"), weights.whole("num_bits", default=8)
     group, strategy = weights.whole("group_size"), weights.word("strategy")
     zero = 0 if weights.flag("symmetric", default=True) else bits
@@ -201,13 +201,13 @@ def _of_group(weights: Fields, computes: str, packed: str) -> Form:
         block = weights.of("block_structure")
         sizes = re.findall(r"\d+", str(block))[:2]
         rows, inner = map(int, sizes) if len(sizes) == 2 else (128, 128)
-        return form(kind, bits, inner, rows=rows, scale=32, computes=computes)
+        return weight_format(kind, bits, inner, rows=rows, scale=32, computes=computes)
     if strategy == "channel":
         group = ROW
     elif strategy == "tensor":
         group = 0
     micro = kind == "float" and bits <= 8 and (bits, group) in {(4, 16), (4, 32), (8, 32)}
-    return form(kind, bits, group, scale=8 if micro else 16, zero=zero, computes=computes)
+    return weight_format(kind, bits, group, scale=8 if micro else 16, zero=zero, computes=computes)
 
 
 def quark(settings: Fields) -> Scheme:
@@ -223,7 +223,7 @@ def quark(settings: Fields) -> Scheme:
     return Scheme("", None if own is None else _of_quark(own), rules, kv=kv)
 
 
-def _of_quark(settings: Fields) -> Form | None:
+def _of_quark(settings: Fields) -> WeightFormat | None:
     weights, acts = settings.record("weight"), settings.record("input_tensors")
     if weights is None:
         return None
@@ -234,7 +234,7 @@ def _of_quark(settings: Fields) -> Form | None:
     group = {"per_tensor": 0, "per_channel": ROW}.get(scheme, weights.whole("group_size"))
     scale = 8 if "e8m0" in weights.word("scale_format") or (kind == "float" and bits < 8) else 16
     zero = 0 if weights.flag("symmetric", default=True) else bits
-    return form(kind, bits, group, scale=scale, zero=zero if kind == "int" else 0,
+    return weight_format(kind, bits, group, scale=scale, zero=zero if kind == "int" else 0,
                 computes=computes)  # fmt: skip
 
 

@@ -63,9 +63,8 @@ class Fields:
 
     def skipped(self, *names: str) -> tuple[schemes.ModuleRule, ...]:
         """The rule for modules that are not quantised; none without."""
-        value = self.of(*names)
-        found = schemes.patterns(value, f"{self.where}.{names[0]}")
-        return (schemes.ModuleRule(found, None),) if found else ()
+        found = [p for n in names for p in schemes.patterns(self.of(n), f"{self.where}.{n}")]
+        return (schemes.ModuleRule(tuple(found), None),) if found else ()
 
     def record(self, *names: str) -> Fields | None:
         """A record inside; None without."""

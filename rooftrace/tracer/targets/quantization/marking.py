@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from rooftrace.tracer.targets.quantization.declared import Declared
-from rooftrace.tracer.targets.quantization.schemes import Form, Scheme, plain
+from rooftrace.tracer.targets.quantization.schemes import Scheme, WeightFormat, plain
 from rooftrace.tracer.values import marks
 
 
@@ -76,7 +76,7 @@ def _mark(module: nn.Module, one: Declared, scheme: Scheme) -> str:
     )
 
 
-def _plain(form: Form) -> str:
+def _plain(form: WeightFormat) -> str:
     """A form in words: bits, group and what products compute in."""
     group = f" in groups of {form.group}" if form.group > 0 and form.rows == 1 else ""
     block = f" in blocks of {form.rows} x {form.group}" if form.rows > 1 else ""
@@ -95,7 +95,7 @@ def _not_understood(module: nn.Module, one: Declared) -> str:
     )
 
 
-def _form_of(weight: _Weight, scheme: Scheme) -> Form | None:
+def _form_of(weight: _Weight, scheme: Scheme) -> WeightFormat | None:
     for rule in scheme.rules:
         if rule.holds(weight.names, weight.kind):
             return rule.form

@@ -20,13 +20,13 @@ from rooftrace.tracer.targets.quantization.by_module import activations_in
 from rooftrace.tracer.targets.quantization.fields import SKIPPED, Fields
 from rooftrace.tracer.targets.quantization.schemes import (
     ROW,
-    Form,
     ModuleRule,
     Scheme,
     Unread,
-    form,
+    WeightFormat,
     pattern,
     patterns,
+    weight_format,
 )
 
 Method = Callable[[Fields], Scheme]
@@ -88,7 +88,7 @@ def _auto_round(settings: Fields) -> Scheme:
     return Scheme("", _rounded(settings, settings), rules, head=False, blocks=True)
 
 
-def _rounded(settings: Fields, base: Fields) -> Form | None:
+def _rounded(settings: Fields, base: Fields) -> WeightFormat | None:
     """The form of auto-round: data_type is int, fp, nv_fp or mx_fp, with a width behind or not."""
     bits = settings.whole("bits", default=base.whole("bits", default=4))
     if bits >= 16:
@@ -99,19 +99,19 @@ def _rounded(settings: Fields, base: Fields) -> Form | None:
     act_kind = settings.word("act_data_type", default=base.word("act_data_type", default=kind))
     computes = activations_in("int" if act_kind.startswith("int") else "float", acts)
     if kind.startswith("int"):
-        return form("int", bits, group, zero=bits, computes=computes)
+        return weight_format("int", bits, group, zero=bits, computes=computes)
     scale = 8 if kind.startswith(("mx", "nv")) else 16
-    return form("float", bits, group, scale=scale, computes=computes)
+    return weight_format("float", bits, group, scale=scale, computes=computes)
 
 
-def _grouped(settings: Fields, *, zero: bool, base: Fields | None = None) -> Form:
+def _grouped(settings: Fields, *, zero: bool, base: Fields | None = None) -> WeightFormat:
     """Packed integers in groups with fp16 scales; with zero points as wide as the numbers."""
     base = base or settings
     names = ("bits", "w_bit", "nbits", "wbits")
     bits = settings.whole(*names, default=base.whole(*names, default=4))
     sizes = ("group_size", "q_group_size")
     group = settings.whole(*sizes, default=base.whole(*sizes, default=128))
-    return form("int", bits, group, zero=bits if zero else 0)
+    return weight_format("int", bits, group, zero=bits if zero else 0)
 
 
 def _bitsandbytes(settings: Fields) -> Scheme:
@@ -124,9 +124,9 @@ def _bitsandbytes(settings: Fields) -> Scheme:
             raise Unread(f"bnb_4bit_quant_type {settings.of('bnb_4bit_quant_type')!r:.40}")
         twice = settings.flag("bnb_4bit_use_double_quant")
         scale = 8 + Fraction(32, 256) if twice else Fraction(32)
-        own = form(kind, 4, settings.whole("bnb_4bit_blocksize", default=64), scale=scale)
+        own = weight_format(kind, 4, settings.whole("bnb_4bit_blocksize", default=64), scale=scale)
     elif settings.flag("load_in_8bit", "_load_in_8bit"):
-        own = form("int", 8, ROW, scale=32, computes="int8")  # outliers apart, in 16 bits
+        own = weight_format("int", 8, ROW, scale=32, computes="int8")  # outliers apart, in 16 bits
     else:
         return Scheme("", None)
     return Scheme("", own, skipped, head=bool(skipped))
@@ -135,10 +135,10 @@ def _bitsandbytes(settings: Fields) -> Scheme:
 def _fp8(settings: Fields) -> Scheme:
     """Blocks of 128 x 128 with fp32 scales (DeepSeek), or one scale for all."""
     rows, group = _block(settings)
-    own = form("float", 8, group, rows=rows, scale=32, computes="fp8")
+    own = weight_format("float", 8, group, rows=rows, scale=32, computes="fp8")
     rules = settings.skipped(*SKIPPED)
     if settings.word("expert_dtype") in ("fp4", "mxfp4"):
-        packed = form("float", 4, 32, scale=8, computes="fp8")
+        packed = weight_format("float", 4, 32, scale=8, computes="fp8")
         rules += (ModuleRule((re.compile(r".*\.experts(\..*)?$"),), packed),)
     return Scheme("", own, rules, head=False)
 
@@ -155,12 +155,14 @@ def _block(settings: Fields) -> tuple[int, int]:
 
 
 def _fbgemm(settings: Fields) -> Scheme:
-    own = form("float", 8, ROW, scale=32, computes="fp8")
+    own = weight_format("float", 8, ROW, scale=32, computes="fp8")
     return Scheme("", own, settings.skipped(*SKIPPED), head=False)
 
 
 def _mxfp4(settings: Fields) -> Scheme:
-    return Scheme("", form("float", 4, 32, scale=8), settings.skipped(*SKIPPED), experts=True)
+    return Scheme(
+        "", weight_format("float", 4, 32, scale=8), settings.skipped(*SKIPPED), experts=True
+    )
 
 
 def _in_one(
@@ -169,7 +171,7 @@ def _in_one(
     """The method of one format for every linear layer but those that are named."""
 
     def method(settings: Fields) -> Scheme:
-        own = form(kind, bits, group, scale=scale, computes=computes)
+        own = weight_format(kind, bits, group, scale=scale, computes=computes)
         return Scheme("", own, settings.skipped(*SKIPPED), head=head)
 
     return method
@@ -182,9 +184,9 @@ def _quanto(settings: Fields) -> Scheme:
         raise Unread(f"quanto weights {weights!r} with activations {settings.of('activations')!r}")
     bits = int(weights[-1])
     if bits == 8:
-        own = form("float" if weights == "float8" else "int", 8, ROW, computes=computes)
+        own = weight_format("float" if weights == "float8" else "int", 8, ROW, computes=computes)
     else:
-        own = form("int", bits, 128, zero=16, computes=computes)
+        own = weight_format("int", bits, 128, zero=16, computes=computes)
     return Scheme("", own, settings.skipped(*SKIPPED), head=False)
 
 
@@ -192,10 +194,10 @@ def _hqq(settings: Fields) -> Scheme:
     nested = settings.record("quant_config") or settings
     nested = nested.record("weight_quant_params") or nested
 
-    def of(entry: Fields) -> Form:
+    def of(entry: Fields) -> WeightFormat:
         entry = entry.record("weight_quant_params") or entry
         group = entry.whole("group_size", default=nested.whole("group_size", default=64))
-        return form("int", entry.whole("nbits", default=4), group, zero=16)
+        return weight_format("int", entry.whole("nbits", default=4), group, zero=16)
 
     rules = settings.skipped("skip_modules", *SKIPPED)
     dynamic = list(settings.records("dynamic_config"))
@@ -207,7 +209,7 @@ def _hqq(settings: Fields) -> Scheme:
 
 def _affine(settings: Fields) -> Scheme:
     """Groups with a scale and an offset, both of 16 bits."""
-    own = form("int", settings.whole("bits", "nbits", default=4),
+    own = weight_format("int", settings.whole("bits", "nbits", default=4),
                settings.whole("group_size", default=64), zero=16)  # fmt: skip
     return Scheme("", own, settings.skipped(*SKIPPED), head=False)
 
@@ -222,22 +224,22 @@ def _mlx(settings: Fields) -> Scheme:
     return Scheme("", _of_mlx(settings, settings), tuple(rules), embeddings=True)
 
 
-def _of_mlx(settings: Fields, base: Fields) -> Form:
+def _of_mlx(settings: Fields, base: Fields) -> WeightFormat:
     mode = settings.word("mode", default=base.word("mode", default="affine"))
     if mode != "affine":
         if mode not in ("mxfp4", "mxfp8", "nvfp4"):
             raise Unread(f"mode {mode!r}")
-        return Form(mode)
+        return WeightFormat(mode)
     bits = settings.whole("bits", default=base.whole("bits", default=4))
     group = settings.whole("group_size", default=base.whole("group_size", default=64))
-    return form("int", bits, group, zero=16)
+    return weight_format("int", bits, group, zero=16)
 
 
 def _bitnet(settings: Fields) -> Scheme:
     """Ternary numbers, four to a byte; activations are rounded to 8 bits."""
     if settings.word("quantization_mode", default="offline") == "online":
         return Scheme("", None)
-    own = form("int", 2, computes="int8")
+    own = weight_format("int", 2, computes="int8")
     return Scheme("", own, settings.skipped(*SKIPPED), head=False)
 
 
@@ -251,7 +253,7 @@ def _aqlm(settings: Fields) -> Scheme:
     if bits.denominator != 1:
         raise Unread(f"{float(bits):.3g} bits a weight")
     skipped = settings.skipped("linear_weights_not_to_quantize")
-    return Scheme("", form("int", int(bits), ROW), skipped, head=False)
+    return Scheme("", weight_format("int", int(bits), ROW), skipped, head=False)
 
 
 def _fp_quant(settings: Fields) -> Scheme:
@@ -260,7 +262,7 @@ def _fp_quant(settings: Fields) -> Scheme:
         raise Unread(f"weights of {name!r}")
     if settings.flag("store_master_weights", "keep_master_weights"):
         raise Unread("master weights beside the quantised ones")
-    own = Form(name, computes="" if settings.flag("pseudoquantization") else "fp4")
+    own = WeightFormat(name, computes="" if settings.flag("pseudoquantization") else "fp4")
     return Scheme("", own, settings.skipped(*SKIPPED), head=False)
 
 
@@ -270,9 +272,11 @@ def _gemma(settings: Fields) -> Scheme:
     rules = settings.skipped(*SKIPPED)
     for name, entry in settings.records("module_quant_configs"):
         found = (_searched(name, settings.where),)
-        rules += (ModuleRule(found, form("int", entry.whole("num_bits", default=bits), ROW)),)
+        rules += (
+            ModuleRule(found, weight_format("int", entry.whole("num_bits", default=bits), ROW)),
+        )
     embeds = settings.flag("quantize_embeddings")
-    return Scheme("", form("int", bits, ROW), rules, embeddings=embeds)
+    return Scheme("", weight_format("int", bits, ROW), rules, embeddings=embeds)
 
 
 def _searched(text: str, where: str) -> re.Pattern[str]:

@@ -16,7 +16,7 @@ ROW = -1
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightFormat:
     """How one weight is stored, its sizes apart.
 
     element: the precision of a number.  group: how many numbers of a row share a scale, and rows:
@@ -47,7 +47,7 @@ def _text(bits: Fraction) -> str:
     return f"{float(bits):.6f}".rstrip("0").rstrip(".")
 
 
-def form(
+def weight_format(
     kind: str,
     bits: int,
     group: int = 0,
@@ -56,18 +56,18 @@ def form(
     scale: Fraction | int = 16,
     zero: Fraction | int = 0,
     computes: str = "",
-) -> Form:
+) -> WeightFormat:
     """The form of numbers of this kind ("int", "float" or "nf") and width.
 
     The micro-scaled formats have names of their own: 4-bit floats with 8-bit scales for 16 or 32
     are nvfp4 and mxfp4.  Raises TargetError for a width that nothing stores.
     """
     if kind == "float" and scale == 8 and (bits, group) in _MICROSCALED:
-        return Form(_MICROSCALED[bits, group], computes=computes)
+        return WeightFormat(_MICROSCALED[bits, group], computes=computes)
     element = {"int": f"int{bits}", "float": f"fp{bits}", "nf": f"nf{bits}"}.get(kind, kind)
     if element not in PRECISIONS or bits > 8:
         raise Unread(f"{bits}-bit {kind}")
-    return Form(element, group, rows, Fraction(scale), Fraction(zero), computes)
+    return WeightFormat(element, group, rows, Fraction(scale), Fraction(zero), computes)
 
 
 _MICROSCALED: Mapping[tuple[int, int], str] = {
@@ -84,7 +84,7 @@ class ModuleRule:
     """Modules whose name matches one of `patterns` are stored in `form`; None: not quantised."""
 
     patterns: tuple[re.Pattern[str], ...]
-    form: Form | None
+    form: WeightFormat | None
     classes: frozenset[str] = frozenset()
 
     def holds(self, names: Iterable[str], kind: str) -> bool:
@@ -103,7 +103,7 @@ class Scheme:
     """
 
     method: str
-    form: Form | None
+    form: WeightFormat | None
     rules: tuple[ModuleRule, ...] = ()
     head: bool = True
     embeddings: bool = False
@@ -123,10 +123,12 @@ _LONGEST = 300
 def plain(name: str) -> str:
     """A module's path without the parts that differ between checkpoints and classes.
 
-    "model.language_model.layers.0.mlp" and "backbone.layers.0.mlp" are "layers.0.mlp".
+    "model.language_model.layers.0.mlp", "backbone.layers.0.mlp" and (of older checkpoints)
+    "model.layers.0.block_sparse_moe" are "layers.0.mlp".
     """
     found = _ROOTS.match(name)
-    return name[found.end() :] if found else name
+    inner = name[found.end() :] if found else name
+    return inner.replace("block_sparse_moe", "mlp")
 
 
 def pattern(text: str, where: str) -> re.Pattern[str]:
