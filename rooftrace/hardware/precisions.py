@@ -88,7 +88,7 @@ def _table() -> dict[str, Precision]:
         ("complex64", 64, "complex", "two fp32"),
         ("complex128", 128, "complex", "two fp64"),
     ]
-    formats += [(f"int{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 4, 3, 2, 1)]
+    formats += [(f"int{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 6, 5, 4, 3, 2, 1)]
     formats += [(f"uint{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 4, 3, 2, 1)]
     return {
         name: Precision(name, Fraction(bits), kind, note, name)

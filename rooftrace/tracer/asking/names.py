@@ -131,10 +131,11 @@ def configs() -> tuple[str, ...]:
 def config_file(target: str) -> Path | None:
     """The Hugging Face config that a target names; None for any other target.
 
-    It is a JSON file, the folder of a config.json, or the name of a config that comes along.
+    It is a JSON file, the folder of a config.json, a GGUF file, which has one in its header, or the
+    name of a config that comes along.
     """
     path = Path(target)
-    if target.endswith(".json"):
+    if target.endswith((".json", ".gguf")):
         return path
     if (path / "config.json").is_file():
         return path / "config.json"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -24,6 +25,7 @@ from rooftrace.tracer.targets.quantization import (
     Declared,
     Marked,
     declared_in,
+    ggufs,
     marked,
 )
 from rooftrace.tracer.targets.remote_code import check_config, with_own_attention, without_code
@@ -59,6 +61,7 @@ class Described(NamedTuple):
     declared: tuple[Declared, ...]
     assumptions: tuple[tuple[str, str], ...]  # kind and text
     data: Mapping[str, Any]
+    tensors: Mapping[str, ggufs.GgufTensor] = MappingProxyType({})  # of a GGUF file
 
 
 def from_file(path: Path, request: Request) -> Loaded:
@@ -71,6 +74,10 @@ def config_in(path: Path, request: Request) -> Described:
     target = str(path)
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no such file")
+    if path.suffix == ".gguf":
+        fields, tensors = ggufs.read_gguf(path)
+        fields = with_settings(fields, request.settings, fields, target)
+        return _described(fields, path.stem, None, target)._replace(tensors=tensors, declared=())
     where = f"target {target!r}"
     data = json_of(text_of(path, _CONFIG), where, _CONFIG)
     known = record_of(_Config, data if isinstance(data, dict) else {}, where, _CONFIG)
@@ -291,6 +298,8 @@ def built_from(described: Described, target: str) -> tuple[Any, Marked]:
     for tensor in (t for part in module.modules() for t in own_tensors(part)):
         if tensor.is_floating_point():  # it seldom decides anything, and what it makes is larger
             tensor.__dict__.pop(REAL_VALUE, None)
+    if described.tensors:
+        return module, Marked(None, (ggufs.mark_gguf(module, described.tensors),))
     return module, marked(module, described.declared)
 
 

@@ -1,3 +1,4 @@
+from rooftrace.tracer.targets.quantization import ggufs as ggufs
 from rooftrace.tracer.targets.quantization.declared import (
     BESIDE as BESIDE,
     Declared as Declared,
