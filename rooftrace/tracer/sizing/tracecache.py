@@ -88,7 +88,7 @@ class TraceCache:
         }
         config = names.config_file(job.name)
         if config is not None:
-            told["config"] = _digest(str(config))
+            told["config"] = {str(file): _digest(str(file)) for file in (config, *_beside(config))}
         text = json.dumps(told, sort_keys=True, default=str)
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
 
@@ -120,8 +120,24 @@ def _place_of(job: Job) -> list[str]:
     return [where, attribute, os.getcwd(), os.environ.get("PYTHONPATH", "")]
 
 
+def _beside(config: Path) -> list[Path]:
+    """Files that say more of the model of a config: formats and tensors of its checkpoint."""
+    return sorted(
+        path
+        for path in (config.parent.iterdir() if config.name == "config.json" else ())
+        if path.suffix in (".json", ".safetensors", ".bin") and path != config
+    )
+
+
+_LARGE = 1 << 26
+"""Bytes of a file of weights, which is told by its size and time."""
+
+
 def _digest(path: str) -> str:
     try:
+        state = Path(path).stat()
+        if state.st_size > _LARGE:
+            return f"{state.st_size} {state.st_mtime_ns}"
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
         return ""

@@ -69,23 +69,28 @@ def from_file(path: Path, request: Request) -> Loaded:
     return from_config(config_in(path, request), str(path), request)
 
 
+def fields_in(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file; `model_type` is there in a config of transformers.
+
+    Raises TargetError for a file that is not there, or no record.
+    """
+    where = f"target {str(path)!r}"
+    if not path.is_file():
+        raise TargetError(f"{where}: there is no such file")
+    data = json_of(text_of(path, _CONFIG), where, _CONFIG)
+    record_of(_Config, data if isinstance(data, dict) else {}, where, _CONFIG)
+    return data if isinstance(data, dict) else {}
+
+
 def config_in(path: Path, request: Request) -> Described:
     """What a config.json and the files beside it describe.  Raises TargetError for other files."""
     target = str(path)
-    if not path.is_file():
-        raise TargetError(f"target {target!r}: there is no such file")
     if path.suffix == ".gguf":
         fields, tensors = ggufs.read_gguf(path)
         fields = with_settings(fields, request.settings, fields, target)
         return _described(fields, path.stem, None, target)._replace(tensors=tensors, declared=())
-    where = f"target {target!r}"
-    data = json_of(text_of(path, _CONFIG), where, _CONFIG)
-    known = record_of(_Config, data if isinstance(data, dict) else {}, where, _CONFIG)
-    kind = known.get("model_type")
-    if not kind:
-        raise TargetError(
-            f"target {target!r}: a Hugging Face config has a model_type; this one has none"
-        )
+    data = fields_in(path)
+    kind = data.get("model_type")
     if not request.trust_remote_code:
         check_config(data, target)
         data = without_code(data)

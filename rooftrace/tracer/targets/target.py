@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from rooftrace.tracer.targets.imports import failed, import_file, import_module
 from rooftrace.tracer.targets.isolation import (
     own_imports,
 )
+from rooftrace.tracer.targets.otherconfigs import other_model
 from rooftrace.tracer.values import META, Values
 
 
@@ -63,6 +65,9 @@ def load_module(
         if target.startswith("hf:"):
             built_of = huggingface.config_on_hub(target, request)
         elif config is not None:
+            foreign = _foreign(config)
+            if foreign is not None:
+                return foreign[0], ()
             built_of = huggingface.config_in(config, request)
         else:
             return _code_of(target, request, real)[0], ()
@@ -78,10 +83,25 @@ def _load(target: str, request: Request) -> Loaded:
         return Loaded(program, call_inputs(program, args, kwargs), target)
     config = names.config_file(target)
     if config is not None:
+        foreign = _foreign(config)
+        if foreign is not None:
+            inputs = module_inputs(foreign[0], request, foreign[1], target)
+            return Loaded(foreign[0], inputs, config.resolve().parent.name)
         return huggingface.from_file(config, request)
     module, inputs, where, attribute = _code_of(target, request)
     made = module_inputs(module, request, inputs, target, attribute)
     return Loaded(module, made, attribute if where.endswith(".py") else target)
+
+
+def _foreign(config: Path) -> tuple[nn.Module, Any] | None:
+    """The module of a file of another library than transformers, and arguments; None of a config.
+
+    Raises TargetError for a file of which none builds a module.
+    """
+    if config.suffix == ".gguf":
+        return None
+    data = huggingface.fields_in(config)
+    return None if data.get("model_type") else other_model(data, str(config))
 
 
 def _code_of(target: str, request: Request, real: bool = False) -> tuple[nn.Module, Any, str, str]:

@@ -82,8 +82,8 @@ def mark_gguf(module: nn.Module, tensors: Mapping[str, GgufTensor]) -> str:
     """Mark the parameters of a module with the types of a file; a sentence for the reader."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    kind = str(module.config.model_type)
-    processor = theirs.TENSOR_PROCESSORS.get(kind, theirs.TensorProcessor)(config={})
+    config: Any = module.config
+    processor = theirs.TENSOR_PROCESSORS.get(config.model_type, theirs.TensorProcessor)(config={})
     places = theirs.get_gguf_hf_weights_map(module, processor)
     own = dict(module.named_parameters(remove_duplicate=False))
     counts: Counter[str] = Counter()
