@@ -28,7 +28,7 @@ from rooftrace.costmodels.planning.advice import (
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
-from rooftrace.costmodels.rewriting import rewrite
+from rooftrace.costmodels.rewriting import reprice, rewrite
 from rooftrace.costmodels.traffic import bytes_by_role, layouts, moved
 from rooftrace.hardware.units import format_flops, format_traffic
 from rooftrace.tracer.graph import OpGraph
@@ -184,9 +184,10 @@ class Plan:
 def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     """Price `graph` under an execution model: rewrite, price each op, fuse, add up traffic.
 
+    Weights and caches have the precision that the graph was priced in, else the declared one.
     Raises ExecutionError for a preset that does not exist.
     """
-    return Plan.each(graph, [execution])[0]
+    return Plan.each(reprice(graph), [execution])[0]
 
 
 def _planned(

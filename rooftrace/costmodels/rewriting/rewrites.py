@@ -208,12 +208,14 @@ def reprice(
     counted in `model["islands"]`.  Integers, optimizer states and the optimizer's own tensors stay
     too.  weights_dtype, kv_dtype: of tensors of that role, instead of `dtype`.  Without any
     precision for them, in this call or an earlier one, each weight takes the format that its
-    checkpoint declares (`Tensor.stored`), and a cache that of `workload["declared_kv_dtype"]`.
+    checkpoint declares (`Tensor.stored`), and a cache that of `workload["declared_kv_dtype"]`; not
+    in training, as no optimizer updates quantised weights.
     Raises PrecisionError for an unknown name, or a precision that values cannot have.
     """
     OpGraph.check(graph, "reprice")
     first = "priced_dtype" not in graph.model
     declared = first and dtype is None and weights_dtype is None and "bytes_stored" in graph.model
+    declared = declared and graph.phase != "training"
     if first and dtype is None and kv_dtype is None:
         kv_dtype = graph.workload.get("declared_kv_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None and not declared:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec.structs import replace
+
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.findings.matching import Flow, Matching, match
@@ -65,7 +67,10 @@ class Side:
             for each, flop in self.cost(op).work.items()
             if each.operation in MATRIX and each.count in COMPUTED
         }
-        return max(work, key=work.__getitem__) if work else None
+        if not work:
+            return None
+        most = max(work, key=work.__getitem__)
+        return replace(most, precision=engines.precision_on(self.estimate.chip, most.precision))
 
     def attention(self, op: int) -> AttentionSizes | None:
         """The sizes of the attention that an op is; None for another op."""

@@ -72,7 +72,7 @@ def _mark(module: nn.Module, one: Declared, scheme: Scheme) -> str:
     ]
     return (
         f"{one.where} ({scheme.method}): weights are stored as {', '.join(parts)}, with their "
-        f"scales; the others stay as they are{cache}"
+        f"scales (a training step has them unquantised); the others stay as they are{cache}"
     )
 
 
