@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 from rooftrace.errors import TargetError
 from rooftrace.hardware.precisions import PRECISIONS
@@ -75,6 +75,13 @@ _MICROSCALED: Mapping[tuple[int, int], str] = {
 }  # fmt: skip
 
 
+class Pattern(Protocol):
+    """What names of modules are held against."""
+
+    def match(self, name: str, /) -> Any:
+        """Something true where it holds from the start of a name."""
+
+
 class Unread(Exception):
     """A part of a declaration that is not understood, in words."""
 
@@ -83,7 +90,7 @@ class Unread(Exception):
 class ModuleRule:
     """Modules whose name matches one of `patterns` are stored in `form`; None: not quantised."""
 
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[Pattern, ...]
     form: WeightFormat | None
     classes: frozenset[str] = frozenset()
 
@@ -131,7 +138,7 @@ def plain(name: str) -> str:
     return inner.replace("block_sparse_moe", "mlp")
 
 
-def pattern(text: str, where: str) -> re.Pattern[str]:
+def pattern(text: str, where: str) -> Pattern:
     """The names that one entry of a list means: a module and all inside of it.
 
     "re:..." is a regular expression, "*" stands for anything, and a name without its parents
@@ -148,23 +155,37 @@ def pattern(text: str, where: str) -> re.Pattern[str]:
     return re.compile(rf"{anywhere}{body}(?:\..*)?$")
 
 
-def _expression(text: str, where: str) -> re.Pattern[str]:
-    """A regular expression of a file.  Raises TargetError for one that is none, or never ends."""
+@dataclass(frozen=True)
+class _Expression:
+    """A regular expression of a file, which may take forever on a name: it has a second."""
+
+    compiled: Any
+    where: str
+
+    def match(self, name: str) -> bool:
+        """Whether it holds from the start of a name.  Raises TargetError where that takes long."""
+        try:
+            return self.compiled.match(name, timeout=1) is not None
+        except TimeoutError:
+            text = self.compiled.pattern
+            raise TargetError(
+                f"{self.where}: {text!r:.60}: a regular expression that takes longer than 1 s"
+            ) from None
+
+
+def _expression(text: str, where: str) -> _Expression:
+    """A regular expression of a file.  Raises TargetError for one that is none."""
+    import regex  # transformers needs it, too
+
     try:
-        if _REPEATED_REPEAT.search(text):
-            raise re.error("a repeat of a repeat")
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
+        return _Expression(regex.compile(text), where)
+    except (regex.error, RecursionError, OverflowError) as error:
         raise TargetError(
             f"{where}: {text!r:.60}: expected a regular expression: {error}"
         ) from None
 
 
-_REPEATED_REPEAT = re.compile(r"[*+}]\)[*+{]")
-"""Such a group takes exponentially long on a name that it does not match."""
-
-
-def patterns(items: Any, where: str) -> tuple[re.Pattern[str], ...]:
+def patterns(items: Any, where: str) -> tuple[Pattern, ...]:
     """The patterns of a list of a file; none for None.  Raises TargetError for no list."""
     if items is None:
         return ()
