@@ -213,10 +213,9 @@ def reprice(
     Raises PrecisionError for an unknown name, or a precision that values cannot have.
     """
     OpGraph.check(graph, "reprice")
-    first = "priced_dtype" not in graph.model
-    declared = first and dtype is None and weights_dtype is None and "bytes_stored" in graph.model
-    declared = declared and graph.phase != "training"
-    if first and dtype is None and kv_dtype is None:
+    first = dtype is None and "priced_dtype" not in graph.model
+    declared = first and weights_dtype is None and _declares(graph)
+    if first and kv_dtype is None:
         kv_dtype = graph.workload.get("declared_kv_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None and not declared:
         return graph
@@ -228,9 +227,7 @@ def reprice(
     islands: Counter[str] = Counter()
     for index, tensor in enumerate(graph.values):
         owner = graph.values[tensor.storage]
-        wanted = by_role.get(owner.role, dtype)
-        if declared and owner.stored:
-            wanted = owner.stored
+        wanted = (owner.stored if declared else "") or by_role.get(owner.role, dtype)
         stays = wanted is None or tensor.storage in fixed
         if tensor.dtype == own and not stays:
             values.append(replace(tensor, dtype=precision(wanted or own).name))
@@ -247,9 +244,7 @@ def reprice(
         **graph.model,
         "priced_dtype": dtype or own,
         "islands": dict(islands),
-        "bytes_parameters": (
-            graph.model["bytes_stored"] if declared else _parameter_bytes(graph, values)
-        ),
+        "bytes_parameters": _parameter_bytes(graph, values, declared),
     }
     asked = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     workload = {
@@ -272,8 +267,15 @@ def _optimizers_own(graph: OpGraph) -> frozenset[int]:
     )
 
 
-def _parameter_bytes(graph: OpGraph, values: list[Tensor]) -> int:
+def _declares(graph: OpGraph) -> bool:
+    """Whether the checkpoint declares formats that hold for this step."""
+    return "bytes_stored" in graph.model and graph.phase != "training"
+
+
+def _parameter_bytes(graph: OpGraph, values: list[Tensor], declared: bool) -> int:
     """Bytes of all parameters with these values; unread ones change like those that are read."""
+    if declared:
+        return int(graph.model["bytes_stored"])
     own = new = 0
     for index in graph.external:
         if graph.values[index].role == "weights" and graph.values[index].storage == index:

@@ -21,7 +21,7 @@ from rooftrace.tracer.targets.quantization.fields import SKIPPED, Fields
 from rooftrace.tracer.targets.quantization.schemes import (
     ROW,
     ModuleRule,
-    Pattern,
+    NamePattern,
     Scheme,
     Unread,
     WeightFormat,
@@ -280,7 +280,7 @@ def _gemma(settings: Fields) -> Scheme:
     return Scheme("", weight_format("int", bits, ROW), rules, embeddings=embeds)
 
 
-def _searched(text: str, where: str) -> Pattern:
+def _searched(text: str, where: str) -> NamePattern:
     """A regular expression that may hold anywhere in a name."""
     return pattern(f"re:.*(?:{text.removeprefix('re:')})", where)
 

@@ -75,7 +75,7 @@ _MICROSCALED: Mapping[tuple[int, int], str] = {
 }  # fmt: skip
 
 
-class Pattern(Protocol):
+class NamePattern(Protocol):
     """What names of modules are held against."""
 
     def match(self, name: str, /) -> Any:
@@ -90,7 +90,7 @@ class Unread(Exception):
 class ModuleRule:
     """Modules whose name matches one of `patterns` are stored in `form`; None: not quantised."""
 
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[NamePattern, ...]
     form: WeightFormat | None
     classes: frozenset[str] = frozenset()
 
@@ -138,7 +138,7 @@ def plain(name: str) -> str:
     return inner.replace("block_sparse_moe", "mlp")
 
 
-def pattern(text: str, where: str) -> Pattern:
+def pattern(text: str, where: str) -> NamePattern:
     """The names that one entry of a list means: a module and all inside of it.
 
     "re:..." is a regular expression, "*" stands for anything, and a name without its parents
@@ -185,7 +185,7 @@ def _expression(text: str, where: str) -> _Expression:
         ) from None
 
 
-def patterns(items: Any, where: str) -> tuple[Pattern, ...]:
+def patterns(items: Any, where: str) -> tuple[NamePattern, ...]:
     """The patterns of a list of a file; none for None.  Raises TargetError for no list."""
     if items is None:
         return ()
