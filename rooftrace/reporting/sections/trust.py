@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 ASSUMPTIONS_SHOWN = 40
 ISLANDS_SHOWN = 20
-SAID = ("precision", "quantization", "unbuilt")
-"""Kinds of assumptions on the weights, which a screen spells out."""
 
 
 def _code(path: str) -> str:
@@ -213,8 +211,9 @@ def trust(results: Results) -> view.Section:
     notes += [view.Note(line, "bad") for line in words.missing_rules(estimates)]
     notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
-    said = dict.fromkeys((a.kind, a.text) for _, a in results.assumptions if a.kind in SAID)
-    notes += [view.Note(f"{kind}: {text}", "warn") for kind, text in said]
+    notes += [
+        view.Note(line, "warn") for line in words.of_weights(a for _, a in results.assumptions)
+    ]
     if experts := routing_words(results):
         notes.append(view.Note(f"routing: {experts}"))
     notes += [

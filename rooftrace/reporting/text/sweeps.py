@@ -8,7 +8,7 @@ from typing import Any
 from rooftrace.costmodels.sweeping import Form, Sweep
 from rooftrace.hardware.units import MISSING, format_time, plural
 from rooftrace.reporting.text.dispatch import view_of
-from rooftrace.reporting.view import model as view, units
+from rooftrace.reporting.view import model as view, units, words
 
 MOST_LINES = 24
 """Lines of a table that is shown whole."""
@@ -54,7 +54,11 @@ def sweep_view(result: Sweep, output: view.Output) -> view.View:
     form = result.cases[0].form
     title = f"{form.title}, {form.phase} over {', '.join(result.names)}"
     head = f"{title}: {plural(len(result), 'line')} from {plural(_traces(result), 'trace')}"
-    sections = [view.Section(parts=[view.Note(head, "strong")], place=1)]
+    said = words.of_weights(
+        a for case in result.cases if case.form.regimes for a in case.form.example.assumptions
+    )
+    notes = [view.Note(head, "strong"), *(view.Note(line, "warn") for line in said)]
+    sections = [view.Section(parts=notes, place=1)]
     frame, labels = result.frame(), [name for name in result.cases[0].labels if name != "phase"]
     if len(result) <= MOST_LINES or output == "page":
         shown, name = frame.head(500), "Lines"

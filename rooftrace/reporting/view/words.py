@@ -313,6 +313,14 @@ def assumption_words(assumptions: Iterable[Assumption]) -> str:
     )
 
 
+_OF_WEIGHTS = ("precision", "quantization", "unbuilt")
+
+
+def of_weights(assumptions: Iterable[Assumption]) -> list[str]:
+    """Assumptions on what weights are stored in, spelled out, each once."""
+    return list(dict.fromkeys(f"{a.kind}: {a.text}" for a in assumptions if a.kind in _OF_WEIGHTS))
+
+
 HOST_FACTS = frozenset(
     {"dispatch_eager", "dispatch_view", "module_call", "dispatch_compiled", "graph_launch"}
 )
