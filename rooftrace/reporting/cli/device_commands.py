@@ -109,7 +109,8 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
-    from rooftrace.hardware.chipfile import dump_chip, write_chip
+    from rooftrace._writing import write_bytes
+    from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import devices, measure_chip
     from rooftrace.reporting.text import renderable
 
@@ -118,7 +119,7 @@ def _measure_chip(
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return
-    write_chip(chip, str(out))
+    write_bytes(Path(str(out)), dump_chip(chip).encode())
     console().print(renderable(chip))
     say(f"\nwritten to {out}; use it as --chip {out}")
 
