@@ -218,6 +218,11 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         """Whether times are expected ones, by knobs; False where they are bounds."""
         return self.knobs is not None
 
+    @property
+    def borrowed(self) -> str:
+        """That these times have constants of other chips, which are named; "" where they do not."""
+        return self.execution.borrowed_on(self.chip)
+
     @cached_property
     def t_interval(self) -> tuple[float, float] | None:
         """Seconds between which 90 % of such steps were measured; None without knobs.
@@ -283,11 +288,13 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
 def estimate(
     graph: OpGraph | Plan,
-    chip: str | Chip = "h200-sxm",
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
     system: str | System | None = None,
 ) -> Estimate:
     """What the captured step costs on `chip` when run as `execution` says (a Plan has its own).
+
+    chip: default the one that the knobs of the execution were fitted on, else h200-sxm.
 
     system: how chips are joined, for a step of several processes: a name (`rooftrace systems
     list`), a file, or a System.  Its chip then takes the place of `chip`.  Raises UnknownChipError,
@@ -297,7 +304,7 @@ def estimate(
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     if system is not None:
         chip = load_system(system).joined_chip
-    target = load_chip(chip)
+    target = load_chip(ExecutionModel.usual_chip([planned.execution]) if chip is None else chip)
     times = time_plan(planned, target)
     return Estimate(
         plan=planned,

@@ -237,6 +237,28 @@ class Knobs:
         width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
         return next((name for name, least in GENERATIONS if width >= least), None)
 
+    @property
+    def fitted_on(self) -> tuple[str, ...]:
+        """The names of the chips that were measured for these constants; none where unknown."""
+        told = self.source.get("chip", ())
+        return (told,) if isinstance(told, str) else tuple(map(str, told))
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether these constants are a fit to one chip, not shares that are typical of several."""
+        return isinstance(self.source.get("chip"), str)
+
+    def borrowed(self, chip: Chip) -> str:
+        """That the chips that were measured for these constants are others; "" where it was one."""
+        if not self.fitted_on or {chip.name, *chip.aliases} & set(self.fitted_on):
+            return ""
+        if self.is_fit:
+            return f"{self.title} was fitted on {self.fitted_on[0]}, and is used for {chip.name}"
+        return (
+            f"no kernels of {chip.name} were measured: they are taken to reach the shares of peaks "
+            f"that those of {', '.join(self.fitted_on)} do"
+        )
+
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
         return (chip.kernel_gap.value if self.launch is None else self.launch) / self.pace

@@ -26,7 +26,6 @@ from rooftrace.reporting.cli.options import (
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
-    load_chips,
     load_executions,
     load_rules,
     progress,
@@ -208,7 +207,7 @@ def calibrate(
             how |= workload(**request)
         result = rt.calibrate(
             measured if running is None else _measured_now(running, model, target, request),
-            None if chip is None else load_chips((chip,))[0],
+            None if chip is None else rt.load_chip(chip),
             model,
             target,
             free=free or None,
@@ -299,7 +298,7 @@ def validate(
     """
     from rooftrace.reporting.pages.files import check_folder, check_formats
 
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
+    (model,) = load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
     if figures is not None and folder is None:
@@ -311,7 +310,7 @@ def validate(
     with progress():
         result = rt.validate(
             measured,
-            loaded,
+            rt.load_chip(chip),
             model,
             target,
             counters=counters,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.planning import Unsupported
 
 
+OF_TIMES = -1
+"""The id of an assumption that no graph makes: all times of a chip rest on it."""
 COUNTS = ("params", "params_trainable")
 """What a graph says of its model in numbers that add up over stages."""
 
@@ -105,7 +107,7 @@ class Results(Shown):
 
     @property
     def assumptions(self) -> tuple[tuple[str, Assumption], ...]:
-        """(phase, assumption) for every assumption that the traces rest on.
+        """(phase, assumption) for every assumption that the traces, and their times, rest on.
 
         Routing of the prompt, whose cache a decode step starts with, is no part of that step.
         """
@@ -113,9 +115,21 @@ class Results(Shown):
             (phase, assumption)
             for phase, graph in self.graphs.items()
             for rested in [_rested_on(graph)]
-            for assumption in graph.assumptions
+            for assumption in (*graph.assumptions, *self._borrowed(phase))
             if not assumption.facts or assumption.id in rested
         )
+
+    def _borrowed(self, phase: str) -> Iterator[Assumption]:
+        """That times of a phase have constants that were measured on other chips."""
+        told = {
+            estimate.borrowed: estimate.knobs
+            for by_chip in self.estimates[phase].values()
+            for estimate in by_chip.values()
+            if estimate.borrowed
+        }
+        for text, knobs in told.items():
+            of = ", ".join(knobs.fitted_on) if knobs is not None else ""
+            yield Assumption(id=OF_TIMES, kind="knobs", where="", text=text, value=of)
 
     @property
     def unrecorded(self) -> list[Assumption]:
@@ -125,6 +139,8 @@ class Results(Shown):
     def resting_share(self, phase: str, assumption: int) -> float:
         """Share of t_est in kernels that rest on an assumption, main execution, first chip."""
         estimate = self.estimate(phase)
+        if assumption == OF_TIMES:
+            return 1.0 if estimate.borrowed else 0.0
         seconds = estimate.assumption_seconds.get(assumption, 0.0)
         return seconds / estimate.t_est if estimate.t_est else 0.0
 
