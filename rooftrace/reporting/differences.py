@@ -80,8 +80,7 @@ def diff(
         return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
-    how = execution or "efficient"
-    pricing = (ExecutionModel.usual_chip([how]) if chip is None else chip, how)
+    pricing = (chip or ExecutionModel.usual_chip([execution or ""]), execution or "efficient")
     sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
         if bisect is not None:

@@ -218,11 +218,6 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         """Whether times are expected ones, by knobs; False where they are bounds."""
         return self.knobs is not None
 
-    @property
-    def borrowed(self) -> str:
-        """That these times have constants of other chips, which are named; "" where they do not."""
-        return self.execution.borrowed_on(self.chip)
-
     @cached_property
     def t_interval(self) -> tuple[float, float] | None:
         """Seconds between which 90 % of such steps were measured; None without knobs.

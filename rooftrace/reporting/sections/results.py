@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.planning import Unsupported
 
 
-OF_TIMES = -1
-"""The id of an assumption that no graph makes: all times of a chip rest on it."""
 COUNTS = ("params", "params_trainable")
 """What a graph says of its model in numbers that add up over stages."""
 
@@ -127,9 +125,10 @@ class Results(Shown):
             for estimate in by_chip.values()
             if estimate.borrowed
         }
-        for text, knobs in told.items():
+        first = len(self.graphs[phase].assumptions)
+        for number, (text, knobs) in enumerate(told.items(), start=first):
             of = ", ".join(knobs.fitted_on) if knobs is not None else ""
-            yield Assumption(id=OF_TIMES, kind="knobs", where="", text=text, value=of)
+            yield Assumption(id=number, kind="knobs", where="", text=text, value=of)
 
     @property
     def unrecorded(self) -> list[Assumption]:
@@ -139,7 +138,7 @@ class Results(Shown):
     def resting_share(self, phase: str, assumption: int) -> float:
         """Share of t_est in kernels that rest on an assumption, main execution, first chip."""
         estimate = self.estimate(phase)
-        if assumption == OF_TIMES:
+        if assumption >= len(self.graphs[phase].assumptions):  # one of times, not of the graph
             return 1.0 if estimate.borrowed else 0.0
         seconds = estimate.assumption_seconds.get(assumption, 0.0)
         return seconds / estimate.t_est if estimate.t_est else 0.0
