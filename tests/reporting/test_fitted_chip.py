@@ -101,9 +101,7 @@ def test_a_fit_of_a_chip_that_is_not_here_says_so(tmp_path: Path, graph: Any) ->
     path = tmp_path / "fit.toml"
     path.write_text(FIT.format(chip="amd-epyc-measured"))
     model = rt.execution_model("efficient", knobs=path)
-    with pytest.raises(
-        ExecutionError, match=r'fitted on "amd-epyc-measured".*say chip='
-    ):
+    with pytest.raises(ExecutionError, match=r'fitted on "amd-epyc-measured".*say chip='):
         rt.estimate(graph, execution=model)
     assert "used for l4" in rt.estimate(graph, "l4", model).borrowed
 

@@ -270,7 +270,7 @@ class ExecutionModel:
         except (ValueError, LookupError):
             raise ExecutionError(
                 f'{title} was fitted on "{name}", which is no chip that comes with rooftrace: '
-                "say chip= (--chip), for example the path of its file"
+                "say chip= (--chip), as the path of its file (rooftrace measure --chip-only)"
             ) from None
 
     def _check_rewrites(self) -> None:
