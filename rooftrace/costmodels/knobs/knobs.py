@@ -254,10 +254,8 @@ class Knobs:
             return ""
         if self.is_fit:
             return f"{self.title} was fitted on {self.fitted_on[0]}, and is used for {chip.name}"
-        return (
-            f"no kernels of {chip.name} were measured: they are taken to reach the shares of peaks "
-            f"that those of {', '.join(self.fitted_on)} do"
-        )
+        measured = ", ".join(self.fitted_on)
+        return f"what kernels reach of their peaks was measured on {measured}, not on {chip.name}"
 
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
