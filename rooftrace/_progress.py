@@ -31,6 +31,10 @@ def telling(listener: Listener | None) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
+WARNING = "warning: "
+"""How a text begins that is for the user, whatever else is shown."""
+
+
 def tell(text: str) -> None:
     """Say what is being done now."""
     listener = _LISTENER.get()

@@ -30,7 +30,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.kernels.loads import unit_of
 from rooftrace.costmodels.kernels.tables import table
-from rooftrace.costmodels.knobs.knobs import Knobs, Tiling, generation
+from rooftrace.costmodels.knobs.knobs import Knobs, Tiling
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict
 from rooftrace.measured.fit.fitting import fit
@@ -96,7 +96,7 @@ def typical(chip: Chip, precision: str) -> Knobs:
 
     On data-center GPUs as fast as a product alone runs: no limit on power holds it back.
     """
-    knobs = Knobs.typical(chip, compiled=False, sustained=generation(chip) is None)
+    knobs = Knobs.typical(chip, compiled=False, sustained=Knobs.generation(chip) is None)
     pick = "rows" if precision == "fp8" else "best"
     return replace(knobs, tiling=replace(knobs.tiling, pick=pick))
 
@@ -104,7 +104,7 @@ def typical(chip: Chip, precision: str) -> Knobs:
 def begun(chip: Chip, precision: str) -> tuple[Knobs, tuple[str, ...]]:
     """Where a fit begins, and which numbers are free."""
     start, free = typical(chip, precision), FREE
-    if generation(chip) is None:
+    if Knobs.generation(chip) is None:
         start, free = (
             replace(CACHED, tiling=replace(CACHED.tiling, pick=start.tiling.pick)),
             (

@@ -131,6 +131,7 @@ class Chip(Shown):
     blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
     context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()
+    architecture: str = ""  # what kernels are compiled for: "sm_90", "gfx942"; "": not known
     l2_capacity: Fact | None = None  # byte
     links: tuple[Link, ...] = ()
     sm_count: Fact | None = None
@@ -268,6 +269,7 @@ class Chip(Shown):
             "title": self.title,
             "vendor": self.vendor,
             "kind": self.kind,
+            "architecture": self.architecture,
             "aliases": list(self.aliases),
             "peaks": [
                 {

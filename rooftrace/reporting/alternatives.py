@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace._progress import WARNING, tell
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
+from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
 
 
@@ -25,6 +27,29 @@ def each_joined(chips: Any, systems: Any) -> list[Any]:
         return each_chip(chips)
     joined = _each("system", systems, (str, System, os.PathLike))
     return [load_system(system).joined_chip for system in joined]
+
+
+def chips_for(chip: Any, execution: Any, system: Any = None) -> list[Chip]:
+    """The chips of arguments `chip`, or `system`, on which these executions are priced.
+
+    Without either, the chip that the knobs of the executions were fitted on, else h200-sxm.  Tells
+    where knobs were fitted on another one.
+    """
+    models = [execution_model(each) for each in each_execution(execution)]
+    if chip is None and system is None:
+        chip = ExecutionModel.usual_chip(models)
+    chips = [load_chip(each) for each in each_joined(chip, system)]
+    fitted = [model for model in models if isinstance(model.knobs, Knobs) and model.knobs.is_fit]
+    for text in dict.fromkeys(model.borrowed_on(each) for model in fitted for each in chips):
+        if text:
+            tell(WARNING + text)
+    return chips
+
+
+def one_chip(chip: Any, execution: Any) -> Chip:
+    """The chip of an argument that takes one, as `chips_for` has them."""
+    (chosen,) = chips_for(None if chip is None else load_chip(chip), execution)
+    return chosen
 
 
 def each_execution(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from rooftrace.hardware import Chip
 from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.bisection import bisect as bisect_range
 from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost
-from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.revisions import origins_of, placed
 from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
 from rooftrace.reporting.sides import sides_of
@@ -80,7 +80,7 @@ def diff(
         return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
-    pricing = (chip or CHIP, execution or "efficient")
+    pricing = (chip or ExecutionModel.usual_chip([execution or ""]), execution or "efficient")
     sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
         if bisect is not None:

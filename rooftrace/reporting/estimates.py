@@ -12,6 +12,7 @@ from rooftrace.costmodels.rewriting import check_precisions, reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
+from rooftrace.reporting.alternatives import one_chip
 from rooftrace.tracer import only
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -23,8 +24,6 @@ Module = Any
 
 Source = Any
 """A module, an OpGraph, graphs by phase, or a target (a string or path)."""
-
-CHIP = "h200-sxm"
 
 
 def priced(job: Job) -> Traced:
@@ -84,14 +83,15 @@ def estimate(
         if kwargs or phase is not None:
             name = next(iter({**kwargs, "phase": phase}))
             raise RequestError(f"{name}=: a Plan is priced already; estimate its graph anew")
-        return estimate_graph(source, chip or CHIP, execution or "efficient")
+        return estimate_graph(source, chip, execution or "efficient")
     job = Job.of(estimate, source, args, kwargs, phase=phase)
-    return estimated(job, chip or CHIP, execution or "efficient")
+    return estimated(job, chip, execution or "efficient")
 
 
-def estimated(job: Job, chip: str | Chip, execution: str | ExecutionModel) -> Estimate:
+def estimated(job: Job, chip: str | Chip | None, execution: str | ExecutionModel) -> Estimate:
     """The estimate of the only graph of a job."""
-    return estimate_graph(only(priced(job.of_one_phase()).graphs), chip, execution)
+    used = one_chip(chip, execution)
+    return estimate_graph(only(priced(job.of_one_phase()).graphs), used, execution)
 
 
 def _is_chip(value: Any) -> bool:

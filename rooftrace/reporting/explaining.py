@@ -18,9 +18,9 @@ from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.alternatives import each_chip
-from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.hardware import Chip
+from rooftrace.reporting.alternatives import chips_for
+from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.stepforms import decoding_first, form_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -38,7 +38,7 @@ def explain(
     *args: Any,
     op: str | int | None = None,
     phase: str | None = None,
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     execution: str | ExecutionModel = "efficient",
     at: Mapping[str, int] | None = None,
     plot: str | Path | None = None,
@@ -58,7 +58,7 @@ def explain(
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
     have; and what `form` and `estimate` raise.
     """
-    chips = list(map(load_chip, each_chip(chip)))
+    chips = chips_for(chip, execution)
     if plot is not None and op is not None:
         raise RequestError(f"--plot {plot}: it draws the sweep of a whole step; leave --op out")
     job = Job.of(explain, source, args, kwargs, phase=phase)

@@ -14,9 +14,10 @@ from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.units import UnitError, parse
-from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.alternatives import one_chip
+from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.stepforms import form_of, known_form, level_values
 from rooftrace.tracer.asking import Job
 
@@ -32,7 +33,7 @@ def explore(
     over: Mapping[str, Any] | None = None,
     alpha: float = 0.9,
     link: str | float | None = None,
-    chip: str | Chip = CHIP,
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "serving",
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -50,8 +51,8 @@ def explore(
     routed experts, and what `form` raises.
     """
     levels = _levels(over)
-    used = load_chip(chip)
     model = execution_model(execution)
+    used = one_chip(chip, model)
     bandwidth = _bandwidth(link)
     known = known_form(source)
     with telling(progress):

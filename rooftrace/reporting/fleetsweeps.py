@@ -16,9 +16,8 @@ from typing import Any
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.alternatives import each_chip
-from rooftrace.reporting.estimates import CHIP
+from rooftrace.hardware import Chip
+from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
 from rooftrace.reporting.fleetsources import FleetSource
 from rooftrace.reporting.stepforms import level_values, levels_of
@@ -84,7 +83,7 @@ def sweep_fleet(
     *,
     out: str | os.PathLike[str],
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     vary: Mapping[str, Sequence[Any]] | None = None,
     rules: Sequence[str | os.PathLike[str]] = (),
     scheduler: str | None = None,
@@ -116,7 +115,7 @@ def sweep_fleet(
         raise RequestError(
             f"out={str(out)!r}: several targets write a folder, with a file for each; name a folder"
         )
-    options = {**options, "chip": tuple(map(load_chip, each_chip(chip)))}
+    options = {**options, "chip": tuple(chips_for(chip, options.get("execution", "efficient")))}
     _check(names, {**options, "over": over, "vary": vary})
     options["over"] = {name: _plain(name, values) for name, values in _named(over).items()}
     texts = {str(path): _text_of(path) for path in rules}

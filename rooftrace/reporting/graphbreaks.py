@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.reporting.estimates import CHIP, Source, in_precisions
+from rooftrace.reporting.alternatives import one_chip
+from rooftrace.reporting.estimates import Source, in_precisions
 from rooftrace.tracer.asking import Job
 
 if TYPE_CHECKING:
@@ -41,4 +42,4 @@ def graph_breaks(
     check_precisions(*job.precisions)
     graph, run = traced_with_dynamo(job)
     (priced,) = in_precisions(job, Traced({graph.phase: graph})).graphs.values()
-    return price_breaks(priced, run, chip or CHIP, execution)
+    return price_breaks(priced, run, one_chip(chip, execution), execution)

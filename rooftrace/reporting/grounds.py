@@ -50,4 +50,6 @@ def _knobs(asked: Question) -> str:
     if not titles:
         return "times are bounds: peaks of the datasheet, which real kernels miss"
     rest = "" if isinstance(model.knobs, Knobs) else ", not calibrated"
-    return f"times by {', '.join(dict.fromkeys(titles))}{rest}"
+    borrowed = dict.fromkeys(model.borrowed_on(chip) for chip in asked.chips)
+    by = f"times by {', '.join(dict.fromkeys(titles))}{rest}"
+    return "; ".join(filter(None, (by, *borrowed)))

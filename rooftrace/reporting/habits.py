@@ -13,7 +13,7 @@ from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.counters import flop_counts
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.reporting.estimates import CHIP, Module, Source, estimate, estimated
+from rooftrace.reporting.estimates import Module, Source, estimate, estimated
 from rooftrace.reporting.text import as_markdown
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -35,7 +35,7 @@ class Profile:
 
 def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
     """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
-    result = estimated(Job.of(profile, model, inputs, kwargs), CHIP, "eager")
+    result = estimated(Job.of(profile, model, inputs, kwargs), None, "eager")
     return Profile(
         result.macs,
         int(result.graph.model["params"]),
@@ -53,7 +53,7 @@ def summary(
     dtypes: Any = None,
     depth: int = 3,
     col_names: Sequence[str] = moduletree.USUAL,
-    chip: str | Chip = CHIP,
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "eager",
     **kwargs: Any,
 ) -> moduletree.Summary:

@@ -17,6 +17,7 @@ from rooftrace.measured.runs import Run
 from rooftrace.measured.sources import source_of
 from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate import Validation, validated
+from rooftrace.reporting.alternatives import one_chip
 from rooftrace.reporting.estimates import Source, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -61,7 +62,7 @@ def validate(
         _check_trusted(measured, target, trust_targets)
         return validated(
             measured,
-            load_chip(chip),
+            one_chip(chip, model),
             model,
             graphs,
             template,

@@ -13,7 +13,7 @@ from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.errors import RequestError, worded
 from rooftrace.hardware import Chip
-from rooftrace.reporting.estimates import CHIP, Module
+from rooftrace.reporting.estimates import Module
 from rooftrace.reporting.inventories import inventory
 from rooftrace.reporting.text import as_markdown, as_text
 from rooftrace.tracer.inventory.records import ModelInfo
@@ -51,7 +51,7 @@ def dump_model_info(
     roofline_label_mode: str | None = None,
     *,
     input_data: Any = None,
-    chip: str | Chip = CHIP,
+    chip: str | Chip | None = None,
     **sizes: Any,
 ) -> ModelInfo:
     """Print the inventory of a module, draw its weights, and write a report if a path is given.

@@ -13,8 +13,7 @@ from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
-from rooftrace.reporting.alternatives import each_chip
-from rooftrace.reporting.estimates import CHIP
+from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.stepforms import USUAL
 from rooftrace.tracer.asking import Job
 
@@ -109,18 +108,16 @@ def service_of(
     return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
 
 
-def chips_of(chip: Any, find: str, price: Any, power: Any) -> tuple[Chip, ...]:
+def chips_of(chip: Any, find: str, price: Any, power: Any, execution: Any) -> tuple[Chip, ...]:
     """The chips of a question, with prices and powers that were asked for."""
-    chips = _named(chip, find)
+    chips = _named(chip, find, execution)
     prices, powers = own_numbers("price", price, chips), own_numbers("power", power, chips)
     return tuple(with_numbers(each, prices, powers) for each in chips)
 
 
-def _named(chip: Any, find: str) -> list[Chip]:
-    if chip is not None:
-        return [load_chip(name) for name in each_chip(chip)]
-    if find not in ("cheapest", "chips"):
-        return [load_chip(CHIP)]
+def _named(chip: Any, find: str, execution: Any) -> list[Chip]:
+    if chip is not None or find not in ("cheapest", "chips"):
+        return chips_for(chip, execution)
     loaded = map(load_chip, available_chips())
     return [c for c in loaded if c.kind == "gpu" and (c.price is not None or find == "chips")]
 

@@ -18,8 +18,8 @@ from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System
-from rooftrace.reporting.alternatives import each_chip, each_execution, each_joined
-from rooftrace.reporting.estimates import CHIP, Source, priced
+from rooftrace.reporting.alternatives import chips_for, each_execution
+from rooftrace.reporting.estimates import Source, priced
 from rooftrace.reporting.pages import Report, build_report, conditions
 from rooftrace.reporting.pages.files import check_folder
 from rooftrace.tracer.asking import Job, Options, Request
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def report(
     model: Source,
     *args: Any,
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     system: str | System | Sequence[str | System] | None = None,
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] = ("naive", "efficient"),
     phases: Sequence[str] | None = None,
@@ -52,7 +52,8 @@ def report(
     model: a module with its arguments, a graph, graphs by phase, a saved graph or a target.  batch,
     seq, kv and inputs: the sizes of a target, or of a Hugging Face model without arguments.  loss,
     optimizer, branches, assume, repeats, torch: as for `trace`.  phases: by default forward and
-    training; for a target those that fit it.  chip: one or several names, chips or TOML paths.
+    training; for a target those that fit it.  chip: one or several names, chips or TOML paths;
+    default the one that `knobs` were fitted on, else h200-sxm.
     system: how chips are joined, for a step of several processes; its chip then is `chip`.  dtype,
     weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.html,
     report.md, report.json, ops.csv and figures.  formats: which of html, md, json, csv, png (these
@@ -64,9 +65,10 @@ def report(
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    chips, models = conditions(each_joined(chip, system), each_execution(execution))
+    executions = each_execution(execution)
     if knobs != TYPICAL:
-        models = [execution_model(model, knobs=knobs) for model in models]
+        executions = [execution_model(model, knobs=knobs) for model in executions]
+    chips, models = conditions(chips_for(chip, executions, system), executions)
     how: dict[str, Any] = {} if formats is None else {"formats": tuple(formats)}
     if out is not None:
         check_folder(Path(out), **how)
@@ -98,7 +100,7 @@ def _check_disturbed(graphs: Mapping[str, OpGraph], models: Sequence[ExecutionMo
 def largest_batch(
     model: Source,
     *args: Any,
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     execution: str | ExecutionModel = "efficient",
     phases: Sequence[str] | None = None,
     request: Request | None = None,
@@ -123,7 +125,7 @@ def largest_batch(
     job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
     job.refuse(("batch",), "the batch is what is looked for; leave it out")
     with telling(progress):
-        return _largest(job, each_chip(chip), execution_model(execution))
+        return _largest(job, chips_for(chip, execution), execution_model(execution))
 
 
 def _largest(

@@ -12,10 +12,10 @@ from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
-from rooftrace.reporting.alternatives import each_joined
-from rooftrace.reporting.estimates import CHIP, Source, priced
+from rooftrace.reporting.alternatives import chips_for
+from rooftrace.reporting.estimates import Source, priced
 from rooftrace.reporting.rooflinesteps import RooflineRow, Rooflines
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -27,7 +27,7 @@ MOST = 200
 def roofline(
     sources: Source | Sequence[Source],
     *,
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     system: str | System | Sequence[str | System] | None = None,
     execution: str | ExecutionModel = "efficient",
     phases: Sequence[str] | None = None,
@@ -51,8 +51,8 @@ def roofline(
     if not several:
         raise RequestError("roofline(sources=...): expected at least one target, got none")
     steps, over = _steps({"batch": batch, "seq": seq, "kv": kv})
-    chips = [load_chip(each) for each in each_joined(chip, system)]
     model = execution_model(execution)
+    chips = chips_for(chip, model, system)
     jobs = [
         (source, sizes, Job.of(roofline, source, (), {**kwargs, **sizes}, phases=phases))
         for source in several

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
-from rooftrace.reporting.estimates import CHIP
+from rooftrace.reporting.alternatives import one_chip
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.execution import ExecutionModel
@@ -63,7 +63,7 @@ def run(
 
     _check(clock, steps, chip, system)
     words = shlex.split(command) if isinstance(command, str) else list(command)
-    device, per_node = _seen(chip, system)
+    device, per_node = _seen(chip, system, execution)
     with telling(progress):
         script, ended = run_script(
             words,
@@ -95,10 +95,12 @@ def _seconds(
     return seconds
 
 
-def _seen(chip: str | Chip | None, system: str | System | None) -> tuple[Chip, int | None]:
+def _seen(
+    chip: str | Chip | None, system: str | System | None, execution: str | ExecutionModel | None
+) -> tuple[Chip, int | None]:
     """The chip that a script sees, and how many a node of the system has; None without one."""
     if system is None:
-        return load_chip(chip or CHIP), None
+        return one_chip(chip, execution or "efficient"), None
     joined = load_system(system)
     return joined.joined_chip, joined.levels[0].size
 

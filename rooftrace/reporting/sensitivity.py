@@ -16,7 +16,7 @@ from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     format_capacity,
     format_count,
@@ -24,7 +24,8 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.alternatives import one_chip
+from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.explaining import first_graph, sizes_of
 from rooftrace.reporting.gridfactors import factors_of, number_of_config
 from rooftrace.reporting.stepforms import form_of, known_form
@@ -44,7 +45,7 @@ def sensitivity(
     response: str = "t_est",
     log: bool = False,
     phase: str | None = None,
-    chip: str | Chip = CHIP,
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -61,7 +62,7 @@ def sensitivity(
     response: str = "t_est",
     log: bool = False,
     phase: str | None = None,
-    chip: str | Chip = CHIP,
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -77,7 +78,7 @@ def sensitivity(
     response: str = "t_est",
     log: bool = False,
     phase: str | None = None,
-    chip: str | Chip = CHIP,
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -100,8 +101,8 @@ def sensitivity(
     decode for a Hugging Face model that has it, else forward.
     Raises RequestError for a name or a level that there is not, and what `form` raises.
     """
-    used = load_chip(chip)
     model = execution_model(execution)
+    used = one_chip(chip, model)
     known = known_form(source)
     with telling(progress):
         if known is not None:

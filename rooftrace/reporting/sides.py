@@ -11,7 +11,8 @@ from typing import Any
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, hint
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
+from rooftrace.reporting.alternatives import one_chip
 from rooftrace.tracer.asking import Job, names
 
 BASE = ""
@@ -80,8 +81,8 @@ def sides_of(
         made = DiffSide(
             which=which,
             job=job,
-            chip=load_chip(own.get("chip", pricing[0])),
-            execution=_execution(own, pricing[1]),
+            chip=one_chip(own.get("chip", pricing[0]), priced_as := _execution(own, pricing[1])),
+            execution=priced_as,
             revision=own.get("git", revision),
             python=_interpreter(which, own),
             options=_what_differs(own, options, shared),

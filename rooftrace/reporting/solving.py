@@ -80,7 +80,7 @@ def solve(
         values=None if over is None else level_values(*asking.over_of(over, find)),
         limits=asking.limits_of(step, tpot, ttft),
         service=asking.service_of(mix, apart, kept_free),
-        chips=asking.chips_of(chip, find, price, power),
+        chips=asking.chips_of(chip, find, price, power, execution or "serving"),
         counts=None if chips is None else asking.counts_of(chips),
         conditions=each_condition(execution or "serving", dtype, weights_dtype, kv_dtype),
         at=fixed, most=most, usual=execution is None,

@@ -23,11 +23,11 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.alternatives import each_chip, each_condition
-from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.alternatives import chips_for, each_condition
+from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -77,7 +77,7 @@ def sweep(
     source: Source,
     *args: Any,
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
     phase: str | None = None,
     dtype: str | Sequence[str | None] | None = None,
@@ -113,7 +113,7 @@ def sweep_request(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     *,
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
     phase: str | None = None,
     dtype: str | Sequence[str | None] | None = None,
@@ -132,7 +132,7 @@ def sweep_request(
     return SweepRequest(
         job=job.of_one_phase(),
         levels=levels,
-        chips=tuple(load_chip(name) for name in each_chip(chip)),
+        chips=tuple(chips_for(chip, execution)),
         conditions=conditions,
         variants=tuple(variants_of(vary or {})),
         most=most,

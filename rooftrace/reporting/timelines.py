@@ -13,7 +13,8 @@ from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
+from rooftrace.reporting.alternatives import one_chip
 from rooftrace.reporting.estimates import priced_graphs
 from rooftrace.reporting.rooflinesteps import SIZES, Reports, Rooflines
 from rooftrace.reporting.sections import Results
@@ -135,7 +136,7 @@ def steps_at(
 
     A pipeline has a step for each stage.  asked: what `priced_graphs` takes.
     """
-    chip, form = load_chip(chip), known_form(source)
+    chip, form = one_chip(chip, execution), known_form(source)
     if form is not None:
         names = ("dtype", "weights_dtype", "kv_dtype")
         precisions = {name: asked.get(name) for name in names}

@@ -171,7 +171,7 @@ def test_the_tail_against_blocks_placed_one_by_one(queries: int, blocks: int) ->
     heads = blocks * 128 // queries + 1
     sizes = case(batch=heads, heads=1, kv_heads=1, queries=queries, keys=queries)
     assert attention_blocks(sizes, 132, FLASH3).split[0] == 1
-    on = AttentionEngine(132, 1e15, 2e11, 1.0, float("inf"))
+    on = AttentionEngine(132, 1e15, 2e11, 1.0, float("inf"), warp_groups=True, wide=True)
     step = 4 * 128 * 128 * 132 / 1e15 + 128 * 132 / (EXPONENTIALS * 2e11)
     keys = float(attention_seconds({**sizes, "rate": np.array([1e15])}, on).device[0]) / step
     exact = placed(queries, heads, 132, FLASH3)

@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import subprocess
 import sys
 from importlib import resources
@@ -14,7 +13,6 @@ from rooftrace.hardware.chipfile import (
     dump_chip,
     lint_chip,
     load_chip,
-    write_chip,
 )
 from rooftrace.hardware.chipfile.reading import UnknownChipError
 
@@ -53,9 +51,10 @@ def test_a_chip_is_found_by_name_alias_device_name_path_and_itself(tmp_path):
 
 def test_an_unknown_chip_is_quoted_with_a_guess():
     with pytest.raises(UnknownChipError) as error:
-        load_chip("h20")
-    assert str(error.value).startswith('chip "h20": expected a path ending in .toml or one of a100')
-    assert str(error.value).endswith("; did you mean 'h200-sxm'?")
+        load_chip("h2000")
+    told = str(error.value)
+    assert told.startswith("chip \"h2000\": did you mean 'h20' or 'h200-sxm'")
+    assert "? Else expected a path ending in .toml or one of a10, a100" in told
 
 
 def test_a_missing_file_is_quoted(tmp_path):
@@ -136,10 +135,8 @@ def test_an_unknown_key_comes_with_a_guess(edited):
 def test_a_dumped_chip_loads_back_equal(name, tmp_path):
     chip = load_chip(name)
     path = tmp_path / f"{name}.toml"
-    write_chip(chip, path)
+    path.write_text(dump_chip(chip), encoding="utf-8")
     assert load_chip(path) == chip
-    assert path.read_text(encoding="utf-8") == dump_chip(chip)
-    assert os.listdir(tmp_path) == [path.name]
 
 
 @given(
@@ -150,7 +147,7 @@ def test_any_text_survives_the_file(note, key, tmp_path_factory):
     fact = Fact.of("7 GB/s", "byte/s", "a measurement: " + note, "measured", note)
     chip = dataclasses.replace(load_chip("l4"), price=None, measured={key: fact}, title="t" + note)
     path = tmp_path_factory.getbasetemp() / "any.toml"
-    write_chip(chip, path)
+    path.write_bytes(dump_chip(chip).encode())
     assert load_chip(path) == chip
 
 
@@ -159,21 +156,6 @@ def test_a_text_that_does_not_say_the_value_is_not_written():
     wrong = dataclasses.replace(chip.memory_bandwidth, value=1.0)
     with pytest.raises(ChipFileError, match=r"text \"300 GB/s\" is 300000000000.0, but the value"):
         dump_chip(dataclasses.replace(chip, memory_bandwidth=wrong))
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "chip.toml"
-    write_chip(load_chip("l4"), path)
-
-    def fail(source, target):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_chip(load_chip("h200"), path)
-    monkeypatch.undo()
-    assert load_chip(path) == load_chip("l4")
-    assert os.listdir(tmp_path) == ["chip.toml"]
 
 
 def warnings(path):

@@ -128,8 +128,8 @@ def test_a_multiprocessor_does_a_power_of_two_of_multiply_adds_in_a_clock(name):
     chip = load_chip(name)
     per_clock = chip.peak("matrix", "bf16") / (2 * chip.sm_count.value * chip.clock.value)
     whole = 2 ** math.ceil(math.log2(per_clock) - 0.02)
-    # Tensor cores of large chips are rated at up to a tenth below the boost clock.
-    assert 0.9 <= per_clock / whole <= 1.02, f"{per_clock:.0f} of bf16"
+    # Tensor cores of large chips are rated at up to a seventh below the boost clock (H100 NVL).
+    assert 0.86 <= per_clock / whole <= 1.02, f"{per_clock:.0f} of bf16"
     assert 128 <= whole <= 16384
 
 
@@ -143,7 +143,7 @@ def test_rates_of_half_the_bits_are_twice_or_equal_and_never_less(name):
 
 @pytest.mark.parametrize("name", gpus_with())
 def test_a_gpu_needs_tens_to_a_thousand_flop_per_byte_to_be_compute_bound(name):
-    assert 50 <= load_chip(name).ridge("matrix", "bf16") <= 1000
+    assert 35 <= load_chip(name).ridge("matrix", "bf16") <= 1000
 
 
 @pytest.mark.parametrize("name", sorted(VECTOR))

@@ -633,6 +633,10 @@ def test_a_session_without_a_timed_step_prints() -> None:
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-sxm-40"),
         ("NVIDIA A100 80GB PCIe", 79.3, "a100-pcie-80"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "a100-pcie-40"),
+        ("NVIDIA H100 PCIe", 79.2, "h100-pcie"),  # other rates under nearly the same name
+        ("Tesla T4", 14.6, "t4"),
+        ("NVIDIA A10G", 22.0, "a10g"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-sxm2-32"),
     ],
 )
 def test_a_gpu_is_told_by_its_name_and_its_memory(device: str, gib: float, chip: str) -> None:
@@ -642,9 +646,9 @@ def test_a_gpu_is_told_by_its_name_and_its_memory(device: str, gib: float, chip:
 @pytest.mark.parametrize(
     ("device", "gib"),
     [
-        ("NVIDIA H100 PCIe", 79.2),  # other rates under nearly the same name
+        ("NVIDIA H100 CNX", 79.2),  # other rates under nearly the same name
         ("NVIDIA A100-SXM-64GB", 63.4),  # another memory, and a slower one
-        ("Tesla T4", 14.6),
+        ("Tesla P40", 22.4),
     ],
 )
 def test_a_gpu_that_cannot_be_told_is_an_error_that_names_the_option(

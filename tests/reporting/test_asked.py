@@ -313,7 +313,7 @@ def test_one_chip_and_one_execution_where_one_is_asked(of: SimpleNamespace) -> N
         with pytest.raises(ValueError, match="or an ExecutionModel"):
             rt.estimate(of.graph, execution=execution)
     with pytest.raises(LookupError, match="expected one name, path or Chip"):
-        rt.report(of.graph, chip=None)
+        rt.report(of.graph, chip=3)
 
 
 def test_an_error_of_a_diff_names_the_side(of: SimpleNamespace) -> None:

@@ -33,14 +33,17 @@ def test_a_chip_is_called_what_its_driver_calls_it(name: str) -> None:
     spelled = re.sub(r"[ _]", "-", device.name.lower())  # chip files have the driver's names so
     assert spelled in chip.aliases and not device.guessed
     assert device.memory == chip.memory_capacity.value
-    rates = {(9, 0): "fp8", (8, 9): "fp8", (8, 0): "bf16", (8, 6): "bf16"}
+    rates = {(8, 0): "bf16", (8, 6): "bf16", (7, 0): "fp16", (7, 5): "fp16"}
     assert chip.has_peak("matrix", rates.get(device.capability, "fp8"))
+    assert device.properties(0).gcnArchName == (
+        chip.architecture if device.is_rocm else device.name
+    )
 
 
 def test_a_chip_of_the_user_keeps_its_name_and_what_was_inferred_is_said() -> None:
     from dataclasses import replace
 
-    chip = replace(load_chip("h100-sxm"), name="next-gpu", sm_count=None)
+    chip = replace(load_chip("h100-sxm"), name="next-gpu", sm_count=None, architecture="")
     device = Device.of(chip)
     assert (device.name, device.guessed) == ("next-gpu", ("capability", "multiprocessors"))
     assert device.capability >= (9, 0)  # it has fp8

@@ -26,7 +26,7 @@ from rooftrace.tracer.vocabulary import PARTS
 def price_breaks(
     graph: OpGraph,
     run: DynamoRun,
-    chip: str | Chip = "h200-sxm",
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "compiled",
 ) -> GraphBreaks:
     """Price the graph breaks of `run` on `graph`, a trace of the same call.
@@ -40,7 +40,7 @@ def price_breaks(
             f"graph breaks with execution {model.name!r}: nothing is compiled in it; take "
             "compiled, or efficient for CUDA graphs"
         )
-    target = load_chip(chip)
+    target = load_chip(ExecutionModel.usual_chip([model]) if chip is None else chip)
     placement = placed(graph, run)
     cuts = Counter(stretch.cause for stretch in run.stretches)
     causes = [place for place in range(len(run.causes)) if cuts[place]]

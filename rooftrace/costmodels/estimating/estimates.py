@@ -283,11 +283,13 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
 def estimate(
     graph: OpGraph | Plan,
-    chip: str | Chip = "h200-sxm",
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
     system: str | System | None = None,
 ) -> Estimate:
     """What the captured step costs on `chip` when run as `execution` says (a Plan has its own).
+
+    chip: default the one that the knobs of the execution were fitted on, else h200-sxm.
 
     system: how chips are joined, for a step of several processes: a name (`rooftrace systems
     list`), a file, or a System.  Its chip then takes the place of `chip`.  Raises UnknownChipError,
@@ -297,7 +299,7 @@ def estimate(
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     if system is not None:
         chip = load_system(system).joined_chip
-    target = load_chip(chip)
+    target = load_chip(ExecutionModel.usual_chip([planned.execution]) if chip is None else chip)
     times = time_plan(planned, target)
     return Estimate(
         plan=planned,

@@ -1,4 +1,4 @@
-"""What an estimate consists of, item by item: its matrix products, its nodes."""
+"""What an estimate consists of, item by item, and whose constants it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftrace.hardware import Chip
 
 
 class Itemised:
-    """The tables of an estimate whose rows add up to it."""
+    """The tables of an estimate whose rows add up to it, and whose constants its times have."""
 
     plan: Plan
     chip: Chip
@@ -19,6 +19,11 @@ class Itemised:
     times: StepTimes
     knobs: Knobs | None
     peak: float
+
+    @property
+    def borrowed(self) -> str:
+        """That these times have constants of other chips, which are named; "" where they do not."""
+        return self.plan.execution.borrowed_on(self.chip)
 
     def by_node(self) -> NodeTable:
         """Every kernel with the bytes of weights and of all else that it reads, and that it writes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from rooftrace.costmodels.bytefactors import WEIGHTS, ByteFactors
 from rooftrace.costmodels.execution.rewritenames import REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
-from rooftrace.hardware import Chip
+from rooftrace.hardware import Chip, load_chip
 
 ATTENTION = ("flash", "materialised")
 SDPA = "sdpa"
@@ -23,6 +23,8 @@ FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph")
 KV_APPEND = ("as-run", "in-place")
 EXCHANGE = ("as-run", "deepep", "deepep-low-latency")
+CHIP = "h200-sxm"
+"""What is priced where no chip is asked for, and no knobs are of one."""
 TYPICAL = "typical"
 """Stands for the knobs that are typical of the chip's kind and the execution."""
 
@@ -238,6 +240,38 @@ class ExecutionModel:
         if self.utilization != Utilization():
             return None
         return Knobs.typical(chip, compiled=self.fusion != "none")
+
+    def borrowed_on(self, chip: Chip) -> str:
+        """That times on this chip have constants of others, which are named; "" where not."""
+        knobs = self.knobs_on(chip)
+        return knobs.borrowed(chip) if knobs is not None else ""
+
+    @staticmethod
+    def usual_chip(executions: Iterable[ExecutionModel | str]) -> str:
+        """The chip to price on where none is asked for: that of a fit, else h200-sxm.
+
+        Raises ExecutionError for fits of several chips, and of a chip that does not come along.
+        """
+        models = (model for model in executions if isinstance(model, ExecutionModel))
+        fits = {
+            model.knobs.fitted_on[0]: model.knobs.title
+            for model in models
+            if isinstance(model.knobs, Knobs) and model.knobs.is_fit
+        }
+        if not fits:
+            return CHIP
+        if len(fits) > 1:
+            raise ExecutionError(
+                f"the knobs were fitted on {' and on '.join(fits)}: say chip= (--chip)"
+            )
+        ((name, title),) = fits.items()
+        try:
+            return load_chip(name).name
+        except (ValueError, LookupError):
+            raise ExecutionError(
+                f'{title} was fitted on "{name}", which is no chip that comes with rooftrace: '
+                "say chip= (--chip), as the path of its file (rooftrace measure --chip-only)"
+            ) from None
 
     def _check_rewrites(self) -> None:
         asked = self.rewrites

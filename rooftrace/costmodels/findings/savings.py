@@ -116,7 +116,7 @@ class Headroom:
 
 def headroom(
     graph: OpGraph | Plan | Estimate,
-    chip: str | Chip = "h200-sxm",
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
 ) -> Headroom:
     """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).

@@ -32,7 +32,7 @@ LEAST = 0.01
 
 def guidance(
     graph: OpGraph | Plan | Estimate,
-    chip: str | Chip = "h200-sxm",
+    chip: str | Chip | None = None,
     execution: str | ExecutionModel = "efficient",
 ) -> Guidance:
     """What would make a step on `chip` faster, in order (an Estimate has its own chip and way).

@@ -24,7 +24,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.kernels.utilization import p_norm
-from rooftrace.costmodels.knobs import AttentionKnobs
+from rooftrace.costmodels.knobs import AttentionKnobs, Knobs
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -43,11 +43,8 @@ _WIDE = 2
 """Bytes of an element of query and output, unless they are told."""
 _WIDTHS = 32
 """Heads are padded to a multiple of this."""
-_WARP_GROUPS = 2200
-"""FLOP of bf16 per SM and clock beyond which kernels need the instructions of sm_90: A100 has
-2,048, H100 3,786 at its highest clock (less where a limit on power was measured along)."""
 _WIDE_ENGINE = 1500
-"""FLOP of bf16 per SM and clock of data-center GPUs; GeForce cards have 512."""
+"""FLOP of bf16 per SM and clock of data-center GPUs of any vendor; GeForce cards have 512."""
 _FEW = 0.8
 """FlashAttention 2 splits keys where blocks are fewer than this share of the SMs.  What fits one of
 its smaller tiles is taken to run on that kernel, too."""
@@ -96,16 +93,8 @@ class AttentionEngine:
     clocks: float  # of all SMs together
     lanes: float  # fp32 instructions of all SMs together
     memory: float  # bytes
-
-    @property
-    def warp_groups(self) -> bool:
-        """Whether the chip runs FlashAttention 3, or the kernels of later chips."""
-        return self.rate / self.clocks >= _WARP_GROUPS
-
-    @property
-    def wide(self) -> bool:
-        """Whether its matrix engines are as wide as those of data-center GPUs."""
-        return self.rate / self.clocks >= _WIDE_ENGINE
+    warp_groups: bool = False  # runs FlashAttention 3, or the kernels of later chips
+    wide: bool = False  # matrix engines as wide as those of data-center GPUs
 
 
 def attention_engine(chip: Chip) -> AttentionEngine | None:
@@ -116,7 +105,16 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
         return None
     units, rate = int(chip.sm_count.value), chip.peak("matrix", "bf16")
     clocks, lanes = units * chip.clock.value, chip.peak("vector", "fp32") / 2
-    return AttentionEngine(units, rate, clocks, lanes, chip.memory_bandwidth.value)
+    of = Knobs.generation(chip)
+    return AttentionEngine(
+        units,
+        rate,
+        clocks,
+        lanes,
+        chip.memory_bandwidth.value,
+        warp_groups=of == "hopper",
+        wide=of is not None or rate / clocks >= _WIDE_ENGINE,
+    )
 
 
 # -- blocks ----------------------------------------------------------------------------------------

@@ -222,8 +222,40 @@ class Knobs:
         """
         facts = (chip.sustained_compute, chip.sustained_memory) if sustained else (None, None)
         rates = [1.0 if fact is None else fact.value for fact in facts]
-        of = (chip.kind == "gpu" and generation(chip)) or ""
+        of = (chip.kind == "gpu" and Knobs.generation(chip)) or ""
         return _sustained(chip.kind, compiled, of, *rates)
+
+    @staticmethod
+    def generation(chip: Chip) -> str | None:
+        """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
+        if chip.vendor != "NVIDIA" or not chip.has_peak("matrix", "bf16"):
+            return None
+        if chip.architecture:
+            return _OF_ARCHITECTURE.get(chip.architecture)
+        if chip.sm_count is None or chip.clock is None:
+            return None
+        width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
+        return next((name for name, least in GENERATIONS if width >= least), None)
+
+    @property
+    def fitted_on(self) -> tuple[str, ...]:
+        """The names of the chips that were measured for these constants; none where unknown."""
+        told = self.source.get("chip", ())
+        return (told,) if isinstance(told, str) else tuple(map(str, told))
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether these constants are a fit to one chip, not shares that are typical of several."""
+        return isinstance(self.source.get("chip"), str)
+
+    def borrowed(self, chip: Chip) -> str:
+        """That the chips that were measured for these constants are others; "" where it was one."""
+        if not self.fitted_on or {chip.name, *chip.aliases} & set(self.fitted_on):
+            return ""
+        if self.is_fit:
+            return f"{self.title} was fitted on {self.fitted_on[0]}, and is used for {chip.name}"
+        measured = ", ".join(self.fitted_on)
+        return f"what kernels reach of their peaks was measured on {measured}, not on {chip.name}"
 
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
@@ -303,17 +335,10 @@ def _changed(record: Any, default: Any) -> dict[str, Any]:
 
 GENERATIONS = (("hopper", 2200.0), ("ampere", 1500.0))
 """Files of what differs from other GPUs, and the FLOP of bf16 per SM and clock from which each
-holds: A100 has 2,048, H100 3,786 at its highest clock, GeForce cards 512."""
-
-
-def generation(chip: Chip) -> str | None:
-    """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
-    if chip.vendor != "NVIDIA" or not chip.has_peak("matrix", "bf16"):
-        return None
-    if chip.sm_count is None or chip.clock is None:
-        return None
-    width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
-    return next((name for name, least in GENERATIONS if width >= least), None)
+holds where a chip does not name its architecture: A100 has 2,048, H100 3,786 at its highest clock
+(less where a limit on power was measured along), GeForce cards 512."""
+_OF_ARCHITECTURE = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "sm_103": "hopper"}
+"""Later ones take the newest file there is."""
 
 
 @functools.lru_cache(maxsize=1024)

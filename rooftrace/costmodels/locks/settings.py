@@ -42,7 +42,7 @@ class ToolTable:
 
     targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
     lock: str = NAME
-    chips: list[str] = field(default_factory=lambda: ["h200-sxm"])
+    chips: list[str] | None = None  # None: the chip of `knobs`, else h200-sxm
     executions: list[str] = field(default_factory=lambda: ["efficient"])
     phases: list[str] | None = None  # of every target that names none; None: those that fit
     depth: int = DEPTH
@@ -61,7 +61,7 @@ class ToolTable:
                 f"improvements={self.improvements!r:.60}: expected {TOLD!r} or {FAILS!r}"
             )
         for name in ("chips", "executions"):
-            if not getattr(self, name):
+            if getattr(self, name) == []:
                 raise SettingsError(f"{name}=[]: expected at least one")
 
 
@@ -72,7 +72,7 @@ class Settings:
     folder: Path
     targets: Mapping[str, Asked] = field(default_factory=dict)  # by name; empty: those of the lock
     lock: str = NAME
-    chips: tuple[str, ...] = ("h200-sxm",)
+    chips: tuple[str, ...] | None = None  # None: the chip of the knobs, else h200-sxm
     executions: tuple[str, ...] = ("efficient",)
     depth: int = DEPTH
     pricing: Pricing = field(default_factory=Pricing)
@@ -148,7 +148,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
             for name, each in targets.items()
         },
         lock=section.lock,
-        chips=tuple(section.chips),
+        chips=None if section.chips is None else tuple(section.chips),
         executions=tuple(section.executions),
         depth=section.depth,
         pricing=Pricing(

@@ -87,7 +87,7 @@ class Form:
 
     def estimate(
         self,
-        chip: str | Chip = "h200-sxm",
+        chip: str | Chip | None = None,
         execution: str | ExecutionModel = "efficient",
         dtype: str | None = None,
         weights_dtype: str | None = None,

@@ -96,13 +96,14 @@ def _lint_sparsity(chip: Chip) -> Iterator[Finding]:
 
 # precision -> how often the bf16 rate it may be. GeForce cards halve bf16 with fp32 accumulation,
 # so that their int8 and fp4 are 4 x and 8 x. Ada's data-center sheets list int4 at the int8 rate.
+# Blackwell Ultra has fp4 at 6 x, and gave up most of int8.
 RATIOS: Mapping[str, tuple[float, ...]] = {
     "fp16": (1,),
     "tf32": (0.5,),
     "fp8": (2,),
     "fp6": (2, 4),
-    "int8": (2, 4),
-    "fp4": (4, 8),
+    "int8": (2, 4, 1 / 15),
+    "fp4": (4, 6, 8),
     "int4": (2, 4, 8),
 }
 

@@ -21,15 +21,16 @@ source = "datasheet"
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from rooftrace._extensions import failures
-from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -69,29 +70,109 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     name = os.fspath(name_or_path)
     if name.lower().endswith(".toml"):
         return _load_file(Path(name))
-    key = _spelling(name)
-    bundled = {_spelling(chip): chip for chip in available_chips()}
-    if key in bundled:
-        return _bundled(bundled[key])  # whatever stands in the other files
-    names, unreadable = bundled_aliases()
-    owners = names.get(key, ())
+    owners = _owners(name)
     if len(owners) > 1:
         raise ChipFileError(f'chip "{name}": an alias of {" and of ".join(owners)}; name one')
     if owners:
         return _bundled(owners[0])
-    spellings = {name: name for name in available_chips()}
-    spellings |= {alias: chips[0] for alias, chips in names.items()}
+    unreadable = bundled_aliases()[1]
     skipped = f" (Not read for aliases: {', '.join(unreadable)}.)" if unreadable else ""
     skipped += "".join(f" ({failure}.)" for failure in failures("rooftrace.chips"))
+    near = [repr(chip) for chip in relatives(name)]
+    meant = f"did you mean {' or '.join(near)}? Else " if near else ""
     raise UnknownChipError(
-        f'chip "{name}": expected a path ending in .toml or one of '
-        f"{', '.join(available_chips())}{hint(key, spellings)}{skipped}"
+        f'chip "{name}": {meant}expected a path ending in .toml or one of '
+        f"{', '.join(available_chips())}{skipped}"
     )
 
 
 def _spelling(name: str) -> str:
     """A chip's name as it is compared: in lower case, with hyphens for blanks and underscores."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+_MAKERS = ("nvidia-", "amd-", "geforce-", "instinct-", "tesla-")
+"""What drivers and shops say before a name."""
+
+
+def _owners(name: str) -> tuple[str, ...]:
+    """The bundled chips of a name or alias, with or without who makes it; one as a rule."""
+    key = _spelling(name)
+    bundled = {_spelling(chip): chip for chip in available_chips()}
+    if key in bundled:
+        return (bundled[key],)  # whatever stands in the other files
+    aliases, _ = bundled_aliases()
+    plain = key
+    while start := next((maker for maker in _MAKERS if plain.startswith(maker)), ""):
+        plain = plain.removeprefix(start)
+    return aliases.get(key) or ((bundled[plain],) if plain in bundled else aliases.get(plain, ()))
+
+
+def chips_called(device: str) -> tuple[str, ...]:
+    """The names of the chips that a device may be, by the name that it gives itself.
+
+    The chip that has this name; else, as of "NVIDIA A100-SXM-80GB", those of the model A100 with
+    most words of it ("sxm" and "80" are the beginnings of two) that know all its words: an H100 CNX
+    is none that is known.
+    """
+    words = set(_words(device))
+    scores = {
+        name: score
+        for name, score in _of_a_model(device, lambda model, word: model == word).items()
+        if words <= {word for said in _names()[name] for word in _words(said)}
+    }
+    best = max(scores.values(), default=0)
+    return _owners(device) or tuple(name for name, score in scores.items() if score == best)
+
+
+MOST_RELATIVES = 6
+"""Chips that an error names before the list of them all."""
+
+
+def relatives(name: str) -> tuple[str, ...]:
+    """The chips that someone who wrote `name` may have meant, the likeliest first."""
+    same = _of_a_model(name, lambda model, word: model == word)
+    like = same or _of_a_model(
+        name, lambda model, word: model.startswith(word) or word.startswith(model)
+    )
+    if like:
+        return tuple(sorted(like, key=like.__getitem__, reverse=True)[:MOST_RELATIVES])
+    spellings = {chip: chip for chip in available_chips()}
+    spellings |= {alias: chips[0] for alias, chips in bundled_aliases()[0].items()}
+    close = difflib.get_close_matches(_spelling(name), spellings, n=3)
+    return tuple(dict.fromkeys(spellings[each] for each in close))
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def _names() -> dict[str, list[str]]:
+    """Every bundled chip with its name and its aliases."""
+    names = {chip: [chip] for chip in available_chips()}
+    for alias, chips in bundled_aliases()[0].items():
+        for chip in chips:
+            names[chip].append(alias)
+    return names
+
+
+def _of_a_model(device: str, fits: Callable[[str, str], bool]) -> dict[str, float]:
+    """How much of each chip's name a device's has; only chips whose model fits a word of it.
+
+    The model is the first word with a digit: h100 of h100-sxm.  Its aliases may say it otherwise.
+    """
+    words = _words(device)
+    models = [word for word in words if any(map(str.isdigit, word))]
+    scores: dict[str, float] = {}
+    for chip, spellings in _names().items():
+        for spelling in spellings:
+            parts = _words(spelling)
+            model = next((part for part in parts if any(map(str.isdigit, part))), "")
+            if len(model) > 1 and any(fits(model, word) for word in models):
+                said = sum(any(word.startswith(part) for word in words) for part in parts)
+                share = said / len(parts) if spelling == chip else 0.0
+                scores[chip] = max(scores.get(chip, 0.0), share)
+    return scores
 
 
 def available_chips() -> tuple[str, ...]:
@@ -148,7 +229,10 @@ PEAK_KEYS = ("engine", "precision", "rate", "quoted", "source", "kind", "note")
 LINK_KEYS = ("name", "bandwidth", "latency", "source", "kind", "note")
 SPARSE = "with 2:4 sparsity"
 REQUIRED = frozenset(item.name for item in fields(Chip) if item.default is MISSING)
-CHIP_KEYS = ("name", "title", "vendor", "kind", "aliases", "sources", "peak", "link", "measured")
+CHIP_KEYS = (
+    "name", "title", "vendor", "kind", "architecture", "aliases", "sources", "peak", "link",
+    "measured",
+)  # fmt: skip
 
 
 def _root(path: Path | Traversable, file: str) -> FactTable:
@@ -159,6 +243,7 @@ def _read(root: FactTable) -> Chip:
     problems = Problems()
     name, title, vendor = (problems.of(root.text, key) for key in ("name", "title", "vendor"))
     kind = cast(ChipKind, problems.of(root.choice, "kind", get_args(ChipKind)))
+    architecture = problems.of(_architecture, root)
     aliases = problems.of(root.texts, "aliases")
     facts = {key: problems.of(_single_fact, root, key) for key in FACT_UNITS}
     peaks = tuple(problems.of(_peak, item) for item in problems.of(root.tables, "peak") or ())
@@ -174,12 +259,20 @@ def _read(root: FactTable) -> Chip:
         title=title,
         vendor=vendor,
         kind=kind,
+        architecture=architecture,
         aliases=aliases,
         peaks=peaks,
         links=links,
         measured=measured,
         **{name: fact for name, fact in facts.items() if fact is not None},
     )
+
+
+def _architecture(root: FactTable) -> str:
+    text = root.text("architecture", "")
+    if text and not re.fullmatch(r"sm_\d{2,3}|gfx\d{2,3}[0-9a-f]", text):
+        raise root.error("architecture", text, "expected sm_90 and its like, gfx942, or none")
+    return text
 
 
 _ABOVE_ZERO = frozenset(

@@ -6,12 +6,9 @@ library writes short tables of `[[peak]]` and `[[link]]` into one line.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from rooftrace._escapes import to_toml
-from rooftrace._writing import write_bytes
 from rooftrace.hardware.chip import FACT_UNITS, Chip, Fact
 from rooftrace.hardware.chipfile.reading import SPARSE, ChipFileError
 from rooftrace.hardware.facttables import fact_rows as rows_of, toml_sections
@@ -29,6 +26,8 @@ def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, 
 def dump_chip(chip: Chip) -> str:
     """TOML text from which `load_chip` builds an equal chip."""
     head = {"name": chip.name, "title": chip.title, "vendor": chip.vendor, "kind": chip.kind}
+    if chip.architecture:
+        head["architecture"] = chip.architecture
     sections: list[tuple[str, Mapping[str, object]]] = [("", {**head, "aliases": chip.aliases})]
     for name, unit in FACT_UNITS.items():
         fact = getattr(chip, name)
@@ -55,8 +54,3 @@ def dump_chip(chip: Chip) -> str:
         key = f"[measured.{_toml_key(name)}]"
         sections.append((key, _fact_rows(fact, "value", None, f"measured {name}")))
     return toml_sections(sections)
-
-
-def write_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
-    """Write `chip` as TOML; a reader sees the old file or the whole new one, never a part."""
-    write_bytes(Path(path), dump_chip(chip).encode())

@@ -257,6 +257,9 @@ def _measure_cuda(bench: Bench) -> Chip:
         title=f"{properties.name}, as measured",
         vendor=_vendor(properties.name) if torch.version.hip is None else "AMD",
         kind="gpu",
+        architecture=getattr(properties, "gcnArchName", "").partition(":")[0]
+        if torch.version.hip
+        else f"sm_{properties.major}{properties.minor}",
         peaks=tuple(_peaks(bench, wanted, largest=8192)),
         memory_capacity=capacity,
         memory_bandwidth=bandwidths["copy"],

@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import available_chips
 from rooftrace.hardware.chip import Fact
 from rooftrace.measured.bench.clock import Bench, MeasureError
 
@@ -151,23 +150,6 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             if key.strip().lower() in ("model name", "hardware") and value.strip():
                 return " ".join(value.split())
     return platform.processor() or platform.machine() or "CPU"
-
-
-def chips_called(device: str) -> tuple[str, ...]:
-    """The names of the chips that a device may be, by the name that it gives itself.
-
-    Of "NVIDIA A100-SXM4-80GB" they are those of the model A100 with most words of it: "sxm" and
-    "80" are the beginnings of two.
-    """
-    words = set(re.findall(r"[a-z0-9]+", device.lower()))
-    scores: dict[str, int] = {}
-    for name in available_chips():
-        parts = re.findall(r"[a-z0-9]+", name)
-        model = next((word for word in parts if re.search(r"\d", word)), "")
-        if model and model in words:
-            scores[name] = sum(any(word.startswith(part) for word in words) for part in parts)
-    best = max(scores.values(), default=0)
-    return tuple(name for name, score in scores.items() if score == best)
 
 
 def slug(name: str) -> str:

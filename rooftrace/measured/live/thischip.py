@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,15 +12,14 @@ from torch import nn
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, available_chips, load_chip
+from rooftrace.hardware.chipfile import chips_called
 from rooftrace.hardware.units import format_capacity
-from rooftrace.measured.bench import devices, measure_chip
+from rooftrace.measured.bench import measure_chip
 
 _SECONDS = 8.0
 """For the rates of a CPU."""
 _NEAR = 0.1
 """The relative difference between two capacities that still are of one chip."""
-_FORMS = ("pcie", "nvl")
-"""Words of a device's name, and of its chip's, that tell it from relatives with other rates."""
 
 
 def chip_at_hand(device: torch.device) -> Chip:
@@ -46,12 +44,10 @@ def name_of(device: str, capacity: int) -> str:
 
     Raises RequestError where none, or more than one, fits.
     """
-    words = set(re.findall(r"[a-z0-9]+", device.lower()))
     names = [
         name
-        for name in devices.chips_called(device)
-        if all((form in name) == (form in words) for form in _FORMS)
-        and abs(load_chip(name).memory_capacity.value / capacity - 1) < _NEAR
+        for name in chips_called(device)
+        if abs(load_chip(name).memory_capacity.value / capacity - 1) < _NEAR
     ]
     if len(names) == 1:
         return names[0]

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.findings.comparing import diff_estimates
+from rooftrace.hardware.chipfile import chips_called
 from rooftrace.hardware.units import format_time
-from rooftrace.measured.bench import devices
 from rooftrace.measured.rundiffs.limits import METRICS, written
 from rooftrace.measured.rundiffs.rundiff import (
     NO_MODULE,
@@ -68,7 +68,7 @@ def _other_devices(step: StepDiff, estimates: Sequence[Estimate]) -> Iterable[st
     """Sentences on sides that ran on another device than they are predicted for."""
     for which, device, priced in zip(("before", "after"), step.devices, estimates, strict=True):
         chip = priced.chip
-        known = devices.chips_called(device)
+        known = chips_called(device)
         if (known and chip.name not in known) or (step.timed_inside and not step.on_device) > (
             chip.kind == "cpu"
         ):
@@ -167,7 +167,7 @@ def _signed(metric: str, value: float) -> str:
 
 def chip_for(device: str) -> tuple[str | None, str]:
     """The chip of a device by its name, or None and what to do about it."""
-    names = devices.chips_called(device) if device else ()
+    names = chips_called(device) if device else ()
     if len(names) == 1:
         return names[0], ""
     if not device:

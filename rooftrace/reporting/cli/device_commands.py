@@ -26,7 +26,6 @@ from rooftrace.reporting.cli.options import (
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
-    load_chips,
     load_executions,
     load_rules,
     progress,
@@ -109,7 +108,8 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
-    from rooftrace.hardware.chipfile import dump_chip, write_chip
+    from rooftrace._writing import write_bytes
+    from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import devices, measure_chip
     from rooftrace.reporting.text import renderable
 
@@ -118,7 +118,7 @@ def _measure_chip(
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return
-    write_chip(chip, str(out))
+    write_bytes(Path(str(out)), dump_chip(chip).encode())
     console().print(renderable(chip))
     say(f"\nwritten to {out}; use it as --chip {out}")
 
@@ -207,7 +207,7 @@ def calibrate(
             how |= workload(**request)
         result = rt.calibrate(
             measured if running is None else _measured_now(running, model, target, request),
-            None if chip is None else load_chips((chip,))[0],
+            None if chip is None else rt.load_chip(chip),
             model,
             target,
             free=free or None,
@@ -298,7 +298,7 @@ def validate(
     """
     from rooftrace.reporting.pages.files import check_folder, check_formats
 
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
+    (model,) = load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
     if figures is not None and folder is None:
@@ -310,7 +310,7 @@ def validate(
     with progress():
         result = rt.validate(
             measured,
-            loaded,
+            rt.load_chip(chip),
             model,
             target,
             counters=counters,

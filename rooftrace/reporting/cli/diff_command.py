@@ -21,7 +21,6 @@ from rooftrace.reporting.cli.options import (
 )
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import (
-    load_chips,
     load_executions,
     load_rules,
     progress,
@@ -264,6 +263,6 @@ def _side(
 def _priced(chip: str | None, execution: str | None, **changes: Any) -> dict[str, Any]:
     """The chip and the execution model of pricing options; None for what is left out."""
     return {
-        "chip": None if chip is None else load_chips((chip,))[0],
+        "chip": None if chip is None else rt.load_chip(chip),
         "execution": None if execution is None else load_executions((execution,), **changes)[0],
     }

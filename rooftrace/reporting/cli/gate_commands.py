@@ -34,7 +34,10 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
 @workload_options
 @pricing_options
 @click.option(
-    "--chip", "chips", type=Commas(), help="Chips by name or TOML path.  Default: h200-sxm."
+    "--chip",
+    "chips",
+    type=Commas(),
+    help="Chips by name or TOML path.  Default: that of --knobs, else h200-sxm.",
 )
 @click.option(
     "--execution",

@@ -320,16 +320,17 @@ def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable
 EXECUTIONS = "naive, eager, compiled, efficient, serving, seed-naive, seed-efficient"
 
 
+_USUAL_CHIP = "that of --knobs, else h200-sxm"
+
+
 def chip_option(help: str = "A chip by name or TOML path.") -> Callable[..., Any]:
     """--chip: one."""
-    return click.option("--chip", default="h200-sxm", show_default=True, help=help)
+    return click.option("--chip", show_default=_USUAL_CHIP, help=help)
 
 
 def chips_option(help: str = "Chips by name or TOML path.") -> Callable[..., Any]:
     """--chip: one or several, as `chips`."""
-    return click.option(
-        "--chip", "chips", type=Commas(), default="h200-sxm", show_default=True, help=help
-    )
+    return click.option("--chip", "chips", type=Commas(), show_default=_USUAL_CHIP, help=help)
 
 
 system_option = click.option(

@@ -14,6 +14,7 @@ import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
+from rooftrace._progress import WARNING
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
@@ -71,15 +72,17 @@ def setting(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def load_chips(names: Sequence[str]) -> list[rt.Chip]:
-    """Chips by name or path, one or more."""
+def load_chips(names: Sequence[str] | None) -> list[rt.Chip] | None:
+    """Chips by name or path, one or more; None where the option was not given."""
+    if names is None:
+        return None
     if not names:
         raise click.UsageError("--chip: expected at least one chip")
     return [rt.load_chip(name) for name in names]
 
 
-def load_joined(chips: Sequence[str], systems: Sequence[str]) -> list[rt.Chip]:
-    """The chips of systems by name or path; without a system, chips by name or path."""
+def load_joined(chips: Sequence[str] | None, systems: Sequence[str]) -> list[rt.Chip] | None:
+    """The chips of systems by name or path; without a system, chips as `load_chips` has them."""
     from rooftrace.hardware.systems import load_system
 
     joined = [load_system(name).joined_chip for name in systems]
@@ -241,7 +244,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
     console = Console(stderr=True)
 
     def is_kept(text: str) -> bool:
-        return kept is not None and kept.fullmatch(text) is not None
+        return text.startswith(WARNING) or (kept is not None and kept.fullmatch(text) is not None)
 
     if not console.is_terminal:
         with rt.telling(lambda text: complain(text, who="") if is_kept(text) else None):

@@ -10,10 +10,9 @@ from rooftrace.costmodels.findings.diffs import Diff, changes
 from rooftrace.costmodels.locks import records, settings as gate
 from rooftrace.costmodels.locks.checking import Shift
 from rooftrace.errors import is_ours
-from rooftrace.hardware import load_chip
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import diff
-from rooftrace.reporting.gates.making import inside, model_of
+from rooftrace.reporting.gates.making import chips_of, inside, model_of
 from rooftrace.tracer.revisions import RevisionError, repositories
 from rooftrace.tracer.revisions.repositories import Commit
 
@@ -71,7 +70,7 @@ class _History:
             options: dict[str, Any] = {n: v for n, v in asked.changed().items() if n != "target"}
             try:
                 with inside(self.settings.folder):
-                    chips = {chip.name: chip for chip in map(load_chip, self.settings.chips)}
+                    chips = {chip.name: chip for chip in chips_of(self.settings)}
                     options["chip"] = chips[place.chip]
                     options["execution"] = model_of(place.execution, self.settings)
                     made = diff(asked.target, git=self.commit.hash, **options)

@@ -43,8 +43,8 @@ def locked(settings: gate.Settings) -> records.Lock:
             'the repository in pyproject.toml: [tool.rooftrace] with targets = ["models.py:build"]'
         )
     with inside(settings.folder):
-        chips = [load_chip(chip) for chip in settings.chips]
-        builder = _Builder(settings, chips, [model_of(n, settings) for n in settings.executions])
+        models = [model_of(name, settings) for name in settings.executions]
+        builder = _Builder(settings, chips_of(settings), models)
         jobs = {name: _job(name, asked) for name, asked in settings.targets.items()}
         traces = _traced(list(jobs.values()))
         for (name, job), made in zip(jobs.items(), traces, strict=True):
@@ -52,6 +52,13 @@ def locked(settings: gate.Settings) -> records.Lock:
                 tell(f"pricing {name}")
                 builder.add(name, in_precisions(job, made) if made else priced(job))
         return builder.lock()
+
+
+def chips_of(settings: gate.Settings) -> list[Chip]:
+    """The chips of settings; where they name none, that of their knobs, else h200-sxm."""
+    models = [model_of(name, settings) for name in settings.executions]
+    named = [ExecutionModel.usual_chip(models)] if settings.chips is None else settings.chips
+    return [load_chip(chip) for chip in named]
 
 
 def former(settings: gate.Settings, *, update: bool = False) -> records.Lock | None:

@@ -77,14 +77,15 @@ class Report(Results):
 
 
 def conditions(
-    chips: Sequence[str | Chip], executions: Sequence[str | ExecutionModel]
+    chips: Sequence[str | Chip] | None, executions: Sequence[str | ExecutionModel]
 ) -> tuple[list[Chip], list[ExecutionModel]]:
     """The chips and execution models of a report.
 
     Raises what loading them raises, and RequestError for none, or one that is there twice.
     """
-    targets = [load_chip(chip) for chip in chips]
     models = [execution_model(execution) for execution in executions]
+    named = [ExecutionModel.usual_chip(models)] if chips is None else chips
+    targets = [load_chip(chip) for chip in named]
     _check_unique("chip", [chip.name for chip in targets])
     _check_unique("execution", [model.name for model in models])
     return targets, models
@@ -100,7 +101,7 @@ def _check_unique(name: str, values: Sequence[str]) -> None:
 
 def build_report(
     graphs: Mapping[str, OpGraph],
-    chips: Sequence[str | Chip] = ("h200-sxm",),
+    chips: Sequence[str | Chip] | None = None,
     executions: Sequence[str | ExecutionModel] = ("naive", "efficient"),
     progress: Callable[[str], None] | None = None,
 ) -> Report:

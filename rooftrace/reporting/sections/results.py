@@ -105,7 +105,7 @@ class Results(Shown):
 
     @property
     def assumptions(self) -> tuple[tuple[str, Assumption], ...]:
-        """(phase, assumption) for every assumption that the traces rest on.
+        """(phase, assumption) for every assumption that the traces, and their times, rest on.
 
         Routing of the prompt, whose cache a decode step starts with, is no part of that step.
         """
@@ -113,9 +113,22 @@ class Results(Shown):
             (phase, assumption)
             for phase, graph in self.graphs.items()
             for rested in [_rested_on(graph)]
-            for assumption in graph.assumptions
+            for assumption in (*graph.assumptions, *self._borrowed(phase))
             if not assumption.facts or assumption.id in rested
         )
+
+    def _borrowed(self, phase: str) -> Iterator[Assumption]:
+        """That times of a phase have constants that were measured on other chips."""
+        told = {
+            estimate.borrowed: estimate.knobs
+            for by_chip in self.estimates[phase].values()
+            for estimate in by_chip.values()
+            if estimate.borrowed
+        }
+        first = len(self.graphs[phase].assumptions)
+        for number, (text, knobs) in enumerate(told.items(), start=first):
+            of = ", ".join(knobs.fitted_on) if knobs is not None else ""
+            yield Assumption(id=number, kind="knobs", where="", text=text, value=of)
 
     @property
     def unrecorded(self) -> list[Assumption]:
@@ -125,6 +138,8 @@ class Results(Shown):
     def resting_share(self, phase: str, assumption: int) -> float:
         """Share of t_est in kernels that rest on an assumption, main execution, first chip."""
         estimate = self.estimate(phase)
+        if assumption >= len(self.graphs[phase].assumptions):  # one of times, not of the graph
+            return 1.0 if estimate.borrowed else 0.0
         seconds = estimate.assumption_seconds.get(assumption, 0.0)
         return seconds / estimate.t_est if estimate.t_est else 0.0
 

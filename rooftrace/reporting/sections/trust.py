@@ -226,6 +226,8 @@ def trust(results: Results) -> view.Section:
         for estimate in estimates
         if estimate.below_floor
     ]
+    borrowed = {e.borrowed: isinstance(e.execution.knobs, Knobs) for e in estimates if e.borrowed}
+    notes += [view.Note(text, "warn" if fitted else "") for text, fitted in borrowed.items()]
     notes.append(view.Note(what_times_are(estimates)))
     return view.Section(place=6, parts=notes)
 

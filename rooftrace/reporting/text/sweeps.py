@@ -176,6 +176,10 @@ def _proven(result: Sweep) -> Iterator[view.Note]:
                 "faint",
                 bullet=1,
             )
+    models = [case.conditions.execution for case in result.cases]
+    for text in dict.fromkeys(m.borrowed_on(chip) for m in models for chip in result.chips):
+        if text:
+            yield view.Note(text, "warn", bullet=1)
     if not result.whole:
         yield view.Note(
             f"{result.wanted - len(result):,} of {result.wanted:,} lines are not there yet", "warn"

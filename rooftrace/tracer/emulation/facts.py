@@ -1,8 +1,8 @@
 """What torch.cuda says of a device: its name, capability, memory and properties, from a chip.
 
-Chip files know memory, units, L2, clock and bus.  What they do not know (the name that the driver
-gives, the compute capability) stands in a table here; what only a GPU in a slot has (its number on
-the bus) is made up.
+Chip files know architecture, memory, units, L2, clock and bus.  What they do not know (the name
+that the driver gives) stands in a table here; what only a GPU in a slot has (its number on the bus)
+is made up.
 """
 
 from __future__ import annotations
@@ -15,24 +15,55 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.tracer.emulation.refused import DeviceError
 
-_NAMED: dict[str, tuple[str, tuple[int, int]]] = {
-    "a100-pcie-40": ("NVIDIA A100-PCIE-40GB", (8, 0)),
-    "a100-pcie-80": ("NVIDIA A100 80GB PCIe", (8, 0)),
-    "a100-sxm-40": ("NVIDIA A100-SXM4-40GB", (8, 0)),
-    "a100-sxm-80": ("NVIDIA A100-SXM4-80GB", (8, 0)),
-    "b200-sxm": ("NVIDIA B200", (10, 0)),
-    "h100-sxm": ("NVIDIA H100 80GB HBM3", (9, 0)),
-    "h200-sxm": ("NVIDIA H200", (9, 0)),
-    "l4": ("NVIDIA L4", (8, 9)),
-    "l40s": ("NVIDIA L40S", (8, 9)),
-    "mi300x": ("AMD Instinct MI300X", (9, 4)),
-    "rtx-3090": ("NVIDIA GeForce RTX 3090", (8, 6)),
-    "rtx-4090": ("NVIDIA GeForce RTX 4090", (8, 9)),
-    "rtx-5090": ("NVIDIA GeForce RTX 5090", (12, 0)),
-    "rtx-pro-6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0)),
-    "rtx-pro-6000-max-q": ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (12, 0)),
+_NAMED: dict[str, str] = {
+    "a10": "NVIDIA A10",
+    "a100-pcie-40": "NVIDIA A100-PCIE-40GB",
+    "a100-pcie-80": "NVIDIA A100 80GB PCIe",
+    "a100-sxm-40": "NVIDIA A100-SXM4-40GB",
+    "a100-sxm-80": "NVIDIA A100-SXM4-80GB",
+    "a10g": "NVIDIA A10G",
+    "a30": "NVIDIA A30",
+    "a800-pcie-80": "NVIDIA A800 80GB PCIe",
+    "a800-sxm-80": "NVIDIA A800-SXM4-80GB",
+    "b200-sxm": "NVIDIA B200",
+    "b300-sxm": "NVIDIA B300 SXM6 AC",
+    "gb200": "NVIDIA GB200",
+    "gb300": "NVIDIA GB300",
+    "gh200-144": "NVIDIA GH200 144G HBM3e",
+    "gh200-96": "NVIDIA GH200 480GB",
+    "h100-nvl": "NVIDIA H100 NVL",
+    "h100-pcie": "NVIDIA H100 PCIe",
+    "h100-sxm": "NVIDIA H100 80GB HBM3",
+    "h20": "NVIDIA H20",
+    "h200-sxm": "NVIDIA H200",
+    "h800-sxm": "NVIDIA H800",
+    "l4": "NVIDIA L4",
+    "l40s": "NVIDIA L40S",
+    "mi300x": "AMD Instinct MI300X",
+    "mi325x": "AMD Instinct MI325X",
+    "mi350x": "AMD Instinct MI350X",
+    "mi355x": "AMD Instinct MI355X",
+    "rtx-3080": "NVIDIA GeForce RTX 3080",
+    "rtx-3090": "NVIDIA GeForce RTX 3090",
+    "rtx-3090-ti": "NVIDIA GeForce RTX 3090 Ti",
+    "rtx-4070-ti-super": "NVIDIA GeForce RTX 4070 Ti SUPER",
+    "rtx-4080": "NVIDIA GeForce RTX 4080",
+    "rtx-4080-super": "NVIDIA GeForce RTX 4080 SUPER",
+    "rtx-4090": "NVIDIA GeForce RTX 4090",
+    "rtx-5070": "NVIDIA GeForce RTX 5070",
+    "rtx-5070-ti": "NVIDIA GeForce RTX 5070 Ti",
+    "rtx-5080": "NVIDIA GeForce RTX 5080",
+    "rtx-5090": "NVIDIA GeForce RTX 5090",
+    "rtx-6000-ada": "NVIDIA RTX 6000 Ada Generation",
+    "rtx-pro-6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "rtx-pro-6000-max-q": "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+    "t4": "Tesla T4",
+    "v100-pcie-16": "Tesla V100-PCIE-16GB",
+    "v100-pcie-32": "Tesla V100-PCIE-32GB",
+    "v100-sxm2-16": "Tesla V100-SXM2-16GB",
+    "v100-sxm2-32": "Tesla V100-SXM2-32GB",
 }
-"""Names as drivers list them; capabilities by https://developer.nvidia.com/cuda-gpus, gfx942."""
+"""Names as drivers list them."""
 
 _PER_SM: dict[tuple[int, int], tuple[int, int]] = {
     (7, 0): (2048, 96),
@@ -42,10 +73,13 @@ _PER_SM: dict[tuple[int, int], tuple[int, int]] = {
     (8, 9): (1536, 100),
     (9, 0): (2048, 228),
     (9, 4): (2048, 64),
+    (9, 5): (2048, 160),
     (10, 0): (2048, 228),
+    (10, 3): (2048, 228),
     (12, 0): (1536, 100),
 }
-"""Resident threads and KiB of shared memory: CUDA C++ Programming Guide, compute capabilities."""
+"""Resident threads and KiB of shared memory: CUDA C++ Programming Guide, compute capabilities; of
+AMD's as the table of its GPUs has them, https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html"""
 
 _KIB = 1024
 _MIB = 1024 * 1024
@@ -61,7 +95,7 @@ class Device:
     """
 
     name: str
-    capability: tuple[int, int]
+    architecture: str  # what torch is compiled for: "sm_90", "gfx942"
     memory: int
     multiprocessors: int
     count: int = 1
@@ -81,16 +115,12 @@ class Device:
             )
         if count < 1:
             raise RequestError(f"count={count}: expected one device of the node or more")
-        name, capability = _NAMED.get(chip.name, (chip.name, None))
-        guessed = []
-        if capability is None:
-            guessed.append("capability")
-            capability = _capability_by_rates(chip)
+        guessed = [] if chip.architecture else ["capability"]
         if chip.sm_count is None:
             guessed.append("multiprocessors")
         return cls(
-            name=name,
-            capability=capability,
+            name=_NAMED.get(chip.name, chip.name),
+            architecture=chip.architecture or _architecture_by_rates(chip),
             memory=int(chip.memory_capacity.value),
             multiprocessors=int(chip.sm_count.value) if chip.sm_count else 1,
             count=count,
@@ -108,10 +138,12 @@ class Device:
         return self.vendor == "AMD"
 
     @property
-    def architecture(self) -> str:
-        """What torch is compiled for: "sm_90", "gfx942"."""
-        major, minor = self.capability
-        return f"gfx{major}{minor}2" if self.is_rocm else f"sm_{major}{minor}"
+    def capability(self) -> tuple[int, int]:
+        """The compute capability: (9, 0) of "sm_90"; (9, 4) of "gfx942"."""
+        digits = self.architecture.removeprefix("sm_")
+        if self.architecture.startswith("gfx"):
+            digits = self.architecture.removeprefix("gfx")[:-1]
+        return int(digits[:-1]), int(digits[-1], 16)
 
     def properties(self, index: int) -> Properties:
         """What `torch.cuda.get_device_properties(index)` returns."""
@@ -171,9 +203,7 @@ class Properties:
         )
 
 
-def _capability_by_rates(chip: Chip) -> tuple[int, int]:
-    """The earliest capability that has the chip's kinds of tensor cores."""
-    for precision, capability in (("fp4", (10, 0)), ("fp8", (9, 0)), ("bf16", (8, 0))):
-        if chip.has_peak("matrix", precision):
-            return capability
-    return (7, 0)
+def _architecture_by_rates(chip: Chip) -> str:
+    """The earliest architecture of NVIDIA that has the chip's kinds of tensor cores."""
+    kinds = (("fp4", "sm_100"), ("fp8", "sm_90"), ("bf16", "sm_80"))
+    return next((name for kind, name in kinds if chip.has_peak("matrix", kind)), "sm_70")
