@@ -267,6 +267,15 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
         stored(bits(4, 64, 32)),
         "bf16",
     ),
+    "ao-intx": (
+        ao(
+            "Int8DynamicActivationIntxWeightConfig",
+            weight_dtype={"_type": "torch.dtype", "_data": "int4"},
+            weight_granularity={"_type": "PerGroup", "_data": {"group_size": 32}},
+        ),
+        stored(bits(4, 32, 16)),
+        "int8",
+    ),
     "quanto-int8": ({"quant_method": "quanto", "weights": "int8"}, rows(8, 16), "bf16"),
     "quanto-int4": (
         {"quant_method": "quanto", "weights": "int4"},
@@ -515,15 +524,16 @@ def test_a_file_beside_the_config_declares_weights_and_cache(tmp_path: Path) -> 
         ({"num_bits": 8, "type": "float"}, 1.0),
         ({"num_bits": 8, "type": "int"}, 1.0),
         ("FP8", 1.0),
+        ("static", 1.0),
         ("NVFP4", 9 / 16),
         ({"num_bits": 16, "type": "float"}, 2.0),
         (None, 2.0),
     ],
 )
 def test_a_declared_cache(scheme: Any, right: float, tmp_path: Path) -> None:
-    settings = {**modelopt("FP8"), "kv_cache_scheme": scheme}
-    e = decoded(written(tmp_path, settings))
-    assert e.memory.kv == pytest.approx(LAYERS * 2 * KEYS * 65 * right, rel=1e-3)
+    for settings in (modelopt("FP8"), compressed(FP8), {"quant_method": "fp8"}):
+        e = decoded(written(tmp_path, {**settings, "kv_cache_scheme": scheme}))
+        assert e.memory.kv == pytest.approx(LAYERS * 2 * KEYS * 65 * right, rel=1e-3)
 
 
 # -- engines ---------------------------------------------------------------------------------------

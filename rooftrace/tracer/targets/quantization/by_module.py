@@ -18,6 +18,8 @@ from rooftrace.tracer.targets.quantization.schemes import (
     weight_format,
 )
 
+KV = ("kv_cache_quant_algo", "kv_cache_scheme")
+"""Fields with the format of the cache.  In Quark's older ones a way of scaling stands there."""
 _CLASSES = frozenset({"Linear", "Embedding"})
 
 
@@ -35,7 +37,8 @@ def cache_in(value: object, where: str) -> str | None:
         return None
     if isinstance(value, str):
         name = value.lower().partition("_")[0]
-        known = {"fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8", "int4": "int4", "none": None}
+        known = {"static": "fp8", "dynamic": "fp8", "none": None}
+        known |= {name: name for name in ("fp8", "nvfp4", "int8", "int4")}
         if name not in known:
             raise Unread(f"a cache of {value!r:.40}")
         return known[name]
@@ -87,7 +90,8 @@ def _of_torchao(name: str, settings: Fields) -> WeightFormat:
         "int8dynamicactivationint4weight": weight_format(
             "int", 4, settings.whole("group_size", default=32), computes="int8"
         ),
-        "int8dynamicactivationintxweight": None,
+        "intxweightonly": _intx(settings, ""),
+        "int8dynamicactivationintxweight": _intx(settings, "int8"),
         "float8weightonly": weight_format("float", 8, ROW, scale=32),
         "float8dynamicactivationfloat8weight": weight_format(
             "float", 8, ROW if rows else 0, scale=32, computes="fp8"
@@ -102,6 +106,17 @@ def _of_torchao(name: str, settings: Fields) -> WeightFormat:
     if found is None:
         raise Unread(f"torchao's {name!r:.60}")
     return found
+
+
+def _intx(settings: Fields, computes: str) -> WeightFormat | None:
+    """Integers of torchao of any width, in groups or with a scale for a row."""
+    width = re.search(r"int([1-8])\b", str(settings.of("weight_dtype")))
+    group = re.search(r"group_size\W+(\d+)", str(settings.of("weight_granularity", "granularity")))
+    if width is None:
+        return None
+    return weight_format(
+        "int", int(width[1]), int(group[1]) if group else ROW, zero=8, computes=computes
+    )
 
 
 # -- formats by module -----------------------------------------------------------------------------
@@ -136,7 +151,7 @@ _ALGORITHMS: Mapping[str, WeightFormat] = {
 def modelopt(settings: Fields) -> Scheme:
     """modelopt: an algorithm for all linear layers, or one for each name, and one for the cache."""
     settings = settings.record("quantization") or settings
-    kv = cache_in(settings.of("kv_cache_quant_algo", "kv_cache_scheme"), settings.where)
+    kv = cache_in(settings.of(*KV), settings.where)
     rules, own = settings.skipped(*SKIPPED), None
     algorithm = settings.word("quant_algo", "moe_quant_algo")
     layers = list(settings.records("quantized_layers"))
@@ -163,7 +178,6 @@ def compressed_tensors(settings: Fields) -> Scheme:
     """compressed-tensors: groups of modules, each with the format of weights and activations."""
     nested = settings.record("quantization_config")
     settings = nested if nested is not None and "config_groups" not in settings else settings
-    kv = cache_in(settings.of("kv_cache_scheme"), settings.where)
     sparsity = settings.record("sparsity_config")
     unread: tuple[str, ...] = ()
     if sparsity is not None and sparsity.word("format", default="dense") != "dense":
@@ -171,7 +185,7 @@ def compressed_tensors(settings: Fields) -> Scheme:
     rules = settings.skipped("ignore")
     if settings.word("format") != "dense":
         rules += tuple(_groups(settings))
-    return Scheme("", None, rules, kv=kv, unread=unread)
+    return Scheme("", None, rules, unread=unread)
 
 
 def _groups(settings: Fields) -> Iterator[ModuleRule]:

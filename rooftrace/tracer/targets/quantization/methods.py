@@ -16,7 +16,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from rooftrace.tracer.targets.quantization import by_module
-from rooftrace.tracer.targets.quantization.by_module import activations_in
+from rooftrace.tracer.targets.quantization.by_module import KV, activations_in
 from rooftrace.tracer.targets.quantization.fields import SKIPPED, Fields
 from rooftrace.tracer.targets.quantization.schemes import (
     ROW,
@@ -53,7 +53,9 @@ def scheme_of(settings: Fields) -> Scheme:
         raise Unread(f"quantization method {name!r}")
     if settings.flag("dequantize"):
         return Scheme(name, None)
-    return replace(method(settings), method=name)
+    found = method(settings)
+    kv = found.kv or by_module.cache_in(settings.of(*KV), settings.where)
+    return replace(found, method=name, kv=kv)
 
 
 # -- whole checkpoints in one format ---------------------------------------------------------------
