@@ -79,6 +79,13 @@ def coalesce(op: OpView) -> Cost:
     return vector(op, stored(op, x)) + op.read(x, size) + op.write(op.outputs[0], size)
 
 
+@builtin("rooftrace.coalesce")
+def coalesce_pieces(op: OpView) -> Cost:
+    """Z values become Y: those of one place are added, Z - Y adds of a row each."""
+    values, out = op.needed("values"), op.outputs[1]
+    return vector(op, max(values.elements - out.elements, 0)) + op.streamed()
+
+
 @builtin("aten._sparse_softmax", "aten._sparse_log_softmax", kind="softmax")
 def sparse_softmax(op: OpView) -> Cost:
     """Softmax over what is stored: 5 flop each, as in `softmax`."""

@@ -242,11 +242,9 @@ class PhaseRunner:
                 f"training of {type(self.module).__name__}: no parameter got a gradient; its "
                 "output does not depend on them, or an op between has no backward"
             )
-        gradients = {}
+        gradients: dict[int, str] = {}
         for parameter in trained:
-            storage = recorder.storage_of(parameter.grad) if parameter.grad is not None else None
-            if storage is not None:
-                gradients[storage] = f"{recorder.name_of(parameter)}.grad"
+            gradients |= recorder.gradients_of(parameter)
         gradients |= run_optimizer(recorder, trained, self.options.optimizer, self.options.dtype)
         # Gradients stay until somebody sets them to None: they are results of the step too.
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]

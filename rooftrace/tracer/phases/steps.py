@@ -33,7 +33,7 @@ from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.phases import lending
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
-from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
+from rooftrace.tracer.phases.optimizer import copy_optimizers, functions_unseen, optimizers_in
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.phases.running import check_request
@@ -387,7 +387,7 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
     for parameter, name in zip(parameters, names, strict=True):
         recorder.enter(parameter, "parameter", name)
     if not closure and not any(optimizer.state.get(p) for p in parameters):
-        with torch.no_grad(), torch._C.DisableTorchFunction(), recorder.paused():
+        with torch.no_grad(), functions_unseen(parameters), recorder.paused():
             try:
                 with _disable_current_modes():
                     optimizer.step()
@@ -402,10 +402,7 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
 
 def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
     for parameter in root.parameters():
-        if parameter.grad is not None:
-            storage = recorder.storage_of(parameter.grad)
-            if storage is not None:
-                learnt.gradients[storage] = f"{recorder.name_of(parameter)}.grad"
+        learnt.gradients.update(recorder.gradients_of(parameter))
 
 
 def graph_of_step(recorder: Recorder, root: nn.Module, learnt: Learnt) -> OpGraph:

@@ -83,6 +83,8 @@ class Functions(TorchFunctionMode):
             made = self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
             if made is not None:
                 return made
+        elif func is Tensor.new and args[0].is_meta and len(args) == 4 and trees.is_sparse(args[0]):
+            func, args = torch.sparse_coo_tensor, args[1:]  # indices, values and the size
         elif func in _CONSTRUCTORS:
             made = self._construct(func, args, kwargs)
             if made is not None:

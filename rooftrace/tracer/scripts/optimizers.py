@@ -162,9 +162,8 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 def _note_gradients(tape: ScriptRecorder, optimizer: Any, learnt: steps.Learnt | None) -> None:
     """What an optimizer is about to read are gradients, though the script drops them afterwards."""
     for weight in (weight for group in _groups(optimizer) for weight in group["params"]):
-        storage = None if weight.grad is None else tape.storage_of(weight.grad)
-        if learnt is not None and storage is not None:
-            learnt.gradients[storage] = f"{tape.name_of(weight)}.grad"
+        if learnt is not None:
+            learnt.gradients.update(tape.gradients_of(weight))
 
 
 def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:

@@ -135,9 +135,24 @@ class Tape:
         return self.entries.node_of(tensor)
 
     def storage_of(self, tensor: Tensor) -> int | None:
-        """The storage number of a tensor that the graph knows."""
-        tag = self.tags.of(subclasses.parts_of(tensor)[0][0])
+        """The storage number of a tensor that the graph knows; of a sparse one's values."""
+        parts = subclasses.parts_of(tensor)
+        self.tags.recognise([part for part, _ in parts])
+        tag = self.tags.of(parts[-1 if trees.is_sparse(tensor) else 0][0])
         return tag.storage if tag else None
+
+    def gradients_of(self, parameter: Tensor) -> dict[int, str]:
+        """The names of what the gradient of a parameter consists of, by storage."""
+        names: dict[int, str] = {}
+        if parameter.grad is None:
+            return names
+        parts = subclasses.parts_of(parameter.grad)
+        self.tags.recognise([part for part, _ in parts])
+        for part, suffix in parts[: None if trees.is_sparse(parameter.grad) else 1]:
+            tag = self.tags.of(part)
+            if tag is not None:
+                names[tag.storage] = f"{self.name_of(parameter)}.grad{suffix}"
+        return names
 
     def brought(self, data: Tensor) -> Tensor:
         """The meta stand-in for a host tensor that fills a weight."""
@@ -236,9 +251,10 @@ class Tape:
         owned = self._storages_read(call) if call.info.may_alias else {}
         specs = []
         for index, output in enumerate(outputs):
-            if output.layout is not torch.strided:
-                sparse |= {self.entries.say_sparse()}
             storage = owned.get(trees.bytes_of(output)) if owned else None
+            if output.layout is not torch.strided:
+                storage = self.storage_of(output) if storage is None else storage
+                sparse |= NO_TAINT if storage is not None else {self.entries.say_sparse()}
             if storage is None:
                 storage = tags.new_storage()
                 tags.watch(output, storage)

@@ -159,6 +159,34 @@ def pieces_of(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
+STORES_NOTHING = "_rooftrace_stores_nothing"
+"""Attribute of a sparse tensor on meta that is known to store no element."""
+_PIECES = {
+    torch.sparse_coo: ("indices", "values"),
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
+    ),
+    **dict.fromkeys(
+        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
+    ),
+}
+
+
+def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
+    """The pieces of a tensor, each with a suffix for its name.
+
+    A sparse one that stores nothing on meta stands for itself, unless it was emptied: an op has made
+    it that there cannot know what it stores.
+    """
+    if not is_sparse(tensor):
+        return [(tensor, "")]
+    if tensor.is_meta and not tensor._nnz() and STORES_NOTHING not in vars(tensor):
+        return [(tensor, "")]
+    names = _PIECES[tensor.layout]
+    with torch._C._AutoDispatchBelowAutograd():
+        return [(p, f".{name}") for p, name in zip(pieces_of(tensor), names, strict=True)]
+
+
 def listed(item: Any) -> list[Tensor]:
     """The tensors of one argument: itself, or those in a list of it."""
     tensors: list[Tensor] = []
