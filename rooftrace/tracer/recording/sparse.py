@@ -185,6 +185,27 @@ def _copied(tape: Tape, call: Call, on: On) -> Any:
     return _made(tape, indices, values, x.shape, x.is_coalesced())
 
 
+@kernel("t", "transpose")
+def _transposed(tape: Tape, call: Call, on: On) -> Any:
+    """Copies of both pieces, with two rows of the indices exchanged (transpose_sparse_)."""
+    x, *dims = call.args
+    pieces = _pieces(tape, x)
+    if pieces is None or x.layout is not torch.sparse_coo:
+        return NotImplemented
+    first, second = [dim % x.dim() for dim in dims] or [0, 1]
+    if max(first, second) >= x.sparse_dim():
+        return NotImplemented
+    size = list(x.shape)
+    size[first], size[second] = size[second], size[first]
+    with on():
+        indices, values = pieces[0].clone(), pieces[1].clone()
+        row, other = indices[first], indices[second]
+        kept = torch.zeros_like(row).copy_(row)
+        row.copy_(other)
+        other.copy_(kept)
+    return _made(tape, indices, values, size, False)
+
+
 def _becomes(tensor: Tensor, other: Tensor) -> Tensor:
     """A sparse tensor gets other pieces."""
     with torch._C._AutoDispatchBelowAutograd():
