@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Step:
     gradients: Mapping[int, str] = field(default_factory=dict)
     items: int | None = None
     phase: str = ""
+    optimizer: str | None = None  # the optimizers that stepped, where the phase does not say it
 
 
 def graph_of(
@@ -78,6 +79,13 @@ def graph_of(
         repeats=recorder.repeat_calls,
     )
     return without_asides(graph, recorder.values.asides)
+
+
+def tell_freed(recorder: Recorder, gradients: Collection[int]) -> None:
+    """Gradients last to the end of a step, but for those of which the code let go before its last
+    op: their storages are freed there."""
+    last, held = recorder.tags.last, recorder.tags.last_held
+    recorder.settle({number for number in gradients if held.get(number, last) is not last})
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

@@ -175,8 +175,8 @@ _PIECES = {
 def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
     """The pieces of a tensor, each with a suffix for its name.
 
-    A sparse one that stores nothing on meta stands for itself, unless it was emptied: an op has made
-    it that there cannot know what it stores.
+    A sparse one that stores nothing on meta stands for itself, unless it was emptied: it was made
+    by an op that cannot know there what it stores.
     """
     if not is_sparse(tensor):
         return [(tensor, "")]

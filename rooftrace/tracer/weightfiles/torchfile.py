@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.dtypes import dtype_name
-from rooftrace.tracer.tensors import subclasses, trees
+from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.weightfiles.slices import flat_slice
 from rooftrace.tracer.weightfiles.stored import KIND, CheckpointError, Stored
 
