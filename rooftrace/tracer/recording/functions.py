@@ -7,7 +7,6 @@ that is not there must not be asked for: everything but the CPU is the meta devi
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -203,20 +202,30 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def _become(tensor: Tensor, other: Tensor) -> None:
     """`tensor` gets what `other` is, of the same class; the object keeps its attributes, its hooks
-    and who refers to it weakly."""
+    and who refers to it weakly.
+
+    Autograd may hold what it was, as that of a weight which its module has computed from others
+    does: a backward through that raises.
+    """
     own = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
     for name in _HOOKS:
         hooks = getattr(tensor, name, None)
         if hooks:
             setattr(other, name, hooks)
-    if weakref.getweakrefs(tensor):
-        exchange: Any = torch._C._swap_tensor_impl
-        exchange(tensor, other)
-        vars(tensor).clear()
-        vars(tensor).update(vars(other))
-    else:
-        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    if tensor.is_leaf and tensor.requires_grad:
+        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved_since)
+    exchange: Any = torch._C._swap_tensor_impl
+    exchange(tensor, other)
+    vars(tensor).clear()
+    vars(tensor).update(vars(other))
     vars(tensor).update(own)
+
+
+def _moved_since(gradients: Any) -> None:
+    raise RuntimeError(
+        "backward reaches a parameter as it was before its module moved to the device: move the "
+        "module first, then run its forward and backward"
+    )
 
 
 @contextlib.contextmanager
