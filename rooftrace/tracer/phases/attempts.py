@@ -12,7 +12,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import NotAlikeError
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.replay import UnlikeLayersError
-from rooftrace.tracer.source import TraceError, users_traceback
+from rooftrace.tracer.source import NoGradientsError, TraceError, users_traceback
 from rooftrace.tracer.values import UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
@@ -23,6 +23,10 @@ UNKNOWN_NUMBERS = (1, 0)
 """Values tried in turn for an unknown number, until the code runs."""
 _DECIDED = frozenset({"branch", "density", "value"})
 """Kinds of assumptions that a user can decide."""
+
+
+class OwnBackwardError(RequestError):
+    """Code calls backward itself in a phase that runs it without gradients."""
 
 
 def attempted(
@@ -61,6 +65,12 @@ def attempted(
                 return graph
             except RequestError:
                 raise
+            except NoGradientsError as error:
+                raise OwnBackwardError(
+                    f"{what} runs without gradients, and its code calls backward: trace its call "
+                    "as the step that it is, rooftrace.trace(lambda module, x: module(x), module, "
+                    "x), or a function without a phase"
+                ) from error
             except UnlikeLayersError as error:  # all of them, if a second one is not alike
                 assert error.path not in apart
                 apart = {*apart, "" if apart else error.path}

@@ -176,6 +176,8 @@ def _traced_step(
                 recorder.enter(tensor, "input", f"input_{index}")
         with _own_step(recorder, root) as learnt:
             result = _call(step, args, kwargs)
+        for leaf in tensors_in((args, kwargs)):
+            learnt.gradients.update(recorder.gradients_of(leaf) if leaf.is_leaf else {})
         inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
         return _graph(recorder, root, learnt, result, inputs)
 

@@ -17,6 +17,7 @@ from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.patches import contexts, original_of, replaced
+from rooftrace.tracer.source import NoGradientsError
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import owners, trees
 from rooftrace.tracer.tensors.subclasses import OURS
@@ -99,7 +100,7 @@ class Functions(TorchFunctionMode):
             tape.origins.recomputation.switched(bool(args[0]))
             return func(*args, **kwargs)
         elif func in _BACKWARD:
-            with self._in_backward():
+            with self._in_backward(), _gradients_wanted(tape):
                 return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
@@ -164,6 +165,21 @@ class Functions(TorchFunctionMode):
         if marks.small(value):
             self.tape.values.learn(trees.unwrapped(made), trees.unwrapped(value))
         return made
+
+
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+"""What autograd says of a loss that was computed without gradients."""
+
+
+@contextlib.contextmanager
+def _gradients_wanted(tape: Tape) -> Iterator[None]:
+    """Inside, a backward of code that a phase runs without gradients raises NoGradientsError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if tape.own_step or torch.is_grad_enabled() or _NO_GRAPH not in str(error):
+            raise
+        raise NoGradientsError(str(error)) from error
 
 
 def _to_python(tape: Tape, tensor: Tensor, method: str) -> Any:

@@ -148,10 +148,12 @@ class Tape:
             return names
         parts = subclasses.parts_of(parameter.grad)
         self.tags.recognise([part for part, _ in parts])
+        entry = self.entries.entry_of(parameter)
+        name = self.name_of(parameter) or ("" if entry is None else entry.name)
         for part, suffix in parts[: None if trees.is_sparse(parameter.grad) else 1]:
             tag = self.tags.of(part)
             if tag is not None:
-                names[tag.storage] = f"{self.name_of(parameter)}.grad{suffix}"
+                names[tag.storage] = f"{name}.grad{suffix}"
         return names
 
     def brought(self, data: Tensor) -> Tensor:
