@@ -3,9 +3,6 @@ from rooftrace.tracer.phases import (
     stepping as stepping,
     steps as steps,
 )
-from rooftrace.tracer.phases.attempts import (
-    OwnBackwardError as OwnBackwardError,
-)
 from rooftrace.tracer.phases.calls import (
     ModuleCalls as ModuleCalls,
     PlainCall as PlainCall,

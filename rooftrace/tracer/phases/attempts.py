@@ -12,7 +12,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import NotAlikeError
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.replay import UnlikeLayersError
-from rooftrace.tracer.source import NoGradientsError, TraceError, users_traceback
+from rooftrace.tracer.source import TraceError, users_traceback
 from rooftrace.tracer.values import UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
@@ -27,6 +27,13 @@ _DECIDED = frozenset({"branch", "density", "value"})
 
 class OwnBackwardError(RequestError):
     """Code calls backward itself in a phase that runs it without gradients."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} runs without gradients, and its code calls backward: trace its call as the "
+            "step that it is, rooftrace.trace(lambda module, x: module(x), module, x), or a "
+            "function without a phase"
+        )
 
 
 def attempted(
@@ -65,12 +72,6 @@ def attempted(
                 return graph
             except RequestError:
                 raise
-            except NoGradientsError as error:
-                raise OwnBackwardError(
-                    f"{what} runs without gradients, and its code calls backward: trace its call "
-                    "as the step that it is, rooftrace.trace(lambda module, x: module(x), module, "
-                    "x), or a function without a phase"
-                ) from error
             except UnlikeLayersError as error:  # all of them, if a second one is not alike
                 assert error.path not in apart
                 apart = {*apart, "" if apart else error.path}
@@ -78,6 +79,8 @@ def attempted(
                 assert repeats, error
                 repeats = False
             except Exception as error:  # whatever a user's module may raise
+                if recorder.here.wants_gradients:
+                    raise OwnBackwardError(what) from error
                 first = first or _explained(error, recorder, what, root)
                 first.__cause__ = first.__cause__ or error
                 if not turns.turn(values):

@@ -85,7 +85,8 @@ def tell_freed(recorder: Recorder, gradients: Collection[int]) -> None:
     """Gradients last to the end of a step, but for those of which the code let go before its last
     op: their storages are freed there."""
     last, held = recorder.tags.last, recorder.tags.last_held
-    recorder.settle({number for number in gradients if held.get(number, last) is not last})
+    early = {number for number in gradients if held.get(number, last) is not last}
+    recorder.entries.standing.settle(early, [twin.nodes for twin in recorder.twins()])
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

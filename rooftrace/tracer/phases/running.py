@@ -251,10 +251,11 @@ class PhaseRunner:
             )
         gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
         for parameter in trained:
-            gradients |= recorder.gradients_of(parameter)
+            gradients |= stepping.gradients_of(recorder, parameter)
         name = self.options.optimizer
-        if len(trained) < len(parameters) and any(map(closures.hooks_of, parameters)):
-            self._say_hooked(recorder, len(parameters) - len(trained), stepped)
+        taken = len(parameters) - len(trained)
+        if taken and name != "none" and any(map(closures.hooks_of, parameters)):
+            stepping.say_hooked(recorder, taken, stepped, name)
         if trained:
             gradients |= run_optimizer(recorder, trained, name, self.options.dtype)
             stepped = stepped and (stepped if name == "none" else f"{stepped}+{name}")
@@ -263,18 +264,6 @@ class PhaseRunner:
         # Gradients stay until somebody sets them to None: they are results of the step too.
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
         return Step(results, gradients=gradients, optimizer=stepped)
-
-    def _say_hooked(self, recorder: Recorder, taken: int, stepped: str | None) -> None:
-        """Hooks took gradients away, so that the optimizer of the request has none to step with."""
-        name = self.options.optimizer
-        if name == "none":
-            return
-        others = f"after {stepped} stepped there" if stepped else "and changed what they did"
-        recorder.values.assume(
-            "optimizer",
-            f"hooks take {taken} gradients away while backward runs, {others}: {name} steps on the "
-            "parameters that have a gradient after it",
-        )
 
     @contextlib.contextmanager
     def _exchanged(self, recorder: Recorder) -> Iterator[None]:

@@ -22,6 +22,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.phases.optimizer import functions_unseen
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.tensors import subclasses, trees
 from rooftrace.tracer.values import META
 
 
@@ -139,4 +140,26 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
 
 def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
     for parameter in root.parameters():
-        learnt.gradients.update(recorder.gradients_of(parameter))
+        learnt.gradients.update(gradients_of(recorder, parameter))
+
+
+def gradients_of(recorder: Recorder, parameter: Tensor) -> dict[int, str]:
+    """The names of what the gradient of a tensor consists of, by storage."""
+    gradient, entry = parameter.grad, recorder.entries.entry_of(parameter)
+    if gradient is None:
+        return {}
+    name = recorder.name_of(parameter) or ("" if entry is None else entry.name)
+    parts = subclasses.parts_of(gradient)
+    parts = parts if trees.is_sparse(gradient) else parts[:1]
+    tags = [(recorder.tags.of(part), suffix) for part, suffix in parts]
+    return {tag.storage: f"{name}.grad{suffix}" for tag, suffix in tags if tag is not None}
+
+
+def say_hooked(recorder: Recorder, taken: int, stepped: str | None, name: str) -> None:
+    """Hooks took so many gradients away: the optimizer of this name has none to step with."""
+    others = f"after {stepped} stepped there" if stepped else "and changed what they did"
+    recorder.values.assume(
+        "optimizer",
+        f"hooks take {taken} gradients away while backward runs, {others}: {name} steps on the "
+        "parameters that have a gradient after it",
+    )

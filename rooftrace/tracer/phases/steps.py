@@ -26,7 +26,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import lending, stepping
-from rooftrace.tracer.phases.attempts import attempted
+from rooftrace.tracer.phases.attempts import OwnBackwardError, attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
@@ -158,6 +158,11 @@ def trace_step(
         return _traced_step(step, args, kwargs, options, name)
 
 
+def runs_backward(error: RequestError) -> bool:
+    """Whether a phase is refused as its code calls backward, so that its call is a step."""
+    return isinstance(error, OwnBackwardError)
+
+
 def _traced_step(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -177,7 +182,7 @@ def _traced_step(
         with _own_step(recorder, root) as learnt:
             result = _call(step, args, kwargs)
         for leaf in tensors_in((args, kwargs)):
-            learnt.gradients.update(recorder.gradients_of(leaf) if leaf.is_leaf else {})
+            learnt.gradients.update(stepping.gradients_of(recorder, leaf) if leaf.is_leaf else {})
         inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
         return _graph(recorder, root, learnt, result, inputs)
 

@@ -17,7 +17,6 @@ from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.patches import contexts, original_of, replaced
-from rooftrace.tracer.source import NoGradientsError
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import owners, trees
 from rooftrace.tracer.tensors.subclasses import OURS
@@ -79,12 +78,10 @@ class Functions(TorchFunctionMode):
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])
-        elif func in _LIKE and args[0].is_meta and _holds_numbers(func, args, kwargs):
-            made = self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+        elif func in _LIKE and args[0].is_meta:
+            made = self._like(func, args, kwargs)
             if made is not None:
                 return made
-        elif func is Tensor.new and args[0].is_meta and len(args) == 4 and trees.is_sparse(args[0]):
-            func, args = torch.sparse_coo_tensor, args[1:]  # indices, values and the size
         elif func in _CONSTRUCTORS:
             made = self._construct(func, args, kwargs)
             if made is not None:
@@ -141,6 +138,14 @@ class Functions(TorchFunctionMode):
             return index if made is None else made
         return index
 
+    def _like(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """`tensor.new(...)`: of numbers, or of the indices, values and size of a sparse tensor."""
+        if _holds_numbers(func, args, kwargs):
+            return self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+        if func is Tensor.new and len(args) == 4 and trees.is_sparse(args[0]):
+            return torch.sparse_coo_tensor(*args[1:])
+        return None
+
     def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """`torch.tensor([...])`: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
@@ -173,13 +178,13 @@ _NO_GRAPH = "does not require grad and does not have a grad_fn"
 
 @contextlib.contextmanager
 def _gradients_wanted(tape: Tape) -> Iterator[None]:
-    """Inside, a backward of code that a phase runs without gradients raises NoGradientsError."""
+    """Inside, a backward is noted that fails as the phase runs the code without gradients."""
     try:
         yield
     except RuntimeError as error:
-        if tape.own_step or torch.is_grad_enabled() or _NO_GRAPH not in str(error):
-            raise
-        raise NoGradientsError(str(error)) from error
+        if not tape.own_step and not torch.is_grad_enabled() and _NO_GRAPH in str(error):
+            tape.here.wants_gradients = True
+        raise
 
 
 def _to_python(tape: Tape, tensor: Tensor, method: str) -> Any:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -40,10 +40,10 @@ from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.storages import Storages
 from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.releases import Release
-from rooftrace.tracer.replay import CallReplay, RepeatedCall, Twin
+from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
 from rooftrace.tracer.sharded import ddp, fsdp, meshes
-from rooftrace.tracer.tape import META_KEY, Tape
+from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.whole import kept_whole, shown
@@ -125,17 +125,6 @@ class Recorder(TorchDispatchMode, Tape):
     def twins(self) -> Iterator[Twin]:
         """Ops that were recorded again, one by one as in a block that calls repeat."""
         return self._module_calls.stacks.twins()
-
-    def settle(self, gradients: Collection[int]) -> None:
-        """The recording is over: what it freed is told.  gradients: their storages."""
-        blocks: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            noted = node.meta.get(META_KEY)
-            if isinstance(noted, RepeatedCall):
-                blocks |= dict.fromkeys(noted.block.nodes, noted.block.nodes[-1])
-        for twin in self.twins():
-            blocks |= dict.fromkeys(twin.nodes, twin.nodes[-1])
-        self.entries.standing.settle(gradients, blocks)
 
     def _from_data(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor from the caller's real ones; see `realdata`."""

@@ -68,7 +68,7 @@ def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor] | None:
     """The tensors that store a sparse one; None where nobody knows how many elements it has."""
     if not trees.is_sparse(tensor):
         return None
-    pieces = [piece for piece, _ in trees.named_pieces(tensor)]
+    pieces = [piece for piece, _ in reversed(trees.named_pieces(tensor))]
     if len(pieces) == 1:
         return None
     tape.tags.recognise(pieces)

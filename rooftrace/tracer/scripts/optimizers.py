@@ -163,7 +163,7 @@ def _note_gradients(tape: ScriptRecorder, optimizer: Any, learnt: stepping.Learn
     """What an optimizer is about to read are gradients, though the script drops them afterwards."""
     for weight in (weight for group in _groups(optimizer) for weight in group["params"]):
         if learnt is not None:
-            learnt.gradients.update(tape.gradients_of(weight))
+            learnt.gradients.update(stepping.gradients_of(tape, weight))
 
 
 def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:

@@ -133,7 +133,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def settle(self, gradients: Collection[int]) -> None:
         """The recording is over: what it freed is told.  gradients: their storages."""
-        super().settle({*gradients, *self._inputs})
+        blocks = [twin.nodes for twin in self.twins()]
+        self.entries.standing.settle({*gradients, *self._inputs}, blocks)
 
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
         """What a step is given: those that the graph does not know become its inputs."""

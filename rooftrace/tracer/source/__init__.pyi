@@ -3,7 +3,6 @@ from rooftrace.tracer.source.imports import (
     spec_after as spec_after,
 )
 from rooftrace.tracer.source.lines import (
-    NoGradientsError as NoGradientsError,
     TraceError as TraceError,
     deciding_line as deciding_line,
     source_line as source_line,

@@ -14,10 +14,6 @@ from typing import Any
 import torch
 
 
-class NoGradientsError(RuntimeError):
-    """Code calls backward in a phase that runs without gradients: it is a step of its own."""
-
-
 class TraceError(RuntimeError):
     """The module could not be traced: names the module, the user's line and what to try."""
 

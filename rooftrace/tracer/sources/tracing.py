@@ -199,9 +199,8 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
     """The graphs of a module; each phase has arguments of its own, which its run may change."""
     from torch import inference_mode
 
-    from rooftrace.tracer.asking.callables import Function
     from rooftrace.tracer.patches import contexts
-    from rooftrace.tracer.phases import OwnBackwardError, trace_phases
+    from rooftrace.tracer.phases import steps, trace_phases
 
     graphs: dict[str, OpGraph] = {}
     sized = job.is_sized and not job.is_called
@@ -212,8 +211,12 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
             made = loaded(job)
             try:
                 graphs |= trace_phases(made.module, made.inputs, phases, job.options)
-            except OwnBackwardError:
-                if "phases" in job.explicit or not isinstance(job.source, Function):
+            except RequestError as error:
+                if (
+                    "phases" in job.explicit
+                    or not job.is_function
+                    or not steps.runs_backward(error)
+                ):
                     raise
                 return _graph_of_call(job)
     return graphs

@@ -136,25 +136,8 @@ class Tape:
 
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of a tensor that the graph knows; of a sparse one's values."""
-        parts = subclasses.parts_of(tensor)
-        self.tags.recognise([part for part, _ in parts])
-        tag = self.tags.of(parts[-1 if trees.is_sparse(tensor) else 0][0])
+        tag = self.tags.of(subclasses.parts_of(tensor)[0][0])
         return tag.storage if tag else None
-
-    def gradients_of(self, parameter: Tensor) -> dict[int, str]:
-        """The names of what the gradient of a parameter consists of, by storage."""
-        names: dict[int, str] = {}
-        if parameter.grad is None:
-            return names
-        parts = subclasses.parts_of(parameter.grad)
-        self.tags.recognise([part for part, _ in parts])
-        entry = self.entries.entry_of(parameter)
-        name = self.name_of(parameter) or ("" if entry is None else entry.name)
-        for part, suffix in parts[: None if trees.is_sparse(parameter.grad) else 1]:
-            tag = self.tags.of(part)
-            if tag is not None:
-                names[tag.storage] = f"{name}.grad{suffix}"
-        return names
 
     def brought(self, data: Tensor) -> Tensor:
         """The meta stand-in for a host tensor that fills a weight."""

@@ -163,17 +163,16 @@ STORES_NOTHING = "_rooftrace_stores_nothing"
 """Attribute of a sparse tensor on meta that is known to store no element."""
 _PIECES = {
     torch.sparse_coo: ("indices", "values"),
-    **dict.fromkeys(
-        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
-    ),
-    **dict.fromkeys(
-        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
-    ),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+"""What the pieces of a sparse tensor are called, in the order of `pieces_of`."""
 
 
 def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
-    """The pieces of a tensor, each with a suffix for its name.
+    """The pieces of a tensor, each with a suffix for its name; of a sparse one the values first.
 
     A sparse one that stores nothing on meta stands for itself, unless it was emptied: it was made
     by an op that cannot know there what it stores.
@@ -182,9 +181,9 @@ def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
         return [(tensor, "")]
     if tensor.is_meta and not tensor._nnz() and STORES_NOTHING not in vars(tensor):
         return [(tensor, "")]
-    names = _PIECES[tensor.layout]
+    names = [f".{name}" for name in _PIECES[tensor.layout]]
     with torch._C._AutoDispatchBelowAutograd():
-        return [(p, f".{name}") for p, name in zip(pieces_of(tensor), names, strict=True)]
+        return list(zip(pieces_of(tensor), names, strict=True))[::-1]
 
 
 def listed(item: Any) -> list[Tensor]:
