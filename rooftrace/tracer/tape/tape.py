@@ -197,11 +197,10 @@ class Tape:
             for tensor in written:
                 tag = self.tags.of(tensor)
                 self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
-        info = call.info
-        origin = self.origins.origin(info.name, self.rolling.label)
+        origin = self.origins.origin(call.info.name, self.rolling.label)
         where = streams.current_stream(), self.shards.exchanged(together)
         noted = facts or {}, taint | sparse
-        node.meta[META_KEY] = Recorded(specs, origin, info.view, sync, *noted, *where)
+        node.meta[META_KEY] = Recorded(specs, origin, call.info.view, sync, *noted, *where)
         self.tags.last = node
 
     def _node(self, call: Call) -> fx.Node:
