@@ -1,4 +1,4 @@
-"""Sparse gradients: bytes, memory and FLOPs beside what real tensors and PyTorch's allocator say."""
+"""Sparse gradients: bytes, memory and FLOPs beside real tensors and PyTorch's allocator."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_what_repeats_is_added_where_it_is_known_and_kept_where_it_is_not() -> N
     unknown = rt.trace(step, model, optimizer, index)
     (merge,) = (op for op in unknown.ops if op.name == "rooftrace.coalesce")
     assert unknown.values[merge.outputs[1]].shape == (IDS, WIDTH)
-    assert "how many of the 512 rows" in [a.text for a in unknown.assumptions][0]
+    assert "how many of the 512 rows" in unknown.assumptions[0].text
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparseadam"])

@@ -75,11 +75,11 @@ def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor] | None:
     return pieces
 
 
-def _stands_for(tape: Tape, tensor: Tensor, given: Sequence[Tensor]) -> None:
+def _stands_for(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> None:
     """The pieces of a tensor that was made of these are the same values."""
     with torch._C._AutoDispatchBelowAutograd():
         pieces = trees.pieces_of(tensor)
-    for piece, other in zip(pieces, given, strict=True):
+    for piece, other in zip(pieces, sources, strict=True):
         tape.tags.same_as(piece, other)
         entry = tape.values.known(other)
         if entry is not None and piece.device.type == "meta":
@@ -125,15 +125,15 @@ _MAKE = {*_MAKERS, "aten._embedding_bag_backward"}
 @kernel(*(name.removeprefix("aten.") for name in _MAKERS))
 def _put_together(tape: Tape, call: Call, on: On) -> Any:
     names = [argument.name for argument in call.func._schema.arguments]
-    given = [call.args[names.index(name)] for name in _MAKERS[call.name]]
-    if any(piece.device.type != "meta" for piece in given):
-        given = [_brought(tape, piece) for piece in given]
+    pieces = [call.args[names.index(name)] for name in _MAKERS[call.name]]
+    if any(piece.device.type != "meta" for piece in pieces):
+        pieces = [_brought(tape, piece) for piece in pieces]
         args = list(call.args)
-        for name, piece in zip(_MAKERS[call.name], given, strict=True):
+        for name, piece in zip(_MAKERS[call.name], pieces, strict=True):
             args[names.index(name)] = piece
         call = Call.of(call.func, *args, **call.kwargs)
     made = call.run()
-    _stands_for(tape, made, given)
+    _stands_for(tape, made, pieces)
     return made
 
 
@@ -242,14 +242,12 @@ def _zeroed(tape: Tape, call: Call, on: On) -> Any:
 def _bags_backward(tape: Tape, call: Call, on: On) -> Any:
     """The gradient of a table of which bags read rows, where it is to be sparse."""
     names = [argument.name for argument in call.func._schema.arguments]
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    if not given.pop("sparse"):
+    arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    if not arguments.pop("sparse"):
         return NotImplemented
-    given.pop("maximum_indices")
-    if given["offset2bag"].numel() == 0:  # only a CPU leaves it away
-        given["offset2bag"] = torch.empty_like(given["indices"])
+    arguments.pop("maximum_indices")
     with on():
-        return _aten._embedding_bag_sparse_backward(**given)
+        return _aten._embedding_bag_sparse_backward(**arguments)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -359,9 +357,9 @@ def _masked(tape: Tape, call: Call, on: On) -> Any:
     if pieces is None or not plain or not mask.is_coalesced():
         return NotImplemented
     with on():
-        one = torch.ones((), dtype=x.dtype, device=x.device)
+        ones = torch.ones((), dtype=x.dtype, device=x.device)
         rows = x[tuple(pieces[0].unbind(0))]
-        indices, values = pieces[0].clone(), rows * one.expand_as(rows)
+        indices, values = pieces[0].clone(), rows * ones.expand_as(rows)
     return _made(tape, indices, values, x.shape, True)
 
 
