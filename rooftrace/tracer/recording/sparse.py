@@ -19,6 +19,7 @@ from torch import Tensor
 from rooftrace.tracer.formulas import functions
 from rooftrace.tracer.graph import Tensor as Value
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.ops.traits import COMPOSITE
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.whole import own_ops
@@ -51,7 +52,9 @@ def kernel(*names: str) -> Callable[[Kernel], Kernel]:
 def run_sparse(tape: Tape, call: Call, on: On) -> Any:
     """The result of an op on sparse tensors, or that makes one; NotImplemented of any other.
 
-    Where it is NotImplemented, the sparse tensors that the op reads are values of the graph.
+    Where it is NotImplemented, a product reads the pieces of its sparse tensors, put together; any
+    other op reads dense tensors of their shapes, by assumption.  Raises NotImplementedError for an
+    op that PyTorch cannot run on sparse tensors either.
     """
     if call.name not in _MAKE and all(t.layout is torch.strided for t in call.tensors):
         return NotImplemented
@@ -59,9 +62,30 @@ def run_sparse(tape: Tape, call: Call, on: On) -> Any:
     out = NotImplemented if function is None else function(tape, call, on)
     if out is NotImplemented:
         for tensor in call.tensors:
-            if tensor.layout is not torch.strided:
-                _join(tape, tensor)
+            if trees.is_sparse(tensor):
+                _check_kernel(call, tensor)
+                _join(tape, call, tensor)
     return out
+
+
+_PRODUCTS = {f"aten.{name}" for name in (
+    "mm", "mv", "_sparse_addmm", "sspaddmm", "hspmm", "_sparse_mm", "_sparse_mm_reduce_impl",
+    "_sparse_sparse_matmul", "sparse_sampled_addmm", "_sparse_softmax", "_sparse_log_softmax",
+)}  # fmt: skip
+"""Ops whose rules count what a sparse tensor stores."""
+_KEYS = torch._C.DispatchKey
+
+
+def _check_kernel(call: Call, tensor: Tensor) -> None:
+    keys = (
+        _KEYS.SparseCPU if tensor.layout is torch.sparse_coo else _KEYS.SparseCsrCPU,
+        _KEYS.CompositeExplicitAutograd,
+        COMPOSITE,
+    )
+    if call.func.namespace == "aten" and not any(map(call.func.has_kernel_for_dispatch_key, keys)):
+        raise NotImplementedError(
+            f"{call.name} has no kernel for tensors of layout {tensor.layout} in PyTorch"
+        )
 
 
 def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor] | None:
@@ -94,10 +118,13 @@ def _made(
     return made
 
 
-def _join(tape: Tape, tensor: Tensor) -> None:
-    """Record that the pieces of a sparse tensor are put together, for an op that reads it whole."""
+def _join(tape: Tape, call: Call, tensor: Tensor) -> None:
+    """Record that the pieces of a sparse tensor are put together, for a product that reads it."""
     pieces = _pieces(tape, tensor)
     if pieces is None or not tape.recording:
+        return
+    if call.name not in _PRODUCTS:
+        tape.tags.mark(tensor, None)
         return
     if tensor.layout is torch.sparse_coo:
         whole = Call.of(_JOIN, *pieces, list(tensor.shape), is_coalesced=tensor.is_coalesced())
@@ -163,6 +190,15 @@ def _asked(tape: Tape, call: Call, on: On) -> Any:
     return call.run()
 
 
+@kernel("detach", "alias")
+def _same(tape: Tape, call: Call, on: On) -> Any:
+    (x,) = call.args
+    made = call.run()
+    if trees.STORES_NOTHING in vars(x):
+        made.__dict__[trees.STORES_NOTHING] = True
+    return made
+
+
 # -- copies ----------------------------------------------------------------------------------------
 
 
@@ -190,8 +226,10 @@ def _transposed(tape: Tape, call: Call, on: On) -> Any:
     """Copies of both pieces, with two rows of the indices exchanged (transpose_sparse_)."""
     x, *dims = call.args
     pieces = _pieces(tape, x)
-    if pieces is None or x.layout is not torch.sparse_coo:
+    if pieces is None:
         return NotImplemented
+    if x.layout is not torch.sparse_coo:  # of rows it is one of columns, with the same pieces
+        return call.run()
     first, second = [dim % x.dim() for dim in dims] or [0, 1]
     if max(first, second) >= x.sparse_dim():
         return NotImplemented
@@ -271,6 +309,51 @@ def _scaled(tape: Tape, call: Call, on: On) -> Any:
     return _made(tape, pieces[0], values, x.shape, x.is_coalesced())
 
 
+@kernel("abs", "sqrt", "pow", "square", "sign", "sgn", "sin", "tan", "tanh", "asin", "atan", "sinh",
+        "asinh", "expm1", "log1p", "relu", "ceil", "floor", "round", "trunc", "erf")  # fmt: skip
+def _kept_zeros(tape: Tape, call: Call, on: On) -> Any:
+    """A function that is 0 at 0, of the values of a tensor that is coalesced before."""
+    x, *others = call.args
+    pieces = None if x.layout is not torch.sparse_coo else _pieces(tape, x)
+    if pieces is None or any(isinstance(other, Tensor) for other in others):
+        return NotImplemented
+    with on():
+        whole = x.coalesce()
+    indices, values = _pieces(tape, whole) or pieces
+    with on():
+        indices, values = indices.clone(), call.func(values, *others, **call.kwargs)
+    return _made(tape, indices, values, x.shape, True)
+
+
+@kernel("sum", "norm")
+def _reduced(tape: Tape, call: Call, on: On) -> Any:
+    """The sum, or the norm, of everything that is stored."""
+    x, *others = call.args
+    whole = all(other in ([], False, None) or isinstance(other, (int, float)) for other in others)
+    if not whole or not trees.is_sparse(x) or _pieces(tape, x) is None:
+        return NotImplemented
+    if "norm" in call.name:
+        with on():
+            x = x.coalesce()
+    pieces = _pieces(tape, x)
+    if pieces is None:
+        return NotImplemented
+    with on():
+        return call.func(pieces[-1], *others, **call.kwargs)
+
+
+@kernel("_to_dense")
+def _dense(tape: Tape, call: Call, on: On) -> Any:
+    """Zeros, to which what is stored is added."""
+    x = call.args[0]
+    pieces = _pieces(tape, x)
+    if pieces is None or x.layout is not torch.sparse_coo:
+        return NotImplemented
+    with on():
+        zeros = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return zeros.add_(x)
+
+
 def _rows(indices: Tensor, sizes: Sequence[int]) -> Tensor:
     """One number for each place that several indices name: of its row, counted row by row."""
     if len(sizes) == 1:
@@ -285,6 +368,8 @@ def _rows(indices: Tensor, sizes: Sequence[int]) -> Tensor:
 def _added(tape: Tape, call: Call, on: On) -> Any:
     """To a dense tensor, at the rows that are stored; to a sparse one, behind what it stores."""
     base, x = call.args[:2]
+    if trees.is_sparse(base) and isinstance(x, Tensor) and x.layout is torch.strided:
+        raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
     pieces = _pieces(tape, x) if isinstance(x, Tensor) else None
     if pieces is None or base.shape != x.shape or x.layout is not torch.sparse_coo:
         return NotImplemented
@@ -298,7 +383,7 @@ def _added(tape: Tape, call: Call, on: On) -> Any:
     with on():
         scaled = values if alpha == 1 else values * alpha
         joined = torch.cat([first[0], indices], 1), torch.cat([first[1], scaled])
-    made = _made(tape, *joined, x.shape, False)
+    made = _made(tape, joined[0], joined[1], x.shape, False)
     return _becomes(base, made) if call.info.mutated else made
 
 
@@ -345,7 +430,7 @@ def _coalesced(tape: Tape, call: Call, on: On) -> Any:
         made = own_ops().coalesce(indices, values, x.shape[: x.sparse_dim()], count)
     if classes is None and entry is not None and places is not None:
         tape.values.learn(made[0], places, entry.taint)
-    return _made(tape, *made, x.shape, True)
+    return _made(tape, made[0], made[1], x.shape, True)
 
 
 @kernel("sparse_mask")
@@ -365,17 +450,17 @@ def _masked(tape: Tape, call: Call, on: On) -> Any:
 
 # -- many at once ----------------------------------------------------------------------------------
 
-_FOREACH = frozenset({"mul", "div", "add", "sub", "neg", "zero", "copy"})
-"""What runs on many tensors at once, and on each alone where one of them is sparse."""
+_NORM = "aten._foreach_norm"
 
 
 def _is_foreach(call: Call) -> bool:
-    return call.name.removeprefix("aten._foreach_").removesuffix("_") in _FOREACH
+    return call.name.startswith("aten._foreach_")
 
 
 def _one_by_one(tape: Tape, call: Call, on: On) -> Any:
     """An op on lists, as CUDA's slow path runs it where its one kernel takes no such tensors."""
-    alone = getattr(_aten, call.name.removeprefix("aten._foreach_"))
+    name = call.name.removeprefix("aten._foreach_")
+    alone = _aten.linalg_vector_norm if call.name == _NORM else getattr(_aten, name)
     count = len(call.args[0])
     lists = [x if isinstance(x, (list, tuple)) else [x] * count for x in call.args]
     with on():
