@@ -258,3 +258,111 @@ def test_a_product_with_a_sparse_matrix_and_its_backward_count_what_is_stored() 
     weights = sum(v.nbytes for i, v in enumerate(graph.values)
                   if v.role == "weights" and v.storage == i)  # fmt: skip
     assert weights == 4 * 16 * 16 + 64 * (2 * 8 + 4)  # the matrix as its indices and values
+
+
+def clipped(model: nn.Module, optimizer: Any, index: Tensor) -> None:
+    model(index).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def decayed(model: nn.Module, optimizer: Any, index: Tensor) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    train(model, optimizer, index)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [(clipped, "linalg_vector_norm"), (decayed, r"add\(sparse, dense\) is not supported")],
+)
+def test_what_pytorch_refuses_is_refused(step: Callable[..., Any], message: str) -> None:
+    model = _table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((NotImplementedError, RuntimeError), match=message):
+        step(model, optimizer, ids())
+    with pytest.raises(rt.TraceError, match=message):
+        rt.trace(step, model, optimizer, ids())
+
+
+def made_dense(model: Any, optimizer: Any, index: Tensor) -> None:
+    model(index).square().mean().backward()
+    model.weight.grad = model.weight.grad.to_dense()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def kept(model: Any, optimizer: Any, index: Tensor) -> tuple[Tensor, Tensor]:
+    model(index).square().mean().backward()
+    gradient = model.weight.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    return gradient.clone(), gradient.detach()
+
+
+def measured(model: Any, optimizer: Any, index: Tensor) -> None:
+    model(index).square().mean().backward()
+    model.weight.grad.coalesce().norm()
+    model.weight.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("step", [made_dense, kept, measured])
+def test_other_uses_of_a_sparse_gradient_take_the_memory_that_they_do(
+    step: Callable[..., Any],
+) -> None:
+    _, args = warm("sgd")
+    real = standing(args) + really_allocated(step, args)
+    graph = rt.trace(step, *warm("sgd")[1])
+    assert rt.estimate(graph, chip="l4", execution="eager").memory.peak == real
+    assert not graph.assumptions
+
+
+def test_tables_that_are_alike_count_as_if_each_were_run() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(
+                nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True) for _ in range(12)
+            )
+
+        def forward(self, index: Tensor) -> Any:
+            return sum(table(index, torch.arange(0, IDS, 8)) for table in self.tables)
+
+    short = rt.trace(Tables(), ids(), phase="training", optimizer="adagrad")
+    full = rt.trace(Tables(), ids(), phase="training", optimizer="adagrad", repeats=False)
+    ours, flat = (rt.estimate(graph, chip="l4", execution="eager") for graph in (short, full))
+    assert (ours.flops, ours.bytes_hbm) == (flat.flops, flat.bytes_hbm)
+    assert ours.memory.peak == flat.memory.peak
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_matrix_takes_the_bytes_of_its_pieces(layout: str) -> None:
+    dense = torch.eye(64)
+    stored = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+
+    class Propagated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", stored)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.edges @ x
+
+    graph = rt.trace(Propagated(), torch.ones(64, 16))
+    indices = 2 * 64 if layout == "coo" else 64 + 65
+    peak = rt.estimate(graph, chip="l4", execution="eager").memory.peak
+    assert peak == 64 * 4 + indices * 8 + 2 * 4 * 64 * 16
+    assert not graph.assumptions
+
+
+def test_a_sweep_counts_what_each_size_does() -> None:
+    model, phase = ByFunction(), {"phase": "training", "optimizer": "adagrad"}
+    swept = rt.sweep(model, ids(64), over={"0.0": [64, 96, 128]}, chip="l4", execution="eager",
+                     **phase)  # fmt: skip
+    rows = swept.frame().set_index("0.0")
+    for size in (64, 96, 128):
+        index = torch.empty(size, dtype=torch.int64, device="meta")
+        single = rt.estimate(rt.trace(model, index, **phase), chip="l4", execution="eager")
+        assert rows.loc[size, "bytes_hbm"] == single.bytes_hbm
+        assert rows.loc[size, "flops"] == single.flops
