@@ -282,3 +282,30 @@ def test_a_phase_without_gradients_says_that_the_code_calls_backward() -> None:
     assert [op.part for op in graph.ops if op.name == "aten.mm"] == ["forward", "backward"]
     with pytest.raises(rt.TraceError, match="does not require grad"):
         rt.trace(gradient, torch.ones(16, 8), x)
+
+
+class Logged:
+    """A trainer of a script: it holds the model, and something that cannot be copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.lines = model, iter(())
+
+    def log(self, text: str) -> None:
+        next(self.lines, text)
+
+
+TRAINER: list[Logged] = []
+
+
+def logged(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+    TRAINER[0].log("stepped")
+
+
+def test_a_global_that_cannot_be_copied_stays() -> None:
+    model = net()
+    TRAINER[:] = [Logged(model)]
+    TRAINER[0].lines = (line for line in ())
+    graph = rt.trace(logged, model, X)
+    assert {op.part for op in graph.ops} == {"forward", "backward"}
+    TRAINER.clear()

@@ -7,6 +7,7 @@ would still refer to the original.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -110,7 +111,9 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     made = FunctionType(function.__code__, there, function.__name__, function.__defaults__, cells)
     memo[id(function)] = made  # it may refer to itself
     if there is not function.__globals__:
-        there.update({name: rebound(item, memo) for name, item in named.items()})
+        for name, item in named.items():
+            with contextlib.suppress(TypeError, RuntimeError, ValueError, AttributeError):
+                there[name] = rebound(item, memo)  # what cannot be copied stays the original
     made.__kwdefaults__ = function.__kwdefaults__
     made.__defaults__ = tuple(rebound(d, memo) for d in function.__defaults__ or ()) or None
     vars(made).update(vars(function))
