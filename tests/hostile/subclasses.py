@@ -240,7 +240,7 @@ def jagged_built_inside() -> Case:
     return Case(Ragged(), data, options=options, expected=mlp_flops(11))
 
 
-@pattern(named=("sparse",))
+@pattern
 def sparse_adjacency() -> Case:
     """Graph convolution with a sparse COO matrix as a buffer, training the dense side."""
 
@@ -258,22 +258,23 @@ def sparse_adjacency() -> Case:
     return Case(Graph(), (torch.randn(7, 6),), expected=flops)
 
 
-@pattern(named=("sparse",))
+@pattern
 def sparse_csr_weight() -> Case:
     """A pruned weight is stored as CSR, and F.linear is not used."""
+    weight = torch.randn(10, 6)
+    weight[weight.abs() < 0.8] = 0
 
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            weight = torch.randn(10, 6)
-            weight[weight.abs() < 0.8] = 0
             self.stored = nn.Parameter(weight.to_sparse_csr(), requires_grad=False)
             self.head = nn.Linear(10, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head((self.stored @ x.T).T)
 
-    return Case(Sparse(), (torch.randn(7, 6),))
+    flops = 2 * int((weight != 0).sum()) * 7 + 2 * 7 * 30
+    return Case(Sparse(), (torch.randn(7, 6),), expected=flops)
 
 
 @pattern

@@ -111,7 +111,7 @@ def flops_of(graph: rt.OpGraph) -> tuple[int, int]:
     """FLOP of the products of a graph: without recomputation, and those that run a second time."""
     once, twice = rt.estimate(graph, chip="h200-sxm", execution="eager").flops_matrix, 0
     for op, cost in zip(graph.ops, price_ops(graph)[0], strict=True):
-        vector = op.name.split(".", 1)[1] in harness.VECTOR_PRODUCTS
+        vector = op.name.split(".", 1)[1] in harness.VECTOR_PRODUCTS or "stored" in op.facts
         once += cost.flops() * graph.times(op) if vector else 0
         if op.part == "recompute":
             twice += cost.flops(MATRIX, ("recompute",)) * graph.times(op)

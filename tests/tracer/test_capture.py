@@ -273,8 +273,9 @@ def test_a_sparse_gradient_is_followed() -> None:
     graph = rt.trace(
         nn.Embedding(10, 8, sparse=True), torch.tensor([[1, 2]]), phase="training", optimizer="none"
     )
-    gradient = [t for t in graph.values if t.name == "weight.grad"]
-    assert [(t.role, t.shape) for t in gradient] == [("gradients", (10, 8))]
+    (gradient,) = (t for t in graph.values if t.name == "weight.grad.values")
+    assert (gradient.role, gradient.elements) == ("gradients", 2 * 8)  # a row for each id
+    assert [graph.values[value].shape for value in graph.outputs[1:]] == [(2, 8), (1, 2)]
 
 
 def test_lazy_parameters_get_their_shapes_first() -> None:

@@ -171,14 +171,15 @@ def _early() -> None:
         print(captured.graph)
 
 
-_GLOBAL: dict[str, Any] = {}
+class _Strangers:
+    optimizer: Any = None
 
 
 def _strangers_optimizer() -> None:
     model = net()
-    # What is global is not copied with the step: it holds the real weights, not a copy's.
-    _GLOBAL["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    rt.trace(lambda model, x: train(model, x, _GLOBAL["optimizer"]), model, X)
+    # What a class has is not copied with the step: it holds the real weights, not a copy's.
+    _Strangers.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rt.trace(lambda model, x: train(model, x, _Strangers.optimizer), model, X)
 
 
 def _in_a_closure(model: nn.Module, optimizer: Any) -> Callable[..., Any]:

@@ -100,8 +100,9 @@ def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
     """Bytes that an op without a rule moves at least, and at most if it touches each byte once.
 
     At least: it writes its new results, and reads nothing, as it may need only the sizes of its
-    operands or single rows.  At most: it reads every operand, and writes every result and every
-    operand that it changes, whole.
+    operands or single rows.  An optimizer's op that changes tensors of the size of a gradient reads
+    that, and reads and writes these.  At most: it reads every operand, and writes every result and
+    every operand that it changes, whole.
     """
     cost = op_cost(graph, op)
     values = graph.values
@@ -109,6 +110,8 @@ def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
     sizes = {access: size for access, size in cost.traffic.items() if access.wire == "hbm"}
     local = list(dict.fromkeys(values[i].storage for i in (*op.inputs, *op.outputs)))
     least = sum(s for a, s in sizes.items() if a.write and local[a.storage] not in operands)
+    if op.part == "optimizer":
+        least += _updated(graph, op)
     known = {local[access.storage] for access in sizes if access.write}
     more = sum(
         sizes.get(Access(local.index(storage), False), 0)
@@ -116,6 +119,22 @@ def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
         if storage not in known
     )
     return least, cost.bytes() + more
+
+
+def _updated(graph: OpGraph, op: Op) -> int:
+    """Bytes of gradients that an update reads, and of what it changes that has as many elements."""
+    values, written = graph.values, _written(graph, op)
+    operands = {values[i].storage: values[i] for i in op.inputs}
+    gradients = {s: t for s, t in operands.items() if values[s].role == "gradients"}
+    sizes = {tensor.elements for tensor in gradients.values()}
+    changed = [
+        tensor
+        for storage, tensor in operands.items()
+        if storage in written and storage not in gradients and tensor.elements in sizes
+    ]
+    if not changed:
+        return 0
+    return sum(t.nbytes for t in gradients.values()) + 2 * sum(t.nbytes for t in changed)
 
 
 def _written(graph: OpGraph, op: Op) -> list[int]:

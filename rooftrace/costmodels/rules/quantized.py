@@ -12,7 +12,8 @@ import math
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import rows_reached, share, stored_width
+from rooftrace.costmodels.rules.common import rows_reached, share, stored_width, total
+from rooftrace.costmodels.rules.optimizer import adam_flop
 
 REQUANTIZE = 3
 """Flop to store a result in 8 bits: scale, round, clamp."""
@@ -227,3 +228,31 @@ def quantize(op: OpView) -> Cost:
     a = op.needed("A")
     search = 4 if "4bit" in op.target else 8 if "blockwise" in op.target else 0
     return _vector((4 + search) * a.elements) + op.streamed()
+
+
+_UPDATE = {"momentum": 4, "rmsprop": 9, "adagrad": 7, "lion": 9, "ademamix": 19}
+"""Flop per weight of a step without decay; of adam and lamb see `adam_flop`.
+
+momentum: b m + g, p - lr m.  adagrad: s + g g, p - lr g / (sqrt(s) + eps).  rmsprop: the same with
+b s + (1 - b) g g.  lion: b m + (1 - b) g twice, the sign of one, p - lr sign.  ademamix: Adam with
+m of two speeds, m1 + alpha m2.
+"""
+
+
+@builtin("bitsandbytes.optimizer_update_8bit_blockwise", "bitsandbytes.optimizer_update_32bit",
+         fusion="pointwise", family="optimizer")
+def update(op: OpView) -> Cost:
+    """One pass over gradient, weight and states; codes of 8 bits read, written with their scales.
+
+    A state in 8 bits is unpacked and quantised again (as in `quantize`) beside the update; each
+    weight decayed: 1.  The schema names the gradient and the codes as written: they are read.
+    """
+    weight, name = op.needed("p"), op.attribute("optimizer_name")
+    states = [t for t in (op.tensor("state1"), op.tensor("state2")) if t is not None]
+    scales = [t for t in (op.tensor("absmax1"), op.tensor("absmax2")) if t is not None]
+    decay = op.attribute("weight_decay", 0.0) != 0
+    flop = _UPDATE[name] + decay if name in _UPDATE else adam_flop(True, decay, False)
+    packed = UNPACK + 12 if scales else 0
+    others = [t for n, t in op.operands() if n != "unorm_vec" or op.attribute("max_unorm", 0.0) > 0]
+    return (_vector(flop * weight.elements + packed * total(states)) + op.read_all(others)
+            + op.write_all([weight, *states, *scales]))

@@ -1,9 +1,10 @@
 """Products and sums over the stored elements of a sparse tensor.
 
-A graph has a sparse tensor with the shape of a dense one; how many elements it stores is the fact
-`stored` (of the first sparse operand).  Where that is not known (the result of
-`to_sparse`) every element counts: an upper bound.  Products run on the vector engine, as
-cuSPARSE's do.  Bytes: a stored element moves with its indices, 8 bytes each.
+A graph has indices and values, and a sparse tensor that is made of them for a product, with the
+shape of a dense one and no bytes; how many elements it stores is the fact `stored` (of the first
+sparse operand).  Where that is not known (the result of `to_sparse`) every element counts: an upper
+bound.  Products run on the vector engine, as cuSPARSE's do.  Bytes: a stored element moves with its
+indices, 8 bytes each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import share, vector, whole_number_of
+from rooftrace.costmodels.rules.common import vector, whole_number_of
+from rooftrace.hardware.precisions import storage_bytes
 
 INDEX = 8
 """Bytes of an index (int64)."""
@@ -25,7 +27,8 @@ def stored(op: OpView, tensor: TensorView) -> int:
 def stored_bytes(op: OpView, tensor: TensorView) -> int:
     """The stored elements with their indices (one per dimension), at most the dense tensor."""
     count = stored(op, tensor)
-    return min(share(tensor, count, tensor.elements) + INDEX * tensor.dim * count, tensor.nbytes)
+    return min(storage_bytes(tensor.dtype, count) + INDEX * tensor.dim * count,
+               storage_bytes(tensor.dtype, tensor.elements))
 
 
 def _others(op: OpView, *names: str) -> Cost:
@@ -67,8 +70,9 @@ def sparse_sparse_matmul(op: OpView) -> Cost:
 @builtin("aten.sparse_sampled_addmm")
 def sampled_addmm(op: OpView) -> Cost:
     """beta S + alpha (A[M, K] B[K, N]) where S stores: 2 Z K flop, a product and a sum each."""
-    a, z = op.needed("mat1"), stored(op, op.needed("self"))
-    return vector(op, z * (2 * a.shape[-1] + 2)) + _others(op)
+    a, s = op.needed("mat1"), op.needed("self")
+    return (vector(op, stored(op, s) * (2 * a.shape[-1] + 2)) + op.read(s, stored_bytes(op, s))
+            + _others(op, "self"))
 
 
 @builtin("aten._coalesce", "aten.coalesce")
@@ -77,6 +81,13 @@ def coalesce(op: OpView) -> Cost:
     x = op.needed("self")
     size = stored_bytes(op, x)
     return vector(op, stored(op, x)) + op.read(x, size) + op.write(op.outputs[0], size)
+
+
+@builtin("rooftrace.coalesce")
+def coalesce_pieces(op: OpView) -> Cost:
+    """Z values become Y: those of one place are added, Z - Y adds of a row each."""
+    values, out = op.needed("values"), op.outputs[1]
+    return vector(op, max(values.elements - out.elements, 0)) + op.streamed()
 
 
 @builtin("aten._sparse_softmax", "aten._sparse_log_softmax", kind="softmax")

@@ -133,6 +133,13 @@ class Job:
         return not isinstance(self.source, nn.Module) and isinstance(first, nn.Module)
 
     @property
+    def is_function(self) -> bool:
+        """Whether the source is a function of the user's that no module is given to."""
+        from rooftrace.tracer.asking.callables import Function
+
+        return isinstance(self.source, Function)
+
+    @property
     def is_called(self) -> bool:
         """Whether the job has arguments for a call of the source."""
         return bool(self.args or self.kwargs)

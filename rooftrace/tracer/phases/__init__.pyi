@@ -1,4 +1,8 @@
-from rooftrace.tracer.phases import optimizer as optimizer, steps as steps
+from rooftrace.tracer.phases import (
+    optimizer as optimizer,
+    stepping as stepping,
+    steps as steps,
+)
 from rooftrace.tracer.phases.calls import (
     ModuleCalls as ModuleCalls,
     PlainCall as PlainCall,

@@ -25,6 +25,17 @@ _DECIDED = frozenset({"branch", "density", "value"})
 """Kinds of assumptions that a user can decide."""
 
 
+class OwnBackwardError(RequestError):
+    """Code calls backward itself in a phase that runs it without gradients."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} runs without gradients, and its code calls backward: trace its call as the "
+            "step that it is, rooftrace.trace(lambda module, x: module(x), module, x), or a "
+            "function without a phase"
+        )
+
+
 def attempted(
     run: Callable[[Recorder], OpGraph], options: Options, what: str, root: str
 ) -> OpGraph:
@@ -68,6 +79,8 @@ def attempted(
                 assert repeats, error
                 repeats = False
             except Exception as error:  # whatever a user's module may raise
+                if recorder.here.wants_gradients:
+                    raise OwnBackwardError(what) from error
                 first = first or _explained(error, recorder, what, root)
                 first.__cause__ = first.__cause__ or error
                 if not turns.turn(values):

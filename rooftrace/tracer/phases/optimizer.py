@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -16,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.tensors import trees
 
 _LEARNING_RATE = 1e-3
 """Any: a step costs the same."""
@@ -36,7 +38,7 @@ def run_optimizer(
         return {}
     kind = optimizer_class(name)
     recorder.part, recorder.function = "optimizer", kind.__name__
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), functions_unseen(parameters):
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
         if _is_elementwise(kind):
@@ -62,6 +64,13 @@ def run_optimizer(
             torch._foreach_copy_([_shard(p) for p, _ in low], [_shard(master) for _, master in low])
     recorder.function = ""
     return wide
+
+
+def functions_unseen(parameters: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, modes see the ops of an optimizer alone; also its functions, where a gradient is
+    sparse, which it makes by functions that PyTorch has on no meta device."""
+    sparse = any(p.grad is not None and trees.is_sparse(p.grad) for p in parameters)
+    return contextlib.nullcontext() if sparse else torch._C.DisableTorchFunction()
 
 
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS"})

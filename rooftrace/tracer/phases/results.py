@@ -6,7 +6,7 @@ import contextlib
 import functools
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class Step:
     gradients: Mapping[int, str] = field(default_factory=dict)
     items: int | None = None
     phase: str = ""
+    optimizer: str | None = None  # the optimizers that stepped, where the phase does not say it
 
 
 def graph_of(
@@ -82,6 +83,14 @@ def graph_of(
         repeats=recorder.repeat_calls,
     )
     return without_asides(graph, recorder.values.asides)
+
+
+def tell_freed(recorder: Recorder, gradients: Collection[int]) -> None:
+    """Gradients last to the end of a step, but for those of which the code let go before its last
+    op: their storages are freed there."""
+    last, held = recorder.tags.last, recorder.tags.last_held
+    early = {number for number in gradients if held.get(number, last) is not last}
+    recorder.entries.standing.settle(early, [twin.nodes for twin in recorder.twins()])
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

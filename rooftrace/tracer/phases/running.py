@@ -17,16 +17,17 @@ from rooftrace.tracer.asking import Options, assumptions, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed, step_inputs
-from rooftrace.tracer.phases.results import Step, graph_of
+from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.sharded import ddp
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
-from rooftrace.tracer.twins import on_meta
+from rooftrace.tracer.twins import closures, on_meta
 from rooftrace.tracer.values import META, REAL_VALUE
 
 
@@ -233,24 +234,36 @@ class PhaseRunner:
             )
         for parameter in parameters:
             parameter.grad = None
-        with torch.enable_grad(), recorder.trained(), self._exchanged(recorder):
+        with (
+            torch.enable_grad(),
+            recorder.trained(),
+            self._exchanged(recorder),
+            stepping.noted(recorder, self.module) as learnt,
+            stepping.foreach_on_meta(),
+        ):
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]
-        if not trained:
+        if not trained and not any(map(closures.hooks_of, parameters)):
             raise RequestError(
                 f"training of {type(self.module).__name__}: no parameter got a gradient; its "
                 "output does not depend on them, or an op between has no backward"
             )
-        gradients = {}
+        gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
         for parameter in trained:
-            storage = recorder.storage_of(parameter.grad) if parameter.grad is not None else None
-            if storage is not None:
-                gradients[storage] = f"{recorder.name_of(parameter)}.grad"
-        gradients |= run_optimizer(recorder, trained, self.options.optimizer, self.options.dtype)
+            gradients |= stepping.gradients_of(recorder, parameter)
+        name = self.options.optimizer
+        taken = len(parameters) - len(trained)
+        if taken and name != "none" and any(map(closures.hooks_of, parameters)):
+            stepping.say_hooked(recorder, taken, stepped, name)
+        if trained:
+            gradients |= run_optimizer(recorder, trained, name, self.options.dtype)
+            stepped = stepped and (stepped if name == "none" else f"{stepped}+{name}")
+        else:
+            stepped = stepped or "none"
         # Gradients stay until somebody sets them to None: they are results of the step too.
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
-        return Step(results, gradients=gradients)
+        return Step(results, gradients=gradients, optimizer=stepped)
 
     @contextlib.contextmanager
     def _exchanged(self, recorder: Recorder) -> Iterator[None]:
@@ -304,7 +317,8 @@ class PhaseRunner:
             self._enter_inputs(recorder, phase)
             with recorder:
                 step = body(recorder)
-            optimizer = self.options.optimizer if phase.trains else None
+            optimizer = step.optimizer or (self.options.optimizer if phase.trains else None)
+            tell_freed(recorder, step.gradients)
             named = step.phase or phase.name
             return graph_of(recorder, named, step, self.module, self.inputs, optimizer, self.target)
 

@@ -9,33 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Options, assumptions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
-from rooftrace.tracer.patches import contexts, original_of, replaced
-from rooftrace.tracer.phases import lending
-from rooftrace.tracer.phases.attempts import attempted
+from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.phases import lending, stepping
+from rooftrace.tracer.phases.attempts import OwnBackwardError, attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
-from rooftrace.tracer.phases.results import Step, graph_of
+from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
 from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.source import TraceError
@@ -163,6 +158,11 @@ def trace_step(
         return _traced_step(step, args, kwargs, options, name)
 
 
+def runs_backward(error: RequestError) -> bool:
+    """Whether a phase is refused as its code calls backward, so that its call is a step."""
+    return isinstance(error, OwnBackwardError)
+
+
 def _traced_step(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -181,6 +181,8 @@ def _traced_step(
                 recorder.enter(tensor, "input", f"input_{index}")
         with _own_step(recorder, root) as learnt:
             result = _call(step, args, kwargs)
+        for leaf in tensors_in((args, kwargs)):
+            learnt.gradients.update(stepping.gradients_of(recorder, leaf) if leaf.is_leaf else {})
         inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
         return _graph(recorder, root, learnt, result, inputs)
 
@@ -283,139 +285,33 @@ def enter_modules(recorder: Recorder, root: nn.Module) -> None:
 # -- while it runs ---------------------------------------------------------------------------------
 
 
-@dataclass
-class Learnt:
-    """Names of gradients by storage, and of the optimizers that stepped."""
-
-    gradients: dict[int, str] = field(default_factory=dict)
-    optimizers: list[str] = field(default_factory=list)
-
-
 @contextlib.contextmanager
-def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
+def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
     """Record what runs inside, with its parts, on the meta device."""
-    learnt = Learnt()
     recorder.own_step = True
-    outer: list[tuple[str, str]] = []
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if not recorder.here_recorded() or recorder.part == "optimizer":
-            return None  # a thread of somebody else, or the step that makes the states
-        outer.append((recorder.part, recorder.function))
-        note_gradients(recorder, root, learnt)
-        recorder.part, recorder.function = "optimizer", type(optimizer).__name__
-        learnt.optimizers.append(type(optimizer).__name__.lower())
-        closures = bool(args[1:] or kwargs.get("closure"))
-        _prepare(recorder, optimizer, closure=closures)
-        return with_closures_outside(lambda: recorder, args, kwargs) if closures else None
-
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if outer and recorder.here_recorded() and recorder.recording:
-            recorder.part, recorder.function = outer.pop()
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(before).remove)
-        stack.callback(register_optimizer_step_post_hook(after).remove)
-        stack.enter_context(recorder)
-        stack.enter_context(foreach_on_meta())
-        stack.enter_context(torch.device(META))
+    with (
+        stepping.noted(recorder, root) as learnt,
+        recorder,
+        stepping.foreach_on_meta(),
+        torch.device(META),
+    ):
         yield learnt
-    note_gradients(recorder, root, learnt)
+    stepping.note_gradients(recorder, root, learnt)
+    tell_freed(recorder, learnt.gradients)
 
 
-def with_closures_outside(
-    current: Callable[[], Recorder], args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """The arguments of an optimizer's step; ops of its closure, which runs the model, are not
-    the optimizer's.
-
-    current: gives the recorder that is on, which may be another after the closure.
-    """
-
-    def outside(item: Any) -> Any:
-        if not callable(item) or isinstance(item, (Optimizer, Tensor)):
-            return item
-
-        @functools.wraps(item)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            recorder = current()
-            before = recorder.part, recorder.function
-            recorder.part, recorder.function, recorder.after_backward = "forward", "", False
-            try:
-                return item(*args, **kwargs)
-            finally:
-                recorder = current()
-                recorder.part, recorder.function = before
-
-        return closure
-
-    return tuple(map(outside, args)), {name: outside(item) for name, item in kwargs.items()}
-
-
-@contextlib.contextmanager
-def foreach_on_meta() -> Iterator[None]:
-    """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
-    homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
-    name = "_get_foreach_kernels_supported_devices"
-    with contextlib.ExitStack() as undo:
-        for home in homes:
-            if hasattr(home, name):
-                original = original_of(home, name)
-                also = functools.partial(_also_meta, original)
-                undo.enter_context(replaced(home, {name: also}))
-        yield
-
-
-def _also_meta(devices: Callable[[], list[str]]) -> list[str]:
-    return [*devices(), "meta"]
-
-
-def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
-    """Give an optimizer the states that it has after many steps, and a GPU's implementation."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stranger = next((p for p in parameters if p.device != META), None)
-    if stranger is not None:
-        raise RequestError(
-            f"{type(optimizer).__name__} steps on a parameter {list(stranger.shape)} that is none "
-            "of the captured modules': make it of theirs inside the step, or pass it to "
-            "rooftrace.trace as an argument of the step"
-        )
-    names = [
-        recorder.name_of(p) or f"{type(optimizer).__name__.lower()}.{index}"
-        for index, p in enumerate(parameters)
-    ]
-    for parameter, name in zip(parameters, names, strict=True):
-        recorder.enter(parameter, "parameter", name)
-    if not closure and not any(optimizer.state.get(p) for p in parameters):
-        with torch.no_grad(), torch._C.DisableTorchFunction(), recorder.paused():
-            try:
-                with _disable_current_modes():
-                    optimizer.step()
-            except RuntimeError:  # it asks for values, which only the recorder follows
-                optimizer.state.clear()
-                optimizer.step()
-    for parameter, name in zip(parameters, names, strict=True):
-        for state, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                recorder.enter(value, "optimizer", f"{name}.{state}")
-
-
-def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
-    for parameter in root.parameters():
-        if parameter.grad is not None:
-            storage = recorder.storage_of(parameter.grad)
-            if storage is not None:
-                learnt.gradients[storage] = f"{recorder.name_of(parameter)}.grad"
-
-
-def graph_of_step(recorder: Recorder, root: nn.Module, learnt: Learnt) -> OpGraph:
+def graph_of_step(recorder: Recorder, root: nn.Module, learnt: stepping.Learnt) -> OpGraph:
     """The graph of what was recorded of code that used `root`; later code may read its results."""
     graph = _graph(recorder, root, learnt, None)
     return graph.replace(outputs=(*graph.outputs, *_left_over(graph), *_standing(graph)))
 
 
 def _graph(
-    recorder: Recorder, root: nn.Module, learnt: Learnt, output: Any, inputs: Sequence[Any] = ()
+    recorder: Recorder,
+    root: nn.Module,
+    learnt: stepping.Learnt,
+    output: Any,
+    inputs: Sequence[Any] = (),
 ) -> OpGraph:
     recorded = [node.meta.get(META_KEY) for node in recorder.graph.nodes]
     parts = {item.origin.part for item in recorded if isinstance(item, Recorded)}

@@ -62,12 +62,14 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
 # -- rows ----------------------------------------------------------------------------------------
 
 
-@facts_of("aten.embedding")
+@facts_of("aten.embedding", "aten.embedding_dense_backward", "aten._embedding_bag",
+          "aten._embedding_bag_forward_only", "aten._embedding_bag_backward",
+          "aten._embedding_bag_dense_backward")  # fmt: skip
 def _embedded(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
     return _rows(values, call.args[1], facts)
 
 
-@facts_of("aten.index_select")
+@facts_of("aten.index_select", "aten.index_add", "aten.index_add_")
 def _selected(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
     return _rows(values, call.args[2], facts)
 

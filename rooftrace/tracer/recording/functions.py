@@ -7,7 +7,6 @@ that is not there must not be asked for: everything but the CPU is the meta devi
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -79,8 +78,8 @@ class Functions(TorchFunctionMode):
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])
-        elif func in _LIKE and args[0].is_meta and _holds_numbers(func, args, kwargs):
-            made = self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+        elif func in _LIKE and args[0].is_meta:
+            made = self._like(func, args, kwargs)
             if made is not None:
                 return made
         elif func in _CONSTRUCTORS:
@@ -98,7 +97,7 @@ class Functions(TorchFunctionMode):
             tape.origins.recomputation.switched(bool(args[0]))
             return func(*args, **kwargs)
         elif func in _BACKWARD:
-            with self._in_backward():
+            with self._in_backward(), _gradients_wanted(tape):
                 return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
@@ -139,6 +138,14 @@ class Functions(TorchFunctionMode):
             return index if made is None else made
         return index
 
+    def _like(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """`tensor.new(...)`: of numbers, or of the indices, values and size of a sparse tensor."""
+        if _holds_numbers(func, args, kwargs):
+            return self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+        if func is Tensor.new and len(args) == 4 and trees.is_sparse(args[0]):
+            return torch.sparse_coo_tensor(*args[1:])
+        return None
+
     def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """`torch.tensor([...])`: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
@@ -163,6 +170,21 @@ class Functions(TorchFunctionMode):
         if marks.small(value):
             self.tape.values.learn(trees.unwrapped(made), trees.unwrapped(value))
         return made
+
+
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+"""What autograd says of a loss that was computed without gradients."""
+
+
+@contextlib.contextmanager
+def _gradients_wanted(tape: Tape) -> Iterator[None]:
+    """Inside, a backward is noted that fails as the phase runs the code without gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not tape.own_step and not torch.is_grad_enabled() and _NO_GRAPH in str(error):
+            tape.here.wants_gradients = True
+        raise
 
 
 def _to_python(tape: Tape, tensor: Tensor, method: str) -> Any:
@@ -201,20 +223,30 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def _become(tensor: Tensor, other: Tensor) -> None:
     """`tensor` gets what `other` is, of the same class; the object keeps its attributes, its hooks
-    and who refers to it weakly."""
+    and who refers to it weakly.
+
+    Autograd may hold what it was, as that of a weight which its module has computed from others
+    does: a backward through that raises.
+    """
     own = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
     for name in _HOOKS:
         hooks = getattr(tensor, name, None)
         if hooks:
             setattr(other, name, hooks)
-    if weakref.getweakrefs(tensor):
-        exchange: Any = torch._C._swap_tensor_impl
-        exchange(tensor, other)
-        vars(tensor).clear()
-        vars(tensor).update(vars(other))
-    else:
-        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    if tensor.is_leaf and tensor.requires_grad:
+        torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved_since)
+    exchange: Any = torch._C._swap_tensor_impl
+    exchange(tensor, other)
+    vars(tensor).clear()
+    vars(tensor).update(vars(other))
     vars(tensor).update(own)
+
+
+def _moved_since(gradients: Any) -> None:
+    raise RuntimeError(
+        "backward reaches a parameter as it was before its module moved to the device: move the "
+        "module first, then run its forward and backward"
+    )
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def _rows(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:
         return records.NO_TAINT
     if "uniform_over" in facts:
         return records.NO_TAINT
-    if "rows_touched" not in facts:
+    if "rows_touched" not in facts or "index_add" in call.name:
         return _written(tape, index, tuple(source.shape), facts)
     number = _choice(tape, index, source.shape[0], facts["rows_touched"])
     tag = tape.tags.of(source)

@@ -26,6 +26,7 @@ from rooftrace.tracer.recording.facts import learn_facts
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
+from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.tape import Tape, records
@@ -71,6 +72,9 @@ class Runner:
                 if meshes.running and groups.is_collective(func):
                     return exchanged_on_host(tape, call)
                 return func(*args, **kwargs)
+        out = run_sparse(tape, call, self._again)
+        if out is not NotImplemented:
+            return out
         if name in traits.IDENTITIES and call.tensors:
             return _same_value(tape, call)
         out = by_value(tape, call)

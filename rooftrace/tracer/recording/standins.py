@@ -18,7 +18,7 @@ from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.emulation import handles
-from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
+from rooftrace.tracer.patches import contexts, current_scope, original_of, replaced, shared
 from rooftrace.tracer.source import spec_after
 from rooftrace.tracer.tensors import trees
 
@@ -211,5 +211,18 @@ def uncompiled() -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    with replaced(frames, {name: lambda callback: None}):
+    stand_ins: dict[str, Any] = {name: lambda callback: None}
+    counter = original_of(frames, _COUNTER)
+    if callable(counter):
+
+        def count(frames: int) -> int:
+            """What it was: 0 where a count begins, so that nobody counts; then as if some were."""
+            return 0 if frames == 0 else max(counter(frames), 1)
+
+        stand_ins[_COUNTER] = count
+    with replaced(frames, stand_ins):
         yield
+
+
+_COUNTER = "set_fullgraph_compiled_frame_count"
+"""Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""

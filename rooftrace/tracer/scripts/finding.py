@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rooftrace.tracer.phases import steps
+from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.calls import Look, Result, first_shape, look_of, says
 from rooftrace.tracer.scripts.keeping import TurnKeeper
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -123,7 +123,7 @@ class Finder(TurnKeeper):
         return min(len(turn.calls) / calls, 1.0) if calls else 0.0
 
     @property
-    def learnt(self) -> steps.Learnt | None:
+    def learnt(self) -> stepping.Learnt | None:
         """What is known of the open turn; None where none is open."""
         return None if self._turn is None else self._turn.learnt
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.phases import steps
+from rooftrace.tracer.phases import stepping, steps
 from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, Result
 from rooftrace.tracer.scripts.clocks import HostClock
@@ -131,7 +131,7 @@ class TurnKeeper:
     ) -> None:
         """What was recorded becomes a piece; what was taken to be like the last one does not."""
         root = self._roots.container
-        steps.note_gradients(self._stage.recorder, root, turn.learnt)
+        stepping.note_gradients(self._stage.recorder, root, turn.learnt)
         old = self._stage.change(prepare)
         turn.brought += old.brought_bytes
         turn.taken += old.taken_bytes

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from rooftrace.tracer.patches import original_of, replaced
-from rooftrace.tracer.phases import steps
+from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 
 _WAITS_FOR_OTHERS = 8
@@ -110,7 +110,7 @@ class Optimizers:
         recorder: Callable[[], ScriptRecorder],
         before: Callable[[], None],
         after: Callable[[], None],
-        learnt: Callable[[], steps.Learnt | None],
+        learnt: Callable[[], stepping.Learnt | None],
     ) -> Iterator[None]:
         """Inside, ops of optimizers are the optimizer part of a step.
 
@@ -131,7 +131,7 @@ class Optimizers:
             self._made.add(optimizer)
             tape.part, tape.function = "optimizer", type(optimizer).__name__
             if args[1:] or kwargs.get("closure"):
-                return steps.with_closures_outside(recorder, args, kwargs)
+                return stepping.with_closures_outside(recorder, args, kwargs)
             return None
 
         def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -151,7 +151,7 @@ class Optimizers:
             undo.callback(register_optimizer_step_pre_hook(begins).remove)
             undo.callback(register_optimizer_step_post_hook(ends).remove)
             undo.enter_context(self.met())
-            undo.enter_context(steps.foreach_on_meta())
+            undo.enter_context(stepping.foreach_on_meta())
             yield
 
 
@@ -159,12 +159,11 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return list(getattr(optimizer, "param_groups", ()))
 
 
-def _note_gradients(tape: ScriptRecorder, optimizer: Any, learnt: steps.Learnt | None) -> None:
+def _note_gradients(tape: ScriptRecorder, optimizer: Any, learnt: stepping.Learnt | None) -> None:
     """What an optimizer is about to read are gradients, though the script drops them afterwards."""
     for weight in (weight for group in _groups(optimizer) for weight in group["params"]):
-        storage = None if weight.grad is None else tape.storage_of(weight.grad)
-        if learnt is not None and storage is not None:
-            learnt.gradients[storage] = f"{tape.name_of(weight)}.grad"
+        if learnt is not None:
+            learnt.gradients.update(stepping.gradients_of(tape, weight))
 
 
 def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:

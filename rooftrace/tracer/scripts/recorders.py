@@ -6,12 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.recording import Functions, Recorder, wait
-from rooftrace.tracer.replay import RepeatedCall
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
@@ -134,13 +133,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def settle(self, gradients: Collection[int]) -> None:
         """The recording is over: what it freed is told.  gradients: their storages."""
-        blocks: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            noted = node.meta.get(META_KEY)
-            if isinstance(noted, RepeatedCall):
-                blocks |= dict.fromkeys(noted.block.nodes, noted.block.nodes[-1])
-        for twin in self.twins():
-            blocks |= dict.fromkeys(twin.nodes, twin.nodes[-1])
+        blocks = [twin.nodes for twin in self.twins()]
         self.entries.standing.settle({*gradients, *self._inputs}, blocks)
 
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rooftrace.tracer.phases import steps
+from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.calls import Look, Result
 from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
@@ -35,7 +35,7 @@ class OpenTurn:
     kind: str
     label: str
     shape: tuple[int, ...] = ()  # of the first tensor of its first call
-    learnt: steps.Learnt = field(default_factory=steps.Learnt)
+    learnt: stepping.Learnt = field(default_factory=stepping.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
     pieces: list[TurnPiece] = field(default_factory=list)

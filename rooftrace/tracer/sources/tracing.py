@@ -6,7 +6,8 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, TargetError
@@ -172,6 +173,16 @@ def _stages_of_target(job: Job, made: Loaded) -> dict[str, OpGraph]:
     return graphs
 
 
+def _graph_of_call(job: Job) -> dict[str, OpGraph]:
+    """The graph of a call of a function that runs backward itself, as of a step of the user's."""
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.function(*args, **kwargs)  # so that its ops are outside of modules
+
+    call.__name__ = type(job.source).__name__
+    return _graph_of_step(replace(job, source=call, args=(job.source, *job.args)))
+
+
 def _graph_of_step(job: Job) -> dict[str, OpGraph]:
     """The graph of the user's own step, under the phase that its run showed."""
     from torch import inference_mode
@@ -189,7 +200,7 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
     from torch import inference_mode
 
     from rooftrace.tracer.patches import contexts
-    from rooftrace.tracer.phases import trace_phases
+    from rooftrace.tracer.phases import steps, trace_phases
 
     graphs: dict[str, OpGraph] = {}
     sized = job.is_sized and not job.is_called
@@ -198,7 +209,16 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
             [job.phases] if sized else [(p,) for p in job.phases or names.usual(job.source)]
         ):
             made = loaded(job)
-            graphs |= trace_phases(made.module, made.inputs, phases, job.options)
+            try:
+                graphs |= trace_phases(made.module, made.inputs, phases, job.options)
+            except RequestError as error:
+                if (
+                    "phases" in job.explicit
+                    or not job.is_function
+                    or not steps.runs_backward(error)
+                ):
+                    raise
+                return _graph_of_call(job)
     return graphs
 
 

@@ -27,8 +27,8 @@ _INDICES = frozenset({torch.int64, torch.int32, torch.bool})
 """Precisions of tensors that torch makes from Python's numbers without a recorded op, and that no
 matrix product returns."""
 _SPARSE = (
-    "a sparse tensor is recorded as a dense one of its shape; products count what it stores, or "
-    "everything where that is not known"
+    "a sparse tensor of which nobody knows how much it stores, or that an op reads for which there "
+    "is no count of what is stored, is recorded as a dense one of its shape"
 )
 _MAX_BROUGHT = 10**9
 """The most bytes of host tensors that are held as data of weights until the recording ends."""

@@ -24,6 +24,7 @@ class Here(threading.local):
         self.part = "forward"  # of the step
         self.function = ""  # the torch-level function that runs now
         self.after_backward = False  # a backward of the user's has run, and no module since
+        self.wants_gradients = False  # a backward failed, as gradients are off
         self.inside = 0  # how many ops that the recorder takes apart are being run
         self.paused = False  # what runs does not enter the graph
         self.devices: tuple[Any, ...] = ()  # the modes that chose a device as a module was called

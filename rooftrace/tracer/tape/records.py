@@ -28,16 +28,19 @@ class Spec(Struct, frozen=True):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stride: tuple[int, ...]  # in elements; of a sparse tensor as if it were dense
+    stride: tuple[int, ...]  # in elements; of a sparse tensor as if it were dense, or see `of`
     storage: int  # a number of its own for each storage of the recording
 
     @classmethod
-    def of(cls, tensor: Tensor, storage: int) -> Spec:
-        """The Spec of `tensor`, whose bytes have this storage number."""
+    def of(cls, tensor: Tensor, storage: int, joined: bool = False) -> Spec:
+        """The Spec of `tensor`, whose bytes have this storage number.
+
+        joined: it is a sparse tensor that other tensors of the graph store, as large as a number.
+        """
         shape = tuple(tensor.shape)
         strided = tensor.layout is torch.strided
         stride = tensor.stride() if strided else Value.contiguous(shape)
-        return cls(shape, tensor.dtype, stride, storage)
+        return cls(shape, tensor.dtype, (0,) * len(shape) if joined else stride, storage)
 
 
 class Entry(Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,12 +85,15 @@ class Standing:
         self._graph.erase_node(stand.node)
         return stand.entry.spec.storage
 
-    def settle(self, gradients: Collection[int], blocks: Mapping[fx.Node, fx.Node]) -> None:
+    def settle(self, gradients: Collection[int], blocks: Iterable[Sequence[fx.Node]] = ()) -> None:
         """The recording is over: ops in the graph free what went while it ran.
 
-        gradients: storages of gradients, which otherwise last to the end.  blocks: the last node of
-        a block by each of its nodes; nothing is put inside of one.
+        gradients: storages of gradients, which otherwise last to the end.  blocks: the nodes of
+        each block beside those that calls repeat; nothing is put inside of one.
         """
+        called = [getattr(node.meta.get(META_KEY), "block", None) for node in self._graph.nodes]
+        inside = [*blocks, *(block.nodes for block in called if block is not None)]
+        ends = {node: nodes[-1] for nodes in inside for node in nodes}
         freed: dict[fx.Node, list[Any]] = {}
         for stand in self._stands:
             if stand.gone and stand.last is None:
@@ -102,8 +105,8 @@ class Standing:
             if last is not None and tag is not None and number not in self._tags.survivors:
                 freed.setdefault(last, []).append(tag)
         for last, items in freed.items():
-            while blocks.get(last, last) is not last:
-                last = blocks[last]
+            while ends.get(last, last) is not last:
+                last = ends[last]
             self._free(last, items)
         self._stands.clear()
         self._there.clear()

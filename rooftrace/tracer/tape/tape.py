@@ -135,9 +135,9 @@ class Tape:
         return self.entries.node_of(tensor)
 
     def storage_of(self, tensor: Tensor) -> int | None:
-        """The storage number of a tensor that the graph knows."""
-        tag = self.tags.of(subclasses.parts_of(tensor)[0][0])
-        return tag.storage if tag else None
+        """The storage number of a tensor that the graph knows; of a sparse one's values."""
+        self.tags.recognise([part := subclasses.parts_of(tensor)[0][0]])
+        return tag.storage if (tag := self.tags.of(part)) else None
 
     def brought(self, data: Tensor) -> Tensor:
         """The meta stand-in for a host tensor that fills a weight."""
@@ -197,11 +197,10 @@ class Tape:
             for tensor in written:
                 tag = self.tags.of(tensor)
                 self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
-        info = call.info
-        origin = self.origins.origin(info.name, self.rolling.label)
+        origin = self.origins.origin(call.info.name, self.rolling.label)
         where = streams.current_stream(), self.shards.exchanged(together)
         noted = facts or {}, taint | sparse
-        node.meta[META_KEY] = Recorded(specs, origin, info.view, sync, *noted, *where)
+        node.meta[META_KEY] = Recorded(specs, origin, call.info.view, sync, *noted, *where)
         self.tags.last = node
 
     def _node(self, call: Call) -> fx.Node:
@@ -236,13 +235,15 @@ class Tape:
         owned = self._storages_read(call) if call.info.may_alias else {}
         specs = []
         for index, output in enumerate(outputs):
-            if output.layout is not torch.strided:
-                sparse |= {self.entries.say_sparse()}
             storage = owned.get(trees.bytes_of(output)) if owned else None
+            if unlike := output.layout is not torch.strided:
+                storage = self.storage_of(output)
+                sparse |= NO_TAINT if storage is not None else {self.entries.say_sparse()}
+            joined = unlike and storage is not None
             if storage is None:
                 storage = tags.new_storage()
                 tags.watch(output, storage)
-            specs.append(Spec.of(output, storage))
+            specs.append(Spec.of(output, storage, joined))
             if returned:
                 tag = Tag(node, None if single else index, storage)
                 tags.mark(output, tag)
@@ -251,8 +252,7 @@ class Tape:
 
     def _storages_read(self, call: Call) -> dict[int, int]:
         """The storage numbers of the arguments, by their bytes."""
-        tensors: list[Tensor] = []
-        trees.arguments_in((*call.args, *call.kwargs.values()), tensors)
+        tensors = trees.listed([*call.args, *call.kwargs.values()])
         tags = ((tensor, self.tags.of(tensor)) for tensor in tensors)
         return {trees.bytes_of(tensor): tag.storage for tensor, tag in tags if tag is not None}
 

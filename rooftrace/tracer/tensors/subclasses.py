@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rooftrace.tracer.tensors.trees import bytes_of, pieces_of, tensors_in
+from rooftrace.tracer.tensors.trees import bytes_of, named_pieces, tensors_in
 
 OURS = "_rooftrace"
 """The prefix of the attributes that the tracer sets on tensors."""
@@ -64,7 +64,7 @@ def parts_of(tensor: Tensor, beside: bool = True) -> list[tuple[Tensor, str]]:
     """
     kind = type(tensor)
     if kind in ORDINARY:
-        return [(tensor, "")]
+        return named_pieces(tensor)
     own: list[tuple[Tensor, str]] = []
     if hasattr(kind, "__tensor_flatten__"):
         flat: Any = tensor
@@ -93,6 +93,5 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         parts = {bytes_of(part): part for part, _ in reversed(parts_of(tensor))}
-        pieces = [piece for part in parts.values() for piece in pieces_of(part)]
-        total += sum(piece.numel() * piece.element_size() for piece in pieces)
+        total += sum(part.numel() * part.element_size() for part in parts.values())
     return total

@@ -159,6 +159,33 @@ def pieces_of(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
+STORES_NOTHING = "_rooftrace_stores_nothing"
+"""Attribute of a sparse tensor on meta that is known to store no element."""
+_PIECES = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""What the pieces of a sparse tensor are called, in the order of `pieces_of`."""
+
+
+def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
+    """The pieces of a tensor, each with a suffix for its name; of a sparse one the values first.
+
+    A sparse one that stores nothing on meta stands for itself, unless it was emptied: it was made
+    by an op that cannot know there what it stores.
+    """
+    if not is_sparse(tensor):
+        return [(tensor, "")]
+    if tensor.is_meta and not tensor._nnz() and STORES_NOTHING not in vars(tensor):
+        return [(tensor, "")]
+    names = [f".{name}" for name in _PIECES[tensor.layout]]
+    with torch._C._AutoDispatchBelowAutograd():
+        return list(zip(pieces_of(tensor), names, strict=True))[::-1]
+
+
 def listed(item: Any) -> list[Tensor]:
     """The tensors of one argument: itself, or those in a list of it."""
     tensors: list[Tensor] = []

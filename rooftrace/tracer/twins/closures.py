@@ -1,16 +1,17 @@
 """Functions that hold parts of a model: copies of them, which hold the parts of its copy.
 
-A step's optimizer may stand in its closure, on the object whose method it is, or in the closure of
-a hook on a parameter.  `copy.deepcopy` does not copy functions, so these would still refer to the
-original.
+A step's optimizer may stand in its closure, among the globals that it names, on the object whose
+method it is, or with a hook on a parameter.  `copy.deepcopy` does not copy functions, so these
+would still refer to the original.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,8 +49,28 @@ def _parts_of_callable(item: Any) -> list[Any] | None:
     if isinstance(item, MethodType):
         return [item.__func__, item.__self__]
     if isinstance(item, FunctionType):
-        return [*_contents(item.__closure__ or ()), *(item.__defaults__ or ())]
+        globals_ = _globals_of(item).values()
+        return [*_contents(item.__closure__ or ()), *(item.__defaults__ or ()), *globals_]
     return None
+
+
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function names: objects, and functions of its own module."""
+    there, named = function.__globals__, _names_in(function.__code__)
+    return {name: there[name] for name in named if name in there and _is_own(there[name], there)}
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from _names_in(item)
+
+
+def _is_own(item: Any, there: Mapping[str, Any]) -> bool:
+    if isinstance(item, FunctionType):
+        return item.__globals__ is there
+    return not isinstance(item, (type, ModuleType, BuiltinFunctionType, *trees.PLAIN))
 
 
 def _contents(cells: Iterable[CellType]) -> list[Any]:
@@ -73,15 +94,26 @@ def rebound(item: Any, memo: dict[int, Any]) -> Any:
         return MethodType(rebound(item.__func__, memo), rebound(item.__self__, memo))
     if isinstance(item, FunctionType):
         return _function(item, memo)
+    if type(item) is dict and any(_is_identity(key, memo) for key in item):
+        item = {id(memo[k]) if _is_identity(k, memo) else k: value for k, value in item.items()}
     return copy.deepcopy(item, memo)
+
+
+def _is_identity(key: Any, memo: Mapping[int, Any]) -> bool:
+    """Whether a key of a dict is the id of a tensor that has a copy."""
+    return type(key) is int and isinstance(memo.get(key), Tensor)
 
 
 def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
+    named = {name: item for name, item in _globals_of(function).items() if item is not function}
+    there = {**function.__globals__} if _refers(named, memo, _DEPTH, {}) else function.__globals__
+    made = FunctionType(function.__code__, there, function.__name__, function.__defaults__, cells)
     memo[id(function)] = made  # it may refer to itself
+    if there is not function.__globals__:
+        for name, item in named.items():
+            with contextlib.suppress(TypeError, RuntimeError, ValueError, AttributeError):
+                there[name] = rebound(item, memo)  # what cannot be copied stays the original
     made.__kwdefaults__ = function.__kwdefaults__
     made.__defaults__ = tuple(rebound(d, memo) for d in function.__defaults__ or ()) or None
     vars(made).update(vars(function))

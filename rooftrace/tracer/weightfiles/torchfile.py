@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.dtypes import dtype_name
-from rooftrace.tracer.tensors import subclasses, trees
+from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.weightfiles.slices import flat_slice
 from rooftrace.tracer.weightfiles.stored import KIND, CheckpointError, Stored
 
@@ -116,12 +116,7 @@ def _tensors(
 
 def _stored(name: str, tensor: Tensor, path: Path) -> Iterator[Stored]:
     """A tensor as what is read of it: a wrapper or a sparse tensor as the tensors inside."""
-    parts = [
-        (piece, f"{suffix}.{number}" if number else suffix)
-        for part, suffix in subclasses.parts_of(tensor)
-        for number, piece in enumerate(trees.pieces_of(part))
-    ]
-    for part, suffix in parts:
+    for part, suffix in subclasses.parts_of(tensor):
         yield _plain(name + suffix, part, path)
 
 

@@ -1,6 +1,7 @@
-"""Ops that only rewrites make: attention on latents, and the append to a cache that has room.
+"""Ops of ours that no entry point of aten stands for.
 
-Nothing records them.  Their kernels let a rewritten graph run on real tensors.
+Only rewrites make attention on latents and the append to a cache that has room; a sparse tensor is
+coalesced by an op on its indices and its values.  The kernels let such a graph run on real tensors.
 """
 
 from __future__ import annotations
@@ -60,6 +61,25 @@ def _append(cache: Tensor, new: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat((cache, *new), dim)
 
 
+def _coalesce(
+    indices: Tensor, values: Tensor, size: Sequence[int], count: int
+) -> tuple[Tensor, Tensor]:
+    """The places that `indices` [D, Z] names, in order and each once, and the sums of their values.
+
+    size: of the D dimensions.  count: how many places there are, where nobody can look.
+    """
+    whole = torch.sparse_coo_tensor(
+        indices, values, (*size, *values.shape[1:]), check_invariants=False
+    ).coalesce()
+    return whole.indices().clone(), whole.values().clone()
+
+
+def _coalesce_meta(
+    indices: Tensor, values: Tensor, size: Sequence[int], count: int
+) -> tuple[Tensor, Tensor]:
+    return indices.new_empty((len(indices), count)), values.new_empty((count, *values.shape[1:]))
+
+
 define(
     "latent_attention(Tensor query, Tensor query_rope, Tensor latent, Tensor rope, Tensor? mask, "
     "float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor)",
@@ -73,8 +93,14 @@ define(
     CPU=_packed_latent,
 )
 define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
+define(
+    "coalesce(Tensor indices, Tensor values, int[] size, int count) -> (Tensor, Tensor)",
+    Meta=_coalesce_meta,
+    CPU=_coalesce,
+    CUDA=_coalesce,
+)
 
 
 def own_ops() -> Any:
-    """`torch.ops.rooftrace`, with the ops of attention and those that only rewrites make."""
+    """`torch.ops.rooftrace`, with the ops of attention and those of this file."""
     return OPS

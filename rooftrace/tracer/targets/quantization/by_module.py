@@ -114,9 +114,7 @@ def _intx(settings: Fields, computes: str) -> WeightFormat | None:
     group = re.search(r"group_size\W+(\d+)", str(settings.of("weight_granularity", "granularity")))
     if width is None:
         return None
-    return weight_format(
-        "int", int(width[1]), int(group[1]) if group else ROW, zero=8, computes=computes
-    )
+    return weight_format("int", int(width[1]), int(group[1]) if group else ROW, computes=computes)
 
 
 # -- formats by module -----------------------------------------------------------------------------
