@@ -23,6 +23,7 @@ from rooftrace.tracer.recording.exchanged_values import (
     exchanged_on_host,
 )
 from rooftrace.tracer.recording.facts import learn_facts
+from rooftrace.tracer.recording.kernel_checks import check_kernel
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
@@ -73,6 +74,7 @@ class Runner:
                 return func(*args, **kwargs)
         if name in traits.IDENTITIES and call.tensors:
             return _same_value(tape, call)
+        check_kernel(call, tape.device)
         out = by_value(tape, call)
         return self._on_meta(call) if out is NotImplemented else out
 

@@ -259,8 +259,16 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """The replacement for aten's entry point on meta tensors while `kept_whole` is on.
 
-    Where CUDA has no kernel for all of it, it is taken apart as there.
+    Where CUDA has no kernel for all of it, it is taken apart as there.  Operands that do not go
+    together raise torch's own error.
     """
+    if not backends.agree(query, key, value, attn_mask):
+        whole: Any = torch.ops.aten.scaled_dot_product_attention.default
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return whole._op_dk(  # type: ignore[no-any-return]
+            composite, query, key, value, attn_mask, dropout_p, is_causal, **options
+        )
     why = backends.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:
         options = (_added(attn_mask, query), dropout_p, is_causal)
