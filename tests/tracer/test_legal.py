@@ -4,7 +4,9 @@ The oracle is torch: every program runs on real CPU tensors first.  Where CUDA's
 than the CPU's, the priced chip decides; these programs stand apart (`CUDA_ONLY`).
 """
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +305,35 @@ def test_a_step_under_autocast_trains() -> None:
 
     model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(48, 5))
     assert rt.trace(step, model, t(2, 4, 8), longs(2)).ops
+
+
+SCRIPT = """
+import torch
+from torch import nn
+model = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+table, at = torch.arange(8.0), torch.tensor([0, 1])
+for _ in range(3):
+    x = torch.randn(2, 8)
+    model({x}).add({table})[at].mul(torch.tensor(2.0)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU answers for itself")
+@pytest.mark.parametrize(
+    ("x", "table", "runs"),
+    [
+        ("x.cuda()", "table.cuda()", True),  # numbers and indices may be on the host
+        ("x", "table.cuda()", False),
+        ("x.cuda()", "table", False),
+    ],
+)
+def test_a_script_with_operands_on_two_devices(
+    tmp_path: Path, x: str, table: str, runs: bool
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(x=x, table=table))
+    expected = pytest.raises(TraceError, match=r"same device, .* cuda:0 and cpu")
+    with contextlib.nullcontext() if runs else expected:
+        assert rt.run([str(path)], chip="h100-sxm", steps=2).turns

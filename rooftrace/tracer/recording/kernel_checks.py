@@ -155,9 +155,7 @@ _TYPES: Mapping[str, tuple[_Agree | _Accept, ...]] = {
         ("aten.nll_loss_forward", "aten.nll_loss2d_forward"),
         (_TARGET, _Agree(("self", "weight"))),
     ),
-    **dict.fromkeys(
-        ("aten.multi_margin_loss", "aten.multilabel_margin_loss_forward"), (_CLASS,)
-    ),
+    **dict.fromkeys(("aten.multi_margin_loss", "aten.multilabel_margin_loss_forward"), (_CLASS,)),
     "aten.binary_cross_entropy": (_LOSS,),
     **dict.fromkeys(("aten.grid_sampler_2d", "aten.grid_sampler_3d"), (_Agree(("input", "grid")),)),
     "aten._cdist_forward": (_Agree(("x1", "x2")),),

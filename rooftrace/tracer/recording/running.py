@@ -42,11 +42,13 @@ class Runner:
     """Runs the ops of one recording, one at a time.
 
     again: switches the recorder's mode on, which torch switches off while it handles an op.
+    device: for which tensors on meta stand, where those of the host are apart from it.
     """
 
     def __init__(self, tape: Tape, again: Callable[[], AbstractContextManager[None]]) -> None:
         self._tape, self._again = tape, again
         self._sizes = SizeCache()
+        self.device: torch.device | None = None
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one op, follow its values, record it; returns what the op returns."""
@@ -74,7 +76,7 @@ class Runner:
                 return func(*args, **kwargs)
         if name in traits.IDENTITIES and call.tensors:
             return _same_value(tape, call)
-        check_kernel(call, tape.device)
+        check_kernel(call, self.device)
         out = by_value(tape, call)
         return self._on_meta(call) if out is NotImplemented else out
 

@@ -38,8 +38,6 @@ class Tape:
     """
 
     hands_on_calls = False  # True: calls of modules come to another part of rooftrace first
-    device: torch.device | None = None
-    """The device that tensors on meta are shown on, where those of the host are apart from it."""
 
     def __init__(self, values: Values, record: bool) -> None:
         self._records = record
