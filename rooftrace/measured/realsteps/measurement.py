@@ -33,7 +33,7 @@ from rooftrace.measured.runs import MicroRow, ModelRow, Run
 from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import arguments, as_before
+from rooftrace.tracer.inputs import arguments, numbers_as_before
 
 WARMUPS = 2
 _PROFILES = 5
@@ -115,7 +115,7 @@ def _measured(
 ) -> tuple[ModelRow, OpGraph | None]:
     """The row of one phase of a model, and its graph if its ops were measured."""
     inputs = real_inputs(model, args, kwargs, phase)
-    with as_before(model), _weights_kept(model, phase):
+    with numbers_as_before(model, (args, kwargs)):
         noted = Compilations() if compiled and ops else None
         options = noted.options if noted else None
         step = real_step(model, inputs, phase, optimizer, loss, compiled, options)
@@ -265,19 +265,6 @@ def _device(model: Any) -> torch.device:
             "cuda; move it there with .to(), or from meta with .to_empty()"
         )
     return devices.pop()
-
-
-@contextlib.contextmanager
-def _weights_kept(model: nn.Module, phase: str) -> Iterator[None]:
-    """Restore weights and running statistics at the end of the block; training changes them."""
-    tensors = [] if phase != "training" else [*model.parameters(), *model.buffers()]
-    copies = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
 
 
 def _graph(

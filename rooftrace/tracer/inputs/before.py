@@ -14,9 +14,11 @@ from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.patches import draws_undone
+from rooftrace.tracer.tensors import owners, subclasses, trees
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _DEPTH = 6
@@ -44,6 +46,52 @@ def as_before(module: nn.Module) -> Iterator[None]:
         state.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def numbers_as_before(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
+    """Inside, a module may run on its own tensors; afterwards all is `as_before`, and more.
+
+    The content of its tensors and of the inputs is what it was, and so are their attributes and
+    gradients, which none of them has inside, and the random numbers of the process.  The content
+    is kept on the host.
+    """
+    found = [t for part in module.modules() for t in owners.own_tensors(part)]
+    found += [t for part in module.modules() for _, t in owners.beside_in(part)]
+    tensors = list({id(t): t for t in (*found, *trees.tensors_in(inputs))}.values())
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
+    leaves = [(t, t.grad) for t in tensors if t.is_leaf]
+    marks = [(t, dict(t.__dict__)) for t in tensors]
+    with as_before(module), draws_undone(devices=True):
+        for leaf, _ in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            with torch.inference_mode():  # in which such tensors of others may be written too
+                for piece, content in kept:
+                    piece.copy_(content)
+            for leaf, gradient in leaves:
+                leaf.grad = gradient
+            for tensor, attributes in marks:
+                _put_back(tensor.__dict__, attributes)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The real tensors that hold the content of one, each element once.
+
+    Code that writes to them is not seen by autograd.
+    """
+    if isinstance(tensor, owners.LAZY):
+        return
+    for part, _ in subclasses.parts_of(tensor):
+        for piece in trees.pieces_of(part):
+            if not piece.is_meta:
+                once = piece.data
+                for place, stride in enumerate(piece.stride()):
+                    once = once if stride else once.narrow(place, 0, min(1, once.shape[place]))
+                yield once
 
 
 class _State:
