@@ -34,6 +34,7 @@ from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, numbers_as_before
+from rooftrace.tracer.recording import refuse_inside
 
 WARMUPS = 2
 _PROFILES = 5
@@ -66,6 +67,7 @@ def measure(
     needs nothing else.  Raises RequestError for a model on meta, or
     a phase that it does not have, and the errors of the model.
     """
+    refuse_inside("measure", "measure before it or after it")
     device = _device(model)
     bench = Bench(device, budget_s, lambda line: None)
     row, graph = _measured(
@@ -425,6 +427,7 @@ def measuring(
     why not.  Raises RequestError at the end where no step was timed, and for a graph of a step that
     is not compiled.
     """
+    refuse_inside("measuring", "measure before it or after it")
     if graph is not None and not compiled:
         raise RequestError("measuring(..., graph=...): expected compiled=True with it")
     steps = StepTimer(name, device or devices.default_device(), profile, compiled, graph)

@@ -20,6 +20,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Job, Options, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, numbers_as_before
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.peers import flopcounter, fvcore_counter
 from rooftrace.tracer.peers.counts import CannotCountError, PeerCount
 from rooftrace.tracer.phases import ModuleCalls, PlainCall, trace_phases
@@ -42,7 +43,7 @@ def count_phases(job: Job, peers: Sequence[str]) -> list[tuple[OpGraph, PeerCoun
     """
     check_peers(peers)
     usual = None if job.is_named else names.usual(job.source)
-    with isolation.own_imports():
+    with contexts.apart(), isolation.own_imports():
         made = loaded(job)
         module, inputs, options = made.module, made.inputs, job.options
         graphs = trace_phases(module, inputs, job.phases or usual, options, made.name)
