@@ -63,7 +63,9 @@ def numbers_as_before(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
     kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
     marks = [(t, dict(t.__dict__)) for t in tensors]
-    with as_before(module), draws_undone(devices=True):
+    counted = tuple(t for t in tensors if type(t) in subclasses.ORDINARY and not t.is_inference())
+    preserved: Any = torch.autograd._unsafe_preserve_version_counter  # as the content is
+    with preserved(counted), as_before(module), draws_undone(devices=True):
         for leaf, _ in leaves:
             leaf.grad = None
         try:

@@ -94,7 +94,11 @@ class Capture:
         with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
             undo.enter_context(contexts.claimed(list(self._root.modules())))
             undo.callback(self._recorder.close)
-            memo = undo.enter_context(lending.lent(self._root)) if self._is_real else {}
+            memo: dict[int, Any] = {}
+            if self._is_real:
+                memo = undo.enter_context(lending.lent(self._root))
+            else:
+                undo.enter_context(as_before(self._root))
             enter_modules(self._recorder, self._root)
             self._block = undo.enter_context(contextlib.ExitStack())
             self._block.enter_context(lending.inputs_lent(self._modules, self._recorder))
