@@ -124,7 +124,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-SLOW = {"measure compiled", "report", "sweep", "dump_model_info", "breaks"}
+SLOW = {"measure compiled", "dump_model_info", "breaks", "inventory of a target"}
 
 
 def cases(names: Iterable[str]) -> list[Any]:

@@ -18,7 +18,7 @@ from rooftrace.errors import RequestError
 from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, StepNote
 from rooftrace.tracer import trace
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.patches import draws_undone
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.tensors import tensors_in
 
 _SHARDED = (
@@ -131,7 +131,7 @@ def _refuse_sharded(module: nn.Module) -> None:
 def undisturbed() -> Iterator[None]:
     """Random numbers, the warnings that were shown and the mode of autograd stay what they are."""
     with (
-        draws_undone(),
+        contexts.draws_undone(),
         warnings.catch_warnings(),
         torch.enable_grad(),
         torch.inference_mode(False),

@@ -33,8 +33,8 @@ from rooftrace.measured.runs import MicroRow, ModelRow, Run
 from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import arguments, numbers_as_before
-from rooftrace.tracer.recording import refuse_inside
+from rooftrace.tracer.inputs import arguments, as_before
+from rooftrace.tracer.phases import check_not_inside
 
 WARMUPS = 2
 _PROFILES = 5
@@ -57,17 +57,18 @@ def measure(
     """Time a step of `model`, called with these arguments on its device, and each op of its graph.
 
     The step is what `rooftrace.trace` captures with the same arguments: forward, prefill, decode
-    (one token after the prompt that is given), or training with an optimizer, on a copy of the
-    weights.  compiled: the step is run through torch.compile.  ops: the captured graph is also run
+    (one token after the prompt that is given), or training with an optimizer.  Afterwards tensors of
+    the module and its arguments hold what they held, and random numbers go on as before; a copy of
+    them is on the host meanwhile.  compiled: the step is run through torch.compile.  ops: the captured graph is also run
     op by op, eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ...,
     phase=phase)`; of a compiled step the row has its `kernels` too, which `rooftrace.fused` sets
     beside the graph.  budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row, `run.models[0]`, and with its graph, so that `calibrate(run)`
-    needs nothing else.  Raises RequestError for a model on meta, or
-    a phase that it does not have, and the errors of the model.
+    needs nothing else.  Raises RequestError for a model on meta, a phase that it does not have, and
+    inside of a recording; and the errors of the model.
     """
-    refuse_inside("measure", "measure before it or after it")
+    check_not_inside("measure", "measure before it or after it")
     device = _device(model)
     bench = Bench(device, budget_s, lambda line: None)
     row, graph = _measured(
@@ -117,7 +118,7 @@ def _measured(
 ) -> tuple[ModelRow, OpGraph | None]:
     """The row of one phase of a model, and its graph if its ops were measured."""
     inputs = real_inputs(model, args, kwargs, phase)
-    with numbers_as_before(model, (args, kwargs)):
+    with as_before(model, (args, kwargs)):
         noted = Compilations() if compiled and ops else None
         options = noted.options if noted else None
         step = real_step(model, inputs, phase, optimizer, loss, compiled, options)
@@ -424,10 +425,10 @@ def measuring(
     compiled: whether the run says "compiled" or "eager".  graph: of a compiled step; where the
     module is compiled inside the block, with `model = steps.compile(model)`, the row has the
     kernels of that step, which `rooftrace.fused` sets beside this graph, and else its `note` says
-    why not.  Raises RequestError at the end where no step was timed, and for a graph of a step that
-    is not compiled.
+    why not.  Raises RequestError at the end where no step was timed, for a graph of a step that is
+    not compiled, and inside of a recording.
     """
-    refuse_inside("measuring", "measure before it or after it")
+    check_not_inside("measuring", "measure before it or after it")
     if graph is not None and not compiled:
         raise RequestError("measuring(..., graph=...): expected compiled=True with it")
     steps = StepTimer(name, device or devices.default_device(), profile, compiled, graph)

@@ -1,7 +1,6 @@
 from rooftrace.tracer.inputs import arguments as arguments
 from rooftrace.tracer.inputs.before import (
     as_before as as_before,
-    numbers_as_before as numbers_as_before,
 )
 from rooftrace.tracer.inputs.calls import (
     Inputs as Inputs,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.patches import draws_undone
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.tensors import owners, subclasses, trees
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
@@ -27,34 +27,34 @@ _NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
 
 
 @contextlib.contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
+def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
     """Restore attributes (training flags, caches of tables) and gradients at the end of the block.
 
-    Objects and containers that modules and their hooks hold are restored too.  Of a tensor only
-    its identity is restored, not its content.
+    Objects and containers that modules and their hooks hold are restored too.  inputs: of a module
+    that runs on its own tensors, and not on meta: then their content is restored as well, and that
+    of the inputs, and the random numbers of the process.  Else only a tensor's identity is.
     """
-    state = _State()
-    for part in module.modules():
-        state.keep(part)
-    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        state.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with contextlib.nullcontext() if inputs is None else _numbers_kept(module, inputs):
+        state = _State()
+        for part in module.modules():
+            state.keep(part)
+        modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+            state.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 @contextlib.contextmanager
-def numbers_as_before(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Inside, a module may run on its own tensors; afterwards all is `as_before`, and more.
+def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
+    """Restore what tensors of a module and its inputs hold: content, gradient, attributes.
 
-    The content of its tensors and of the inputs is what it was, and so are their attributes and
-    gradients, which none of them has inside, and the random numbers of the process.  The content
-    is kept on the host.
+    Inside none of them has a gradient.  Their content is kept on the host.
     """
     found = [t for part in module.modules() for t in owners.own_tensors(part)]
     found += [t for part in module.modules() for _, t in owners.beside_in(part)]
@@ -64,8 +64,9 @@ def numbers_as_before(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
     marks = [(t, dict(t.__dict__)) for t in tensors]
     counted = tuple(t for t in tensors if type(t) in subclasses.ORDINARY and not t.is_inference())
-    preserved: Any = torch.autograd._unsafe_preserve_version_counter  # as the content is
-    with preserved(counted), as_before(module), draws_undone(devices=True):
+    autograd: Any = torch.autograd
+    preserved = autograd._unsafe_preserve_version_counter(counted)  # as the content is
+    with preserved, contexts.draws_undone(devices=True):
         for leaf, _ in leaves:
             leaf.grad = None
         try:

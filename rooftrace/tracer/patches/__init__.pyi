@@ -1,7 +1,4 @@
 from rooftrace.tracer.patches import contexts as contexts, shared as shared
-from rooftrace.tracer.patches.generators import (
-    draws_undone as draws_undone,
-)
 from rooftrace.tracer.patches.replacing import (
     original_of as original_of,
     replaced as replaced,

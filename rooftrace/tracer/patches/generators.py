@@ -19,7 +19,8 @@ def draws_undone(devices: bool = False) -> Iterator[None]:
     """
     numpy: Any = sys.modules.get("numpy.random")
     states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-    on_gpus = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_initialized() else None
+    cuda: Any = torch.cuda
+    on_gpus = cuda.get_rng_state_all() if devices and cuda.is_initialized() else None
     try:
         yield
     finally:
@@ -28,4 +29,4 @@ def draws_undone(devices: bool = False) -> Iterator[None]:
         if numpy is not None:
             numpy.set_state(states[2])
         if on_gpus is not None:
-            torch.cuda.set_rng_state_all(on_gpus)
+            cuda.set_rng_state_all(on_gpus)

@@ -19,7 +19,7 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Job, Options, names
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import Inputs, numbers_as_before
+from rooftrace.tracer.inputs import Inputs, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.peers import flopcounter, fvcore_counter
 from rooftrace.tracer.peers.counts import CannotCountError, PeerCount
@@ -75,7 +75,7 @@ def count_with(
     ):
         try:
             made, filled = prepared()
-            with numbers_as_before(made, (filled.args, filled.kwargs)):
+            with as_before(made, (filled.args, filled.kwargs)):
                 device = where.partition(",")[0]
                 call = ModuleCalls(made, filled, options.loss, device).plain_call(phase)
                 return replace(counter(call), peer=peer, device=where)

@@ -34,10 +34,10 @@ from rooftrace.tracer.phases import lending
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
-from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
+from rooftrace.tracer.phases.refusals import check_not_inside, check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.phases.running import check_request
-from rooftrace.tracer.recording import Recorder, refuse_inside
+from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
@@ -80,7 +80,7 @@ class Capture:
     def __enter__(self) -> Capture:
         if self._began is not None:
             raise RequestError("a capture records one block; make another for the next block")
-        refuse_inside(
+        check_not_inside(
             "a capture",
             "end that one first; the modules and lines of its graph say what each part costs",
         )

@@ -10,7 +10,6 @@ from rooftrace.tracer.recording.gaps import (
 )
 from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,
-    refuse_inside as refuse_inside,
 )
 from rooftrace.tracer.recording.running import (
     Runner as Runner,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.patches import draws_undone, original_of, replaced, shared
+from rooftrace.tracer.patches import contexts, original_of, replaced, shared
 from rooftrace.tracer.tape import Tape
 
 _SEED = 0
@@ -38,7 +38,7 @@ def draws_repeated(tape: Tape) -> Iterator[None]:
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
     """The generators of the process, seeded and restored."""
-    with draws_undone():
+    with contexts.draws_undone():
         random.seed(_SEED)
         torch.default_generator.manual_seed(_SEED)
         numpy = sys.modules.get("numpy.random")

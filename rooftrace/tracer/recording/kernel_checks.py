@@ -253,6 +253,10 @@ def _type(dtype: torch.dtype) -> str:
     return kind.rpartition(".")[2].removesuffix("Tensor")
 
 
+_aten: Any = torch.ops.aten
+_broadcast: Any = torch.broadcast_shapes
+
+
 # -- sizes -----------------------------------------------------------------------------------------
 
 
@@ -296,7 +300,7 @@ def _put(call: Call) -> None:
         return
     picked = torch.ops.aten.index.Tensor(target, indices).shape
     try:
-        fits = torch.broadcast_shapes(values.shape, picked) == picked
+        fits = _broadcast(values.shape, picked) == picked
     except RuntimeError:
         fits = False
     if not fits:
@@ -330,7 +334,6 @@ def _labels(call: Call) -> None:
         )
 
 
-_aten: Any = torch.ops.aten
 _SHAPES: Mapping[str, Callable[[Call], None]] = {
     "aten.convolution": _convolution,
     "aten.addmm": _added,

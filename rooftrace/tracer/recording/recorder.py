@@ -16,13 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from rooftrace.errors import RequestError
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite
@@ -302,12 +297,3 @@ class Recorder(TorchDispatchMode, Tape):
             contexts.pop(self)
             self._exit.close()
             self.tags.end()
-
-
-def refuse_inside(what: str, instead: str) -> None:
-    """Raise RequestError in a thread that is recorded.  instead: what to do, a sentence's end."""
-    if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
-        raise RequestError(
-            f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
-            f"modules stand on the meta device: {instead}"
-        )

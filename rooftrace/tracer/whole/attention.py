@@ -265,10 +265,9 @@ def scaled_dot_product_attention(
     if not backends.agree(query, key, value, attn_mask):
         whole: Any = torch.ops.aten.scaled_dot_product_attention.default
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        return whole._op_dk(  # type: ignore[no-any-return]
-            composite, query, key, value, attn_mask, dropout_p, is_causal, **options
-        )
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        made: Tensor = whole._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
+        return made
     why = backends.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:
         options = (_added(attn_mask, query), dropout_p, is_causal)

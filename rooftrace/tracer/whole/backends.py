@@ -54,6 +54,9 @@ def why_math(
     return _why_not_efficient(query, key, value, mask)
 
 
+_broadcast: Any = torch.broadcast_shapes
+
+
 def agree(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether precisions and sizes of operands go together; torch says what is wrong where not.
 
@@ -68,12 +71,12 @@ def agree(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return False
     try:
-        scores = torch.broadcast_shapes(query.shape[:-1], (*key.shape[:-2], 1))
+        scores = _broadcast(query.shape[:-1], (*key.shape[:-2], 1))
     except RuntimeError:  # heads that group
         scores = query.shape[:-1]
     whole = (*scores, key.shape[-2])
     try:
-        return torch.broadcast_shapes(mask.shape, whole) == whole
+        return bool(_broadcast(mask.shape, whole) == whole)
     except RuntimeError:
         return False
 
