@@ -57,12 +57,14 @@ def measure(
     """Time a step of `model`, called with these arguments on its device, and each op of its graph.
 
     The step is what `rooftrace.trace` captures with the same arguments: forward, prefill, decode
-    (one token after the prompt that is given), or training with an optimizer.  Afterwards tensors of
-    the module and its arguments hold what they held, and random numbers go on as before; a copy of
-    them is on the host meanwhile.  compiled: the step is run through torch.compile.  ops: the captured graph is also run
-    op by op, eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ...,
-    phase=phase)`; of a compiled step the row has its `kernels` too, which `rooftrace.fused` sets
-    beside the graph.  budget_s: about how long the timed repetitions may take.
+    (one token after the prompt that is given), or training with an optimizer.  Afterwards tensors
+    of the module and its arguments hold what they held, and random numbers go on as before; a copy
+    of these tensors is on the host meanwhile.
+
+    compiled: the step is run through torch.compile.  ops: the captured graph is also run op by op,
+    eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ..., phase=phase)`; of a
+    compiled step the row has its `kernels` too, which `rooftrace.fused` sets beside the graph.
+    budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row, `run.models[0]`, and with its graph, so that `calibrate(run)`
     needs nothing else.  Raises RequestError for a model on meta, a phase that it does not have, and
