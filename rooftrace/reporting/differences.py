@@ -149,7 +149,10 @@ def compare(
 
     model: a module, called with these arguments, or a target (a string or path) at batch, seq, kv
     and inputs.  peers: flopcounter (torch.utils.flop_counter) and fvcore.  phases: by default
-    forward and training; for a target those that fit the model.  Raises RequestError for an unknown
+    forward and training; for a target those that fit the model.  A module with real weights runs
+    on them; afterwards its tensors hold what they held, and random numbers go on as before.
+
+    Raises RequestError for an unknown
     peer, for a graph (no counter can run it), and for an argument that neither the model nor
     rooftrace takes; TargetError and TraceError as `trace` does.
     """

@@ -230,7 +230,9 @@ def capture(*modules: Module, assume: Mapping[str, Any] | None = None) -> Captur
     with become inputs; what the block makes stays on meta.  Several modules stand in the graph
     under the names of their classes.  assume: as for `trace`.
 
-    Raises RequestError for a module that cannot move to meta: `trace` takes the step as a function.
+    A trace or an estimate inside of the block is no part of it; what builds a module there is.
+    Raises RequestError for a capture inside of a capture or a trace, and for a module that cannot
+    move to meta: `trace` takes the step as a function.
     """
     from rooftrace.tracer import capture as block_of
 

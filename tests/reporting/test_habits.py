@@ -198,7 +198,7 @@ def test_the_tree_is_printed_with_its_columns() -> None:
 def test_dtypes_and_several_inputs() -> None:
     class Two(nn.Module):
         def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-            return F.one_hot(ids, 8) @ x
+            return F.one_hot(ids, 8).to(x.dtype) @ x
 
     shapes = rt.summary(Two(), [(4,), (8, 3)], dtypes=[torch.long, "fp16"], col_names=["flops"])
     first, second = (shapes.graph.values[index] for index in shapes.graph.inputs)

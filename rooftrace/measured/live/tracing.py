@@ -6,7 +6,6 @@ Nothing of the user's changes: modules, gradients, optimizers and random numbers
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from rooftrace.errors import RequestError
 from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, StepNote
 from rooftrace.tracer import trace
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.tensors import tensors_in
 
 _SHARDED = (
@@ -130,11 +130,11 @@ def _refuse_sharded(module: nn.Module) -> None:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Random numbers, the warnings that were shown and the mode of autograd stay what they are."""
-    state, of_python = torch.get_rng_state(), random.getstate()
-    try:
-        with warnings.catch_warnings(), torch.enable_grad(), torch.inference_mode(False):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        random.setstate(of_python)
-        torch.set_rng_state(state)
+    with (
+        contexts.draws_undone(),
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.inference_mode(False),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -34,6 +34,7 @@ from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, as_before
+from rooftrace.tracer.phases import check_not_inside
 
 WARMUPS = 2
 _PROFILES = 5
@@ -56,16 +57,20 @@ def measure(
     """Time a step of `model`, called with these arguments on its device, and each op of its graph.
 
     The step is what `rooftrace.trace` captures with the same arguments: forward, prefill, decode
-    (one token after the prompt that is given), or training with an optimizer, on a copy of the
-    weights.  compiled: the step is run through torch.compile.  ops: the captured graph is also run
-    op by op, eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ...,
-    phase=phase)`; of a compiled step the row has its `kernels` too, which `rooftrace.fused` sets
-    beside the graph.  budget_s: about how long the timed repetitions may take.
+    (one token after the prompt that is given), or training with an optimizer.  Afterwards tensors
+    of the module and its arguments hold what they held, and random numbers go on as before; a copy
+    of these tensors is on the host meanwhile.
+
+    compiled: the step is run through torch.compile.  ops: the captured graph is also run op by op,
+    eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ..., phase=phase)`; of a
+    compiled step the row has its `kernels` too, which `rooftrace.fused` sets beside the graph.
+    budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row, `run.models[0]`, and with its graph, so that `calibrate(run)`
-    needs nothing else.  Raises RequestError for a model on meta, or
-    a phase that it does not have, and the errors of the model.
+    needs nothing else.  Raises RequestError for a model on meta, a phase that it does not have, and
+    inside of a recording; and the errors of the model.
     """
+    check_not_inside("measure", "measure before it or after it")
     device = _device(model)
     bench = Bench(device, budget_s, lambda line: None)
     row, graph = _measured(
@@ -115,7 +120,7 @@ def _measured(
 ) -> tuple[ModelRow, OpGraph | None]:
     """The row of one phase of a model, and its graph if its ops were measured."""
     inputs = real_inputs(model, args, kwargs, phase)
-    with as_before(model), _weights_kept(model, phase):
+    with as_before(model, (args, kwargs)):
         noted = Compilations() if compiled and ops else None
         options = noted.options if noted else None
         step = real_step(model, inputs, phase, optimizer, loss, compiled, options)
@@ -265,19 +270,6 @@ def _device(model: Any) -> torch.device:
             "cuda; move it there with .to(), or from meta with .to_empty()"
         )
     return devices.pop()
-
-
-@contextlib.contextmanager
-def _weights_kept(model: nn.Module, phase: str) -> Iterator[None]:
-    """Restore weights and running statistics at the end of the block; training changes them."""
-    tensors = [] if phase != "training" else [*model.parameters(), *model.buffers()]
-    copies = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
 
 
 def _graph(
@@ -435,9 +427,10 @@ def measuring(
     compiled: whether the run says "compiled" or "eager".  graph: of a compiled step; where the
     module is compiled inside the block, with `model = steps.compile(model)`, the row has the
     kernels of that step, which `rooftrace.fused` sets beside this graph, and else its `note` says
-    why not.  Raises RequestError at the end where no step was timed, and for a graph of a step that
-    is not compiled.
+    why not.  Raises RequestError at the end where no step was timed, for a graph of a step that is
+    not compiled, and inside of a recording.
     """
+    check_not_inside("measuring", "measure before it or after it")
     if graph is not None and not compiled:
         raise RequestError("measuring(..., graph=...): expected compiled=True with it")
     steps = StepTimer(name, device or devices.default_device(), profile, compiled, graph)

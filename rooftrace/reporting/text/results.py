@@ -21,6 +21,7 @@ WIDTH = 100
 
 def as_text(result: Any, width: int = WIDTH) -> str:
     """What a terminal of this width shows of a result, without colours: print(result)."""
+    made = renderable(result)
     from rich.console import Console
 
     console = Console(
@@ -30,7 +31,7 @@ def as_text(result: Any, width: int = WIDTH) -> str:
         legacy_windows=False,
         force_jupyter=False,  # else it shows HTML there, and the text stays empty
     )
-    console.print(renderable(result))
+    console.print(made)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -5,6 +5,9 @@ Here, and nowhere else, characters that are not seen get visible escapes.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,7 @@ STYLES: Mapping[str, str] = {
 
 def as_screen(view: View) -> RenderableType:
     """What rich prints.  Sections stand by their places, with blank lines between the places."""
+    _rich_imported()
     from rich.console import Group
     from rich.text import Text
 
@@ -51,6 +55,14 @@ def as_screen(view: View) -> RenderableType:
         place = section.place
         parts += shown
     return Group(*parts)
+
+
+@functools.cache
+def _rich_imported() -> None:
+    """Import rich; the random number that it draws as it is imported is given back."""
+    state = random.getstate()
+    importlib.import_module("rich.style")
+    random.setstate(state)
 
 
 def _parts(section: Section) -> Iterator[RenderableType]:

@@ -21,7 +21,7 @@ from rooftrace.tracer.dynamo.records import DynamoError, DynamoRun
 from rooftrace.tracer.dynamo.state import kept
 from rooftrace.tracer.dynamo.watching import DynamoWatch
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import Inputs, Loaded, arguments
+from rooftrace.tracer.inputs import Inputs, Loaded, arguments, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import ModuleCalls, trace_phases
 from rooftrace.tracer.source import lines, users_traceback
@@ -48,6 +48,8 @@ def run_dynamo(made: Loaded, phase: str) -> DynamoRun:
         stack.enter_context(contexts.apart())
         stack.enter_context(torch.inference_mode(False))
         module = on_meta(_plain(made.module))
+        stack.enter_context(as_before(module))
+        stack.enter_context(contexts.draws_undone(devices=True))
         # Code that says no device makes tensors on the CPU, as it would beside a GPU.  Where these
         # do not go with the others, they are made on meta, which Dynamo sees as another mode.
         with contextlib.suppress(_CallError):

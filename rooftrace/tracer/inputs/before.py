@@ -14,9 +14,11 @@ from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.tensors import owners, subclasses, trees
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _DEPTH = 6
@@ -25,25 +27,74 @@ _NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
 
 
 @contextlib.contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
+def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
     """Restore attributes (training flags, caches of tables) and gradients at the end of the block.
 
-    Objects and containers that modules and their hooks hold are restored too.  Of a tensor only
-    its identity is restored, not its content.
+    Objects and containers that modules and their hooks hold are restored too.  inputs: of a module
+    that runs on its own tensors, and not on meta: then their content is restored as well, and that
+    of the inputs, and the random numbers of the process.  Else only a tensor's identity is.
     """
-    state = _State()
-    for part in module.modules():
-        state.keep(part)
-    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        state.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with contextlib.nullcontext() if inputs is None else _numbers_kept(module, inputs):
+        state = _State()
+        for part in module.modules():
+            state.keep(part)
+        modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+            state.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
+    """Restore what tensors of a module and its inputs hold: content, gradient, attributes.
+
+    Inside none of them has a gradient.  Their content is kept on the host.
+    """
+    found = [t for part in module.modules() for t in owners.own_tensors(part)]
+    found += [t for part in module.modules() for _, t in owners.beside_in(part)]
+    tensors = list({id(t): t for t in (*found, *trees.tensors_in(inputs))}.values())
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
+    leaves = [(t, t.grad) for t in tensors if t.is_leaf]
+    marks = [(t, dict(t.__dict__)) for t in tensors]
+    counted = tuple(t for t in tensors if type(t) in subclasses.ORDINARY and not t.is_inference())
+    autograd: Any = torch.autograd
+    preserved = autograd._unsafe_preserve_version_counter(counted)  # as the content is
+    with preserved, contexts.draws_undone(devices=True):
+        for leaf, _ in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            with torch.inference_mode():  # in which such tensors of others may be written too
+                for piece, content in kept:
+                    piece.copy_(content)
+            for leaf, gradient in leaves:
+                leaf.grad = gradient
+            for tensor, attributes in marks:
+                _put_back(tensor.__dict__, attributes)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The real tensors that hold the content of one, each element once.
+
+    Code that writes to them is not seen by autograd.
+    """
+    if isinstance(tensor, owners.LAZY):
+        return
+    for part, _ in subclasses.parts_of(tensor):
+        for piece in trees.pieces_of(part):
+            if not piece.is_meta:
+                once = piece.data
+                for place, stride in enumerate(piece.stride()):
+                    once = once if stride else once.narrow(place, 0, min(1, once.shape[place]))
+                yield once
 
 
 class _State:

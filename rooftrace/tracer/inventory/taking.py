@@ -19,6 +19,7 @@ from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, StoredPart
 from rooftrace.tracer.inventory.statistics import statistics_of
 from rooftrace.tracer.inventory.values import WeightStatistics
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.tensors import owners, subclasses, trees
 from rooftrace.tracer.values import marks
 from rooftrace.tracer.weightfiles import Checkpoint, Stored
@@ -38,6 +39,7 @@ class _Held(NamedTuple):
     role: str
 
 
+@contexts.apart()
 def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") -> ModelInfo:
     """What a module or a checkpoint consists of.
 

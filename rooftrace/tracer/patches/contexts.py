@@ -16,6 +16,7 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from rooftrace.tracer.patches.claims import claimed as claimed
+from rooftrace.tracer.patches.generators import draws_undone as draws_undone
 from rooftrace.tracer.patches.scopes import Scope
 
 _dispatch: Any = _python_dispatch

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from rooftrace.tracer.patches.contexts import plainly
 from rooftrace.tracer.patches.scopes import current_scope
 
 _ABSENT: Any = object()
@@ -64,6 +66,7 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
     """Inside, these attributes of a module or a class are others for the threads of this scope."""
     scope = current_scope()
     assert scope is not None, "a replacement belongs to a scope"
+    _dynamo_imported()
     keys = {(id(home), name): value for name, value in replacements.items()}
     with _LOCK:
         for key in keys:
@@ -83,6 +86,16 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
                 if not guard.count:
                     del _GUARDS[key]
                     guard.remove()
+
+
+@functools.cache
+def _dynamo_imported() -> None:
+    """Import Dynamo before anything is replaced.
+
+    It knows functions of torch by what it found under their names when it was imported.
+    """
+    with plainly():
+        importlib.import_module("torch._dynamo")
 
 
 def original_of(home: Any, name: str) -> Any:

@@ -20,6 +20,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Job, Options, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, as_before
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.peers import flopcounter, fvcore_counter
 from rooftrace.tracer.peers.counts import CannotCountError, PeerCount
 from rooftrace.tracer.phases import ModuleCalls, PlainCall, trace_phases
@@ -42,7 +43,7 @@ def count_phases(job: Job, peers: Sequence[str]) -> list[tuple[OpGraph, PeerCoun
     """
     check_peers(peers)
     usual = None if job.is_named else names.usual(job.source)
-    with isolation.own_imports():
+    with contexts.apart(), isolation.own_imports():
         made = loaded(job)
         module, inputs, options = made.module, made.inputs, job.options
         graphs = trace_phases(module, inputs, job.phases or usual, options, made.name)
@@ -74,7 +75,7 @@ def count_with(
     ):
         try:
             made, filled = prepared()
-            with as_before(made):
+            with as_before(made, (filled.args, filled.kwargs)):
                 device = where.partition(",")[0]
                 call = ModuleCalls(made, filled, options.loss, device).plain_call(phase)
                 return replace(counter(call), peer=peer, device=where)

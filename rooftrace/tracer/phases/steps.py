@@ -29,7 +29,7 @@ from rooftrace.tracer.phases import lending, stepping
 from rooftrace.tracer.phases.attempts import OwnBackwardError, attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
-from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
+from rooftrace.tracer.phases.refusals import check_not_inside, check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
 from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.recording import Recorder
@@ -38,13 +38,6 @@ from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import Twins, closures
 from rooftrace.tracer.values import META, Values
-
-
-class _Here(threading.local):
-    captures: tuple[Capture, ...] = ()  # that this thread is in, the innermost last
-
-
-_here = _Here()
 
 
 class Capture:
@@ -82,6 +75,10 @@ class Capture:
     def __enter__(self) -> Capture:
         if self._began is not None:
             raise RequestError("a capture records one block; make another for the next block")
+        check_not_inside(
+            "a capture",
+            "end that one first; the modules and lines of its graph say what each part costs",
+        )
         fake = contexts.fake_mode()
         if fake is not None:
             raise RequestError(
@@ -92,10 +89,13 @@ class Capture:
         with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
             undo.enter_context(contexts.claimed(list(self._root.modules())))
             undo.callback(self._recorder.close)
-            memo = undo.enter_context(lending.lent(self._root)) if self._is_real else {}
+            memo: dict[int, Any] = {}
+            if self._is_real:
+                memo = undo.enter_context(lending.lent(self._root))
+            else:
+                undo.enter_context(as_before(self._root))
             enter_modules(self._recorder, self._root)
             self._block = undo.enter_context(contextlib.ExitStack())
-            self._block.enter_context(self._open())
             self._block.enter_context(lending.inputs_lent(self._modules, self._recorder))
             lend = self._block.enter_context(lending.optimizers_lent(memo, self._recorder))
             self._learnt = self._block.enter_context(_own_step(self._recorder, self._root))
@@ -103,28 +103,9 @@ class Capture:
             self._exit = undo.pop_all()
         return self
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        _here.captures = (*_here.captures, self)
-        try:
-            yield
-        finally:
-            _here.captures = tuple([other for other in _here.captures if other is not self])
-
     def __exit__(self, *exception: Any) -> None:
         if self._began != threading.get_ident():
             raise RequestError("a capture ends in the thread in which it began; this is another")
-        if self not in _here.captures:
-            raise RequestError("this capture has ended already, with the one around it")
-        inside = _here.captures[_here.captures.index(self) + 1 :]
-        for other in reversed(inside):
-            other._exit.close()
-        if inside:
-            self._exit.close()
-            raise RequestError(
-                "another capture began inside of this one and has not ended; "
-                "captures end in the reverse order of their beginning"
-            )
         with depth_explained(self._root), self._exit:
             self._block.__exit__(*exception)
             if isinstance(exception[1], RecursionError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.patches import original_of, replaced, shared
+from rooftrace.tracer.patches import contexts, original_of, replaced, shared
 from rooftrace.tracer.tape import Tape
 
 _SEED = 0
@@ -38,19 +38,13 @@ def draws_repeated(tape: Tape) -> Iterator[None]:
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
     """The generators of the process, seeded and restored."""
-    numpy = sys.modules.get("numpy.random")
-    states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-    random.seed(_SEED)
-    torch.default_generator.manual_seed(_SEED)
-    if numpy is not None:
-        numpy.seed(_SEED)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
+    with contexts.draws_undone():
+        random.seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
+        numpy = sys.modules.get("numpy.random")
         if numpy is not None:
-            numpy.set_state(states[2])
+            numpy.seed(_SEED)
+        yield
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from rooftrace.tracer.recording.exchanged_values import (
     exchanged_on_host,
 )
 from rooftrace.tracer.recording.facts import learn_facts
+from rooftrace.tracer.recording.kernel_checks import check_kernel
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
@@ -42,11 +43,13 @@ class Runner:
     """Runs the ops of one recording, one at a time.
 
     again: switches the recorder's mode on, which torch switches off while it handles an op.
+    device: for which tensors on meta stand, where those of the host are apart from it.
     """
 
     def __init__(self, tape: Tape, again: Callable[[], AbstractContextManager[None]]) -> None:
         self._tape, self._again = tape, again
         self._sizes = SizeCache()
+        self.device: torch.device | None = None
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one op, follow its values, record it; returns what the op returns."""
@@ -77,6 +80,7 @@ class Runner:
             return out
         if name in traits.IDENTITIES and call.tensors:
             return _same_value(tape, call)
+        check_kernel(call, self.device)
         out = by_value(tape, call)
         return self._on_meta(call) if out is NotImplemented else out
 

@@ -45,6 +45,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
+        self._runner.device = shown
         self.entries.weakly = True
 
     def functions(self, device: torch.device | None = None) -> Functions:

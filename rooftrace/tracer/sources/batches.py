@@ -70,7 +70,8 @@ def _module_at(job: Job) -> _RunAt:
     from rooftrace.tracer.phases import trace_phases
     from rooftrace.tracer.twins import inputs_on_meta
 
-    args, kwargs = inputs_on_meta((job.args, dict(job.kwargs)))
+    with contexts.apart():
+        args, kwargs = inputs_on_meta((job.args, dict(job.kwargs)))
 
     def run(phases: tuple[str, ...] | None, batch: int) -> dict[str, OpGraph]:
         with collector_paused(), contexts.apart():

@@ -20,6 +20,7 @@ from torch import nn
 from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.inputs import Loaded, call_inputs, module_inputs
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.programs import load_program
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets import huggingface
@@ -57,7 +58,7 @@ def load_module(
         raise RequestError(
             f"{target}: a config has no weights; name a file of weights, or code that makes them"
         )
-    with own_imports(leave=True):
+    with contexts.apart(), own_imports(leave=True):
         if names.is_program(target):
             if real:
                 raise RequestError(f"{target}: the weights of a program are not read")

@@ -259,8 +259,15 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """The replacement for aten's entry point on meta tensors while `kept_whole` is on.
 
-    Where CUDA has no kernel for all of it, it is taken apart as there.
+    Where CUDA has no kernel for all of it, it is taken apart as there.  Operands that do not go
+    together raise torch's own error.
     """
+    if not backends.agree(query, key, value, attn_mask):
+        whole: Any = torch.ops.aten.scaled_dot_product_attention.default
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        made: Tensor = whole._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
+        return made
     why = backends.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:
         options = (_added(attn_mask, query), dropout_p, is_causal)

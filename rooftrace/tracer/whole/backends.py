@@ -54,6 +54,33 @@ def why_math(
     return _why_not_efficient(query, key, value, mask)
 
 
+_broadcast: Any = torch.broadcast_shapes
+
+
+def agree(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether precisions and sizes of operands go together; torch says what is wrong where not.
+
+    Batches and heads are left to what runs: they broadcast, or group.
+    """
+    if not query.dtype == key.dtype == value.dtype:
+        return False
+    if query.shape[-1:] != key.shape[-1:] or key.shape[-2:-1] != value.shape[-2:-1]:
+        return False
+    if mask is None:
+        return True
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return False
+    try:
+        scores = _broadcast(query.shape[:-1], (*key.shape[:-2], 1))
+    except RuntimeError:  # heads that group
+        scores = query.shape[:-1]
+    whole = (*scores, key.shape[-2])
+    try:
+        return bool(_broadcast(mask.shape, whole) == whole)
+    except RuntimeError:
+        return False
+
+
 def _why_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str:
     """What all fused kernels ask of sizes."""
     dims = {t.dim() for t in (query, key, value)}
