@@ -260,7 +260,8 @@ def from_config(described: Described, target: str, request: Request) -> Loaded:
 
 def assumed(described: Described, module: nn.Module, stored: Marked) -> tuple[tuple[str, str], ...]:
     """What a config leaves open, and what it declares: kinds and texts of assumptions."""
-    said, more = described.precision.text, unbuilt(described.data, module)
+    said = described.precision.text
+    more = unbuilt(described.data, module, described.declared)
     return (
         *described.assumptions,
         *((("precision", said),) if said else ()),
