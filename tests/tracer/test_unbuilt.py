@@ -1,4 +1,4 @@
-"""What a checkpoint holds beyond the model of its config."""
+"""What a checkpoint holds beyond the model of its config, and parts that no config describes."""
 
 from __future__ import annotations
 
@@ -107,3 +107,22 @@ def test_a_predictor_that_no_list_of_layers_names_stays_as_it_is(tmp_path: Path)
     assert any("nvfp4" in note for note in notes)
     _, alone, _ = predictors(notes)
     assert alone == pytest.approx(2 * (layer + PROJECTION), rel=5e-3)
+
+
+def test_a_part_without_a_config_is_named(tmp_path: Path) -> None:
+    text = WIDTHS | dict(model_type="qwen2_vl_text", num_hidden_layers=1)
+    whole = dict(model_type="qwen2_vl", text_config=text, torch_dtype="bfloat16")
+    vision = dict(depth=1, embed_dim=64, hidden_size=256, num_heads=4)
+    said = [n for n in notes_of(tmp_path / "without", whole) if "config has no" in n]
+    assert len(said) == 1 and "no vision_config" in said[0] and "Qwen2VLVisionConfig" in said[0]
+    assert not any(
+        "config has no" in note
+        for note in notes_of(tmp_path / "with", whole | {"vision_config": vision})
+    )
+
+
+def test_an_older_config_has_its_text_part_outside(tmp_path: Path) -> None:
+    flat = WIDTHS | dict(model_type="qwen2_vl", num_hidden_layers=1)
+    vision = dict(depth=1, embed_dim=64, hidden_size=256, num_heads=4)
+    notes = notes_of(tmp_path / "flat", flat | {"vision_config": vision})
+    assert not any("config has no" in note for note in notes)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ASSUMPTIONS_SHOWN = 40
 ISLANDS_SHOWN = 20
-SAID = ("precision", "quantization", "unbuilt")
+SAID = ("config", "precision", "quantization", "unbuilt")
 """Kinds of assumptions on the weights, which a screen spells out."""
 
 
