@@ -25,10 +25,10 @@ def unbuilt(data: Mapping[str, Any], module: nn.Module, declared: Sequence[Decla
     call it the next layer of the stack, or mtp.layers.0.  Some hold tables of embeddings of its own
     beside it, which no config says: a second number has them.
     """
-    found = next(_counted(data, ""), None)
-    if found is None or any(_BUILT.search(path) for path, _ in module.named_modules()):
+    counted = next(_counted(data, ""), None)
+    if counted is None or any(_BUILT.search(path) for path, _ in module.named_modules()):
         return ""
-    where, count = found
+    where, count = counted
     stacks = [
         (path, m) for path, m in module.named_modules() if isinstance(m, nn.ModuleList) and len(m)
     ]

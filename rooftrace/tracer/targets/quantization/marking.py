@@ -61,10 +61,10 @@ def forms_of_copy(
     Without weights that the copy has unquantised.
     """
     forms = {}
-    for one in declared:
-        if one.scheme is not None:
+    for declaration in declared:
+        if declaration.scheme is not None:
             for weight in _weights(module, lambda path: _renamed(path, inside, names)):
-                form = _form_of(weight, one.scheme)
+                form = _form_of(weight, declaration.scheme)
                 if form is not None:
                     forms[id(weight.tensor)] = form.name(weight.inner)
     return forms
