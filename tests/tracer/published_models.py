@@ -94,7 +94,8 @@ HEAD = """# Sizes of published checkpoints
 `make published` writes this page from `tests/tracer/published`, which has the configs and the
 sources. Each row sets the bytes of a published checkpoint beside those that `rt.inventory` counts
 for its config, and the bytes that one more token takes in the cache, by hand, beside the cache of a
-decode step. The tests hold the weights to 1 %, and the cache to the byte.
+decode step. The tests hold the weights to 1 %, and the cache to the byte. What the Hub says was
+read where public repositories quote it.
 
 """
 COLUMNS = (
