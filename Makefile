@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
+.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving published earlier exact \
 	checkpoints versions measure collectives manychips page docs notebooks clean
 
 help: ## list the commands
@@ -137,6 +137,10 @@ checkpoints: $(INSTALLED) ## memory that a diff of two checkpoints takes (GB=5 F
 serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
 	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md
 	@mv out/serving.md docs/serving-published.md && echo "written to docs/serving-published.md"
+
+published: $(INSTALLED) ## write docs/published-sizes.md: weights and caches beside published checkpoints
+	@mkdir -p out && $(BIN)/python tests/tracer/published_models.py > out/published.md
+	@mv out/published.md docs/published-sizes.md && echo "written to docs/published-sizes.md"
 
 exact: $(INSTALLED) ## forms beside traces at sizes held out: 22 models and phases, about an hour (COUNT=5 ONLY=gpt2 PHASE=decode)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact/exact.py --count $(or $(COUNT),40) \

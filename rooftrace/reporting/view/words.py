@@ -313,7 +313,7 @@ def assumption_words(assumptions: Iterable[Assumption]) -> str:
     )
 
 
-_OF_WEIGHTS = ("precision", "quantization", "unbuilt")
+_OF_WEIGHTS = ("config", "precision", "quantization", "unbuilt")
 
 
 def of_weights(assumptions: Iterable[Assumption]) -> list[str]:

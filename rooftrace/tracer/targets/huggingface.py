@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -272,13 +272,29 @@ def from_config(described: Described, target: str, request: Request) -> Loaded:
 
 def assumed(described: Described, module: nn.Module, stored: Marked) -> tuple[tuple[str, str], ...]:
     """What a config leaves open, and what it declares: kinds and texts of assumptions."""
-    said, more = described.precision.text, unbuilt(described.data, module)
+    said = described.precision.text
+    more = unbuilt(described.data, module, described.declared)
     return (
         *described.assumptions,
+        *(("config", text) for text in _defaulted(described, module)),
         *((("precision", said),) if said else ()),
         *(("quantization", text) for text in stored.texts),
         *((("unbuilt", more),) if more else ()),
     )
+
+
+def _defaulted(described: Described, module: nn.Module) -> Iterator[str]:
+    """Sentences on built parts whose config is not in the file, so that it is transformers'."""
+    config, data = described.config, described.data
+    of_text = config.get_text_config() if "num_hidden_layers" in data else None  # an older form
+    built = {id(getattr(part, "config", None)) for part in module.modules()}
+    for name in getattr(type(config), "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None and part is not of_text and not data.get(name) and id(part) in built:
+            yield (
+                f"the config has no {name}: this part is built with transformers' defaults for "
+                f"{type(part).__name__}, whatever the checkpoint has"
+            )
 
 
 def built_from(described: Described, target: str) -> tuple[Any, Marked]:

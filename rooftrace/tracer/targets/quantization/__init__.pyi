@@ -6,5 +6,6 @@ from rooftrace.tracer.targets.quantization.declared import (
 )
 from rooftrace.tracer.targets.quantization.marking import (
     Marked as Marked,
+    forms_of_copy as forms_of_copy,
     marked as marked,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -51,6 +51,28 @@ def marked(module: nn.Module, declared: Sequence[Declared]) -> Marked:
         texts.append(_mark(module, one, scheme))
         texts += [f"{one.where}: {problem}" for problem in scheme.unread]
     return Marked(kv, tuple(texts))
+
+
+def forms_of_copy(
+    module: nn.Module, declared: Sequence[Declared], inside: str, names: Sequence[str]
+) -> dict[int, str]:
+    """{id of a weight below the path `inside`: its format in a copy that bears these names}.
+
+    Without weights that the copy has unquantised.
+    """
+    forms = {}
+    for declaration in declared:
+        if declaration.scheme is not None:
+            for weight in _weights(module, lambda path: _renamed(path, inside, names)):
+                form = _form_of(weight, declaration.scheme)
+                if form is not None:
+                    forms[id(weight.tensor)] = form.name(weight.inner)
+    return forms
+
+
+def _renamed(path: str, inside: str, names: Sequence[str]) -> Sequence[str]:
+    below = path == inside or path.startswith(f"{inside}.")
+    return [f"{name}{path[len(inside) :]}" for name in names] if below else (path,)
 
 
 def _mark(module: nn.Module, one: Declared, scheme: Scheme) -> str:
@@ -120,8 +142,13 @@ def _scope(module: nn.Module, part: str) -> set[int] | None:
     return {id(inner) for owner in owners for inner in owner.modules()} or None
 
 
-def _weights(module: nn.Module) -> Iterator[_Weight]:
-    """Matrices of linear layers, of experts and of embeddings, once each."""
+def _weights(
+    module: nn.Module, called: Callable[[str], Sequence[str]] = lambda path: (path,)
+) -> Iterator[_Weight]:
+    """Matrices of linear layers, of experts and of embeddings, once each.
+
+    called: the paths that a module's path stands for.
+    """
     output = getattr(module, "get_output_embeddings", lambda: None)()
     tied = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     for path, part in module.named_modules():
@@ -131,7 +158,7 @@ def _weights(module: nn.Module) -> Iterator[_Weight]:
                 continue
             head, expert = part is output, "Experts" in type(part).__name__ or tensor.dim() == 3
             expert = expert or ".experts." in f"{path}."
-            names = tuple(_names(path, name, tensor))
+            names = tuple(n for each in called(path) for n in _names(each, name, tensor))
             inner = tensor.shape[_inner_of(part, tensor)]
             layered = any(piece.isdigit() for piece in path.split("."))
             yield _Weight(part, name, tensor, names, kind, inner, head, layered, expert)
