@@ -34,7 +34,7 @@ from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, as_before
-from rooftrace.tracer.phases import check_not_inside
+from rooftrace.tracer.recording import check_not_inside
 
 WARMUPS = 2
 _PROFILES = 5

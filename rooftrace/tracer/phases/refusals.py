@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.sharded import fsdp
 from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tensors import own_tensors
@@ -46,15 +44,6 @@ def check_traceable(root: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
                 f"an input {list(tensor.shape)} is a tensor of a FakeTensorMode: pass "
                 "`torch.empty(SHAPE, device='meta')`, or a real one"
             )
-
-
-def check_not_inside(what: str, instead: str) -> None:
-    """Raise RequestError in a thread that a recording follows.  instead: what to do."""
-    if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
-        raise RequestError(
-            f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
-            f"modules stand on the meta device: {instead}"
-        )
 
 
 @contextlib.contextmanager

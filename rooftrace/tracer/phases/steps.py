@@ -29,10 +29,10 @@ from rooftrace.tracer.phases import lending, stepping
 from rooftrace.tracer.phases.attempts import OwnBackwardError, attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
-from rooftrace.tracer.phases.refusals import check_not_inside, check_traceable, depth_explained
+from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
 from rooftrace.tracer.phases.running import check_request
-from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.recording import Recorder, check_not_inside
 from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in

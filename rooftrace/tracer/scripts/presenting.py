@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from rooftrace.tracer.patches import original_of, replaced
-from rooftrace.tracer.recording import Functions
+from rooftrace.tracer.recording import functions
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import tensors_in, trees
 
@@ -60,7 +60,7 @@ class Shapes:
         return trees.unwrapped(tensor).untyped_storage()._cdata in self._storages
 
 
-class Presented(Functions):
+class Presented(functions.Functions):
     """The function mode of a recording in which meta tensors are shown on a CUDA device.
 
     shown: the device.  shapes: tensors on meta that are shown as what they are.

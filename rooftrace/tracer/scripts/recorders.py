@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.recording import Functions, Recorder, wait
+from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
@@ -48,7 +48,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._runner.device = shown
         self.entries.weakly = True
 
-    def functions(self, device: torch.device | None = None) -> Functions:
+    def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""
         return Presented(self, device, self._shown, self._shapes)
 
@@ -162,7 +162,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _value(self, tensor: Tensor) -> Tensor:
         """A host copy of a tensor of the device: its value where that is known, else a policy's."""
-        wait(self, tensor)
+        torch_functions.wait(self, tensor)
         try:
             value, _ = self.values.value_of(tensor, "a copy to the host")
             return value.clone()

@@ -21,7 +21,6 @@ from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets.configchanges import with_settings
 from rooftrace.tracer.targets.precision import ComputeDtype, precision_of
 from rooftrace.tracer.targets.quantization import (
-    BESIDE,
     Declared,
     Marked,
     declared_in,
@@ -88,7 +87,8 @@ def config_in(path: Path, request: Request) -> Described:
     if path.suffix == ".gguf":
         fields, tensors = ggufs.read_gguf(path)
         fields = with_settings(fields, request.settings, fields, target)
-        return _described(fields, path.stem, None, target)._replace(tensors=tensors, declared=())
+        described = _described(fields, path.stem, None, target, _in_folder(None))
+        return described._replace(tensors=tensors, declared=())
     data = fields_in(path)
     kind = data.get("model_type")
     if not request.trust_remote_code:
@@ -102,7 +102,8 @@ def config_in(path: Path, request: Request) -> Described:
     )
     data = with_settings(data, request.settings, fields, target)
     folder = path.resolve().parent if path.name == "config.json" else None
-    return _described(data, path.stem if folder is None else folder.name, folder, target)
+    name = path.stem if folder is None else folder.name
+    return _described(data, name, folder, target, _in_folder(folder))
 
 
 def _config_of(data: Mapping[str, Any], target: str) -> Any:
@@ -122,20 +123,46 @@ def _config_of(data: Mapping[str, Any], target: str) -> Any:
         raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
 
 
+Find = Callable[[str], Path | None]
+"""The path of a file of a checkpoint by its name; None where there is none."""
+
+
+def _in_folder(folder: Path | None) -> Find:
+    """Files in a folder; None: nobody knows where they stand."""
+    return lambda file: folder / file if folder and (folder / file).is_file() else None
+
+
+def _in_repository(name: str) -> Find:
+    """Files of a repository: in the local cache, or fetched where the hub can be reached."""
+
+    def find(file: str) -> Path | None:
+        from transformers.utils import cached_file
+
+        with contextlib.suppress(OSError, ValueError):
+            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            return None if found is None else Path(found)
+        return None
+
+    return find
+
+
 def _described(
-    data: Mapping[str, Any], name: str, folder: Path | None, target: str, config: Any = None
+    data: Mapping[str, Any],
+    name: str,
+    folder: Path | None,
+    target: str,
+    find: Find,
+    config: Any = None,
 ) -> Described:
     """What the fields of a config say.
 
-    folder: where the checkpoint's other files stand; None where nobody knows.  config: its object,
-    where there is one.  Raises TargetError.
+    folder: of the checkpoint's tensors; None where nobody knows.  find: its other files.  config:
+    its object, where there is one.  Raises TargetError.
     """
 
     def beside(file: str) -> Any:
-        path = None if folder is None else folder / file
-        if path is None or not path.is_file():
-            return None
-        return json_of(text_of(path, _CONFIG), str(path), _CONFIG)
+        path = find(file)
+        return None if path is None else json_of(text_of(path, _CONFIG), str(path), _CONFIG)
 
     data, attention = with_own_attention(data)
     notes = []
@@ -205,21 +232,9 @@ def config_on_hub(target: str, request: Request) -> Described:
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TargetError(f"target {target!r}: {reason}") from None
-    return _described(data, name, _cached_beside(name), target, config)
-
-
-def _cached_beside(name: str) -> Path | None:
-    """The folder of the local cache with the small files beside a repository's config.
-
-    Those that declare a quantisation are fetched where the hub can be reached.
-    """
-    from transformers.utils import cached_file
-
-    found = None
-    for file in ("config.json", *BESIDE):
-        with contextlib.suppress(OSError, ValueError):
-            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False) or found
-    return None if found is None else Path(found).parent
+    find = _in_repository(name)
+    place = find("config.json")
+    return _described(data, name, None if place is None else place.parent, target, find, config)
 
 
 def _transformers() -> Any:

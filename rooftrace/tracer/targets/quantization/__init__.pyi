@@ -1,6 +1,5 @@
 from rooftrace.tracer.targets.quantization import ggufs as ggufs
 from rooftrace.tracer.targets.quantization.declared import (
-    BESIDE as BESIDE,
     Declared as Declared,
     declared_in as declared_in,
 )
