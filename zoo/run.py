@@ -57,7 +57,7 @@ def trace_one(name: str, depth: int | None = None) -> Result:
         failures = []
         for inputs in entry.inputs:
             phases: dict[str, Any] = {}
-            failure = _phases(entry.module, inputs, phases)
+            failure = _phases(entry.module, inputs, phases, entry.phases)
             if phases or not failure:
                 result |= {"phases": phases, **failure}
                 break
@@ -67,9 +67,9 @@ def trace_one(name: str, depth: int | None = None) -> Result:
     return result
 
 
-def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
-    """Fill in `phases`, up to the first that fails; returns that failure."""
-    for phase in PHASES:
+def _phases(module: Any, inputs: Any, phases: dict[str, Any], asked: Sequence[str]) -> Result:
+    """Fill in `phases`, up to the first of those asked that fails; returns that failure."""
+    for phase in asked:
         if phase == "decode" and inputs.decode is None:
             continue
         failure = _phase(module, inputs, phase, phases)

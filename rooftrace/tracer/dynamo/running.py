@@ -48,6 +48,8 @@ def run_dynamo(made: Loaded, phase: str) -> DynamoRun:
         stack.enter_context(contexts.apart())
         stack.enter_context(torch.inference_mode(False))
         module = on_meta(_plain(made.module))
+        if phase == "training":
+            made = replace(made, inputs=made.inputs.trained(module))
         # Code that says no device makes tensors on the CPU, as it would beside a GPU.  Where these
         # do not go with the others, they are made on meta, which Dynamo sees as another mode.
         with contextlib.suppress(_CallError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from rooftrace.tracer.inputs.calls import (
     last_token,
     random_tokens,
 )
+from rooftrace.tracer.inputs.labels import labels_of, takes_labels
 from rooftrace.tracer.inputs.modalities import (
     TOKENS,
     grids,
@@ -37,6 +39,9 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 _SHORTEST = 3
 """Tokens of a prompt by which the caches of a step of requests are told."""
 _DRAWN = (("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),)
+CHOICES = 4
+"""Answers to a question of several choices, as in SWAG, RACE and MMLU."""
+_CHOSEN = (("inputs", f"input_ids: {CHOICES} choices for each sample, as SWAG and RACE have"),)
 _TRIAL = 16
 """Sequence length of the trial calls that find out which inputs a model accepts."""
 
@@ -67,7 +72,8 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
             )
     inputs = {**others, **passed}
     shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
-    return Inputs(kwargs=inputs, workload={"batch": batch, "inputs": shapes})
+    find = partial(labels_of, given=inputs, batch=batch)
+    return Inputs(kwargs=inputs, find_labels=find, workload={"batch": batch, "inputs": shapes})
 
 
 def _main_input(module: nn.Module) -> str:
@@ -100,7 +106,7 @@ def _chosen(
             prompts.add("input_ids")
         return [name for name in possible if name in prompts], {}
     length = min(_TRIAL, _limit(_text(config)) or _TRIAL)
-    ids = {name: random_tokens(batch, length, _vocabulary(config)) for name in possible}
+    ids = {name: random_tokens((batch, length), _vocabulary(config)) for name in possible}
     guess, complaint = guessed(module, config, main, ids, passed, batch)
     if guess is None:
         missing = next((n for n in needed if n not in TOKENS), main)
@@ -140,6 +146,9 @@ class _Text:
         if "decoder_input_ids" in self.parameters:
             self.prompt = "decoder_input_ids"
         self.keeps = self.writes and bool(cache_arguments(module))
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        # By this suffix transformers names what takes [batch, choices, sequence].
+        self.chooses = any(kind.endswith("ForMultipleChoice") for kind in kinds)
 
     def inputs(self, passed: Mapping[str, Tensor], tokens: Sequence[str]) -> Inputs:
         """Inputs of every phase: `passed` as they are, and ids for the names in `tokens`."""
@@ -151,24 +160,28 @@ class _Text:
             kwargs.setdefault(name, self._tokens(seq))
         if "input_ids" in tokens and "input_ids" not in passed:
             kwargs |= self._with_placeholders(kwargs["input_ids"], passed)
-        step = last_token(kwargs[self.prompt])
+        step = last_token(kwargs[self.prompt]) if self.keeps else None
         cached = {**kwargs, self.prompt: self._tokens(kv)} if kv != seq else None
         labels: dict[str, Any] = {}
-        own_loss = "labels" in self.parameters and "labels" not in passed
-        if own_loss and (self.writes or not other_than_text(self.module)):
-            labels["labels"] = kwargs[self.prompt]
+        find = None
+        plain = self.writes and not other_than_text(self.module)
+        if plain and takes_labels(self.module) == {"labels"}:
+            labels = {} if "labels" in passed else {"labels": kwargs[self.prompt]}
+        else:
+            find = partial(labels_of, given=kwargs, batch=self.batch)
         if "use_cache" in self.parameters:
             labels["use_cache"] = False
         return Inputs(
             kwargs=kwargs,
             labels=labels,
+            find_labels=find,
             decode={self.prompt: step} if self.keeps else None,
             cached={"use_cache": True},
             cached_kwargs=cached,
-            items=self.batch * seq,
+            items=kwargs[self.prompt].numel(),
             item="token",
             workload={"batch": self.batch, "seq": seq, **({"kv": kv} if self.keeps else {})},
-            assumptions=_DRAWN,
+            assumptions=(*_DRAWN, *(_CHOSEN if self.chooses and self.prompt in tokens else ())),
         )
 
     def _of_requests(
@@ -231,19 +244,20 @@ class _Text:
         return {"input_ids": twin(ids), **{name: twin(types) for name in asked}}
 
     def _tokens(self, length: int) -> Tensor:
-        return random_tokens(self.batch, length, self.vocabulary)
+        choices = (CHOICES,) if self.chooses else ()
+        return random_tokens((self.batch, *choices, length), self.vocabulary)
 
     def _lengths(self, passed: Mapping[str, Tensor]) -> tuple[int, int]:
         """Length of the sequence and of the cache.  Raises RequestError if either is too long."""
         request = self.request
         tokens = passed.get(self.prompt)
-        if tokens is not None and is_tokens(tokens):
-            if request.seq not in (None, tokens.shape[1]):
+        if tokens is not None and (self.chooses or is_tokens(tokens)):
+            if request.seq not in (None, tokens.shape[-1]):
                 raise RequestError(
                     f"--seq {request.seq}: --input {self.prompt} has "
-                    f"{tokens.shape[1]}; leave one of them out"
+                    f"{tokens.shape[-1]}; leave one of them out"
                 )
-            seq = int(tokens.shape[1])
+            seq = int(tokens.shape[-1])
         else:
             seq = request.seq or min(DEFAULT_LENGTH, self.limit or DEFAULT_LENGTH)
         if request.kv is not None and not self.keeps:

@@ -22,7 +22,7 @@ from rooftrace.tracer.inputs.before import as_before
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
 from rooftrace.tracer.twins import twin
-from rooftrace.tracer.values import META, REAL_VALUE
+from rooftrace.tracer.values import META, REAL_VALUE, Turns, Values
 
 MAX_TRIALS = 48
 _SIDE = 24
@@ -84,17 +84,17 @@ def _floats(*shape: int) -> Tensor:
 
 def _rows(row: Sequence[int], batch: int) -> Tensor:
     """One row of whole numbers as often as the batch has samples."""
-    return _whole(torch.tensor(row).expand(batch, len(row)))
+    return whole(torch.tensor(row).expand(batch, len(row)))
 
 
 def _ones(*shape: int) -> Tensor:
-    return _whole(torch.ones((), dtype=torch.int64).expand(shape))
+    return whole(torch.ones((), dtype=torch.int64).expand(shape))
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Known whole numbers; of very many only the sizes are known."""
-    unknown = sized(tuple(value.shape), torch.int64)
-    return unknown if value.numel() > MOST_DRAWN else twin(value.long().contiguous())
+    unknown = sized(tuple(value.shape), dtype)
+    return unknown if value.numel() > MOST_DRAWN else twin(value.to(dtype).contiguous())
 
 
 # -- layouts by parameter --------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def _patches(sizes: Sizes, name: str) -> Layouts:
     rows = _floats(sizes.batch, side * side, width)
     shape = _rows((side, side), sizes.batch)
     mask = _ones(sizes.batch, side * side)
-    places = _whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
+    places = whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
     return [
         *({name: flat, "grid_thw": grid} for flat in flats),
         {name: rows, "spatial_shapes": shape, "pixel_attention_mask": mask},
@@ -262,7 +262,7 @@ def guessed(
     tries = _candidates(module, config, main, tokens, passed, batch)
     names: set[str] = set()
     for arguments in itertools.islice(tries, MAX_TRIALS):
-        error = _refusal(module, {**arguments, **passed})
+        _, error = outcome(module, {**arguments, **passed}, training=False)
         if error is None:
             return arguments, ""
         if set(arguments) > names:  # what it says of the likeliest layout of most arguments
@@ -303,26 +303,41 @@ def _candidates(
                 }
 
 
-def _refusal(module: nn.Module, arguments: Mapping[str, Any]) -> Exception | None:
-    """The error of the module on these arguments; None if it runs."""
-    with _unrecorded(module, arguments):
-        try:
-            module(**arguments)
-        except Exception as error:  # whatever the code of a model may raise
-            return error
-    return None
+def outcome(
+    module: nn.Module, arguments: Mapping[str, Any], training: bool = True, turned: int = 0
+) -> tuple[Any, Exception | None]:
+    """What the module returns for these arguments, or its error.
+
+    turned: how often it is called again, an unknown condition then going the other way.
+    """
+    turns, first = Turns({}), None
+    for left in range(turned, -1, -1):
+        values = Values(branches=turns.branches, turned=turns.lines)
+        with _unrecorded(module, arguments, training, values):
+            try:
+                return module(**arguments), None
+            except Exception as error:  # whatever the code of a model may raise
+                first = first or error
+        if not left or not turns.turn(values):
+            break
+    return None, first
 
 
 @contextlib.contextmanager
-def _unrecorded(module: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the module runs in eval mode on meta; known values of tensors are followed."""
-    recorder = Recorder(record=False)
+def _unrecorded(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    training: bool = False,
+    values: Values | None = None,
+) -> Iterator[None]:
+    """Inside, the module runs on meta without gradients; known values of tensors are followed."""
+    recorder = Recorder(values, record=False)
     own = (tensor for part in module.modules() for tensor in own_tensors(part))
     for tensor in (*tensors_in(dict(arguments)), *own):
         learn(recorder.values, tensor)
     try:
-        with as_before(module), torch.no_grad(), torch.device(META), recorder:
-            module.eval()
+        with as_before(module), torch.no_grad(), recorder, torch.device(META):
+            module.train(training)
             yield
     finally:
         recorder.close()
@@ -337,7 +352,7 @@ def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The grid of the patches in `passed`, if forward takes one; all rows are one image."""
     parameters = parameters_of(module)
     return {
-        grid: _whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
+        grid: whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
         for name, grid in _GRIDS.items()
         if name in passed and passed[name].dim() == 2 and grid in parameters and grid not in passed
     }

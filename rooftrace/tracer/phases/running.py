@@ -133,8 +133,12 @@ class PhaseRunner:
         graphs = {}
         for phase in map(names.phase_of, phases):
             tell(f"tracing {phase.name}")
+            given = self.inputs
+            if phase.trains and self.options.loss is None:
+                self.inputs = given.trained(self.module)
             self.module.train(phase.trains)
             graphs[phase.name] = self._captured(phase, partial(phase.run, self))
+            self.inputs = given
         return graphs
 
     def usual_phases(self) -> dict[str, OpGraph]:
@@ -333,7 +337,7 @@ class PhaseRunner:
             (
                 inputs.args,
                 inputs.kwargs,
-                inputs.labels,
+                inputs.labels if phase.trains else {},
                 inputs.decode,
                 inputs.cached_kwargs,
                 self._fed,

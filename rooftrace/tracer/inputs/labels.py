@@ -1,0 +1,321 @@
+"""Labels of a training call, by the parameters of a head's forward, its config and its output.
+
+A head says by the names of its parameters which labels its loss takes, and by the scores that it
+returns of which sizes.  A name can mean more than one layout, so there is a list for each, the
+likeliest first; the first is taken with which the head returns a loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.inputs.arguments import drawn, sized
+from rooftrace.tracer.inputs.modalities import MAX_TRIALS, Sizes, outcome, whole
+from rooftrace.tracer.tensors import parameters_of
+from rooftrace.tracer.values import REAL_VALUE
+
+OBJECTS = 7
+"""Objects in an image, as many as an image of COCO has on average (860,001 in 118,287)."""
+FRAMES_PER_TOKEN = 4
+"""Frames of a sound for a token of its transcript: letters of English speech come every 70 ms."""
+
+TURNED = 6
+"""How many unknown conditions are turned for one guess."""
+
+Labels = tuple[dict[str, Any], tuple[tuple[str, str], ...]]
+"""Arguments of a call, and what is assumed of their sizes: kind and text."""
+_Guesses = list[tuple[Any, str]]
+"""Values of one argument, the likeliest first, each with what is assumed of its sizes."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A head, the inputs of its call, and the shapes of the numbers that it returns for them."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    given: Mapping[str, Any]
+    outputs: Mapping[str, tuple[int, ...]]
+
+    @property
+    def batch(self) -> int:
+        return self.sizes.batch
+
+    @property
+    def prompt(self) -> Tensor | None:
+        """The token ids that the head writes, or reads."""
+        return self.given.get("decoder_input_ids", self.given.get("input_ids"))
+
+    @property
+    def scores(self) -> list[tuple[int, ...]]:
+        """Shapes of the outputs with a batch; those that are called scores first."""
+        names = sorted(self.outputs, key=lambda name: "logits" not in name)
+        return [self.outputs[name] for name in names if self.outputs[name][:1] == (self.batch,)]
+
+    @property
+    def image(self) -> tuple[int, int]:
+        """Rows and columns of an image."""
+        pixels = self.given.get("pixel_values")
+        if isinstance(pixels, Tensor) and pixels.dim() > 3:
+            return int(pixels.shape[-2]), int(pixels.shape[-1])
+        return self.sizes.pair("image_size", "img_size", default=224)
+
+    def floats(self, *shape: int) -> Tensor:
+        return sized(shape, self.dtype)
+
+    def classes(self, *shape: int, below: int, first: int = 0) -> Tensor:
+        """Whole numbers that are drawn uniformly, with a fixed seed."""
+        return drawn(shape, torch.int64, min(first, below - 1), below)
+
+
+# -- labels for scores -----------------------------------------------------------------------------
+
+
+def _labels(head: _Head, name: str) -> _Guesses:
+    guesses = _objects(head, name) if "pred_boxes" in head.outputs else []
+    for shape in head.scores:
+        if len(shape) in _BY_RANK:
+            guesses += _BY_RANK[len(shape)](head, shape)
+        guesses.append((head.floats(*shape), ""))
+    return guesses
+
+
+def _of_samples(head: _Head, shape: tuple[int, ...]) -> _Guesses:
+    """Labels for scores [batch, classes]: one class, several at once, or numbers."""
+    batch, count = shape
+    known = max(head.sizes.number("num_labels", default=count), 2)
+    one = (head.classes(batch, below=min(count, known)), "")
+    numbers = (head.floats(*((batch,) if count == 1 else shape)), "")
+    problem = head.sizes.find("problem_type")
+    single = problem == "single_label_classification" or problem is None and count > 1
+    return [one, numbers] if single else [numbers, one]
+
+
+def _of_places(head: _Head, shape: tuple[int, ...]) -> _Guesses:
+    """Labels for scores [batch, places, classes]: a transcript, or a class for each place."""
+    batch, places, count = shape
+    guesses: _Guesses = []
+    prompt = head.prompt
+    if prompt is None:
+        length = max(1, places // FRAMES_PER_TOKEN)
+        text = f"a transcript of {length} tokens, one for {FRAMES_PER_TOKEN} of {places} frames"
+        guesses.append((head.classes(batch, length, below=count, first=1), text))
+    elif prompt.shape == (batch, places) and count > head.sizes.number("num_labels", default=0):
+        guesses.append((prompt, ""))
+    each = head.classes(batch, places, below=count)
+    guesses += [(each, ""), (_one_hot(each, count), ""), (head.classes(batch, below=count), "")]
+    books = head.sizes.find("num_codebooks")
+    if isinstance(books, int):
+        guesses.append((head.classes(batch, places, books, below=count), ""))
+    if "bool_masked_pos" in head.given:
+        masked = int(head.given["bool_masked_pos"].__dict__[REAL_VALUE].sum())
+        guesses.insert(0, (head.classes(masked, below=count), ""))
+    return guesses
+
+
+def _of_pixels(head: _Head, shape: tuple[int, ...]) -> _Guesses:
+    """Labels for scores [batch, classes, rows, columns]: a class for each pixel of the image."""
+    batch, count, *side = shape
+    return [(head.classes(batch, *s, below=count), "") for s in (head.image, side)]
+
+
+_BY_RANK: Mapping[int, Callable[[_Head, tuple[int, ...]], _Guesses]] = {
+    2: _of_samples,
+    3: _of_places,
+    4: _of_pixels,
+}
+
+
+def _one_hot(classes: Tensor, count: int) -> Tensor:
+    made = sized((*classes.shape, count), torch.int64)
+    value = classes.__dict__.get(REAL_VALUE)
+    if value is not None:
+        made.__dict__[REAL_VALUE] = torch.nn.functional.one_hot(value, count)
+    return made
+
+
+# -- labels of other kinds -------------------------------------------------------------------------
+
+
+def _objects(head: _Head, name: str) -> _Guesses:
+    """What there is to be found in each image: a class, a box and a mask for each object."""
+    count = head.sizes.number("num_labels", default=2)
+    found = [
+        {
+            "class_labels": head.classes(OBJECTS, below=count),
+            "boxes": head.floats(OBJECTS, 4),
+            **({"masks": _masks(head)} if "pred_masks" in head.outputs else {}),
+        }
+        for _ in range(head.batch)
+    ]
+    return [(found, f"{OBJECTS} objects in each image, as COCO has on average")]
+
+
+def _masks(head: _Head) -> Tensor:
+    return head.floats(OBJECTS, *head.image)
+
+
+def _object_masks(head: _Head, name: str) -> _Guesses:
+    text = f"{OBJECTS} objects in each image, as COCO has on average"
+    return [([_masks(head) for _ in range(head.batch)], text)]
+
+
+def _object_classes(head: _Head, name: str) -> _Guesses:
+    count = head.sizes.number("num_labels", default=2)
+    return [([head.classes(OBJECTS, below=count) for _ in range(head.batch)], "")]
+
+
+def _places_in_text(head: _Head, name: str) -> _Guesses:
+    """Where in each prompt an answer begins, or ends."""
+    prompt = head.prompt
+    length = 1 if prompt is None else int(prompt.shape[-1])
+    return [(head.classes(head.batch, below=length), "")]
+
+
+def _yes_or_no(head: _Head, name: str) -> _Guesses:
+    return [(head.classes(head.batch, below=2), "")]
+
+
+def _masked_patches(head: _Head, name: str) -> _Guesses:
+    """Which patches of an image are to be restored: every second one."""
+    patch = head.sizes.pair("patch_size", default=16)
+    rows, columns = (side // n for side, n in zip(head.image, patch, strict=True))
+    row = torch.arange(max(1, rows * columns)) % 2 == 1
+    text = f"every second of {row.numel()} patches is masked"
+    return [(whole(row.expand(head.batch, -1), torch.bool), text)]
+
+
+def _series(head: _Head, name: str) -> _Guesses:
+    """The values that follow a series, which the head predicts."""
+    past = head.given.get("past_values")
+    length = head.sizes.number("prediction_length", "horizon_length", default=1)
+    shapes = [shape for shape in head.scores if len(shape) > 1]
+    if isinstance(past, Tensor):
+        shapes.insert(0, (head.batch, length, *past.shape[2:]))
+    return [(head.floats(*shape), "") for shape in shapes]
+
+
+def _times(head: _Head, name: str) -> _Guesses:
+    past = head.given.get("past_time_features")
+    length = head.sizes.number("prediction_length", default=1)
+    return [(head.floats(head.batch, length, past.shape[-1]), "")] if past is not None else []
+
+
+def _targets(head: _Head, name: str) -> _Guesses:
+    """A class for each sample where scores are returned, else numbers."""
+    guesses: _Guesses = []
+    for output, shape in head.outputs.items():
+        if shape[:1] == (head.batch,) and len(shape) > 1:
+            one = (head.classes(head.batch, below=shape[-1]), "")
+            numbers = (head.floats(*shape), "")
+            guesses += [one, numbers] if "logits" in output else [numbers, one]
+    return guesses
+
+
+def _true(head: _Head, name: str) -> _Guesses:
+    return [(True, "")]
+
+
+_MADE: Mapping[str, Callable[[_Head, str], _Guesses]] = {
+    "bool_masked_pos": _masked_patches,
+    "labels": _labels,
+    "start_positions": _places_in_text,
+    "end_positions": _places_in_text,
+    "next_sentence_label": _yes_or_no,
+    "sentence_order_label": _yes_or_no,
+    "sentence_image_labels": _yes_or_no,
+    "mask_labels": _object_masks,
+    "class_labels": _object_classes,
+    "future_values": _series,
+    "future_time_features": _times,
+    "target_values": _targets,
+    "return_loss": _true,
+}
+"""Parameters that a loss takes, in the order in which they are made."""
+
+
+# -- choosing --------------------------------------------------------------------------------------
+
+
+def takes_labels(module: nn.Module) -> set[str]:
+    """The parameters of forward that only a loss takes."""
+    return set(parameters_of(module)) & set(_MADE)
+
+
+def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
+    """Labels with which a head returns a loss, beside the inputs of its call.
+
+    None of a head that says that it has no loss.  Raises RequestError where no guess is accepted.
+    """
+    taken = takes_labels(module)
+    names = [name for name in _MADE if name in taken and name not in given]
+    if not names:
+        return {}, ()
+    kind = type(module).__name__
+    plain = {**given, **({"use_cache": False} if "use_cache" in parameters_of(module) else {})}
+    output, complaint = outcome(module, plain)
+    complaint = complaint and f"without labels it says {_said(complaint)}"
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    head = _Head(Sizes(module.config, batch), dtype, given, _shapes(output))
+    for arguments, texts in itertools.islice(_candidates(head, names), MAX_TRIALS):
+        output, error = outcome(module, {**plain, **arguments}, turned=TURNED)
+        if isinstance(error, NotImplementedError):
+            return {}, (("loss", f"{kind} has no loss of its own: {_said(error)}"),)
+        if error is None and isinstance(_named(output).get("loss"), Tensor):
+            return arguments, tuple(("inputs", text) for text in texts)
+        if not complaint:
+            said = "they give no loss" if error is None else f"it says {_said(error)}"
+            complaint = f"to {_described(arguments)} {said}"
+    raise RequestError(
+        f"training of {kind}: its {', '.join(names)} cannot be guessed ({complaint}); pass "
+        f"--input {names[0]}=SHAPE:DTYPE, for example --input {names[0]}={batch}:int64, or a step "
+        "of your own"
+    )
+
+
+def _candidates(
+    head: _Head, names: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Labels that the head may take: all of `names`, then `labels` alone."""
+    mask = {name: _MADE[name](head, name)[:1] for name in names if name == "bool_masked_pos"}
+    known = {**head.given, **{name: value for name, ((value, _),) in mask.items()}}
+    head = _Head(head.sizes, head.dtype, known, head.outputs)
+    guesses = {name: mask.get(name) or _MADE[name](head, name) for name in names}
+    guesses = {name: values for name, values in guesses.items() if values}
+    for some in dict.fromkeys((tuple(guesses), *((n,) for n in guesses))):
+        for values in itertools.product(*(guesses[name] for name in some)):
+            arguments = {name: value for name, (value, _) in zip(some, values, strict=True)}
+            notes = [f"{n}: {text}" for n, (_, text) in zip(some, values, strict=True) if text]
+            yield arguments, notes
+
+
+def _named(output: Any) -> Mapping[str, Any]:
+    return output if isinstance(output, Mapping) else {"output": output}
+
+
+def _shapes(output: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the numbers among the outputs."""
+    return {
+        name: tuple(value.shape)
+        for name, value in _named(output).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _described(arguments: Mapping[str, Any]) -> str:
+    """The arguments in a few words: "labels [2, 16]"."""
+    return ", ".join(
+        f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
+        for name, value in arguments.items()
+    )
