@@ -99,10 +99,10 @@ def _diffusers_names() -> list[str]:
 _ZOO = "zoo.py"
 _LISTS: dict[str, Callable[[], list[str]]] = {
     "hf": _hf_names,
-    "heads": _head_names,
     "timm": _timm_names,
     "torchvision": _torchvision_names,
     "diffusers": _diffusers_names,
+    "heads": _head_names,
 }
 GROUPS = tuple(_LISTS)
 
@@ -278,10 +278,10 @@ def _diffusers(name: str, depth: int | None) -> Entry:
 
 _LOADERS: dict[str, Callable[[str, int | None], Entry]] = {
     "hf": _hf,
-    "heads": _head,
     "timm": _timm,
     "torchvision": _torchvision,
     "diffusers": _diffusers,
+    "heads": _head,
 }
 
 

@@ -30,7 +30,8 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, Any] = field(default_factory=dict)  # more, of a training call
-    # Finds labels of a module that only its output tells, and what is assumed of them.
+    labels_likely: bool = False  # they need no search, unless the module refuses them
+    # Searches labels that a module takes, and says what is assumed of them.
     find_labels: Callable[[nn.Module], tuple[Mapping[str, Any], Assumptions]] | None = None
     # Of a step that continues from a cache, without the cache; None: the module has no such step.
     decode: Mapping[str, Any] | None = None
@@ -42,14 +43,18 @@ class Inputs:
     assumptions: Assumptions = ()
     lengths: RequestLengths | None = None  # of the requests of a step that has them
 
-    def trained(self, module: nn.Module) -> Inputs:
-        """The inputs of a training call, with its labels.  Raises RequestError if it has none."""
-        if self.find_labels is None:
+    def trained(self, module: nn.Module, likely: bool = True) -> Inputs:
+        """The inputs of a training call with labels: likely ones if there are, else by a search.
+
+        Raises RequestError where none are found.
+        """
+        if self.find_labels is None or (likely and self.labels_likely):
             return self
         found, assumed = self.find_labels(module)
         return replace(
             self,
             labels={**self.labels, **found},
+            labels_likely=False,
             find_labels=None,
             assumptions=(*self.assumptions, *assumed),
         )

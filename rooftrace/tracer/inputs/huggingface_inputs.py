@@ -163,18 +163,16 @@ class _Text:
         step = last_token(kwargs[self.prompt]) if self.keeps else None
         cached = {**kwargs, self.prompt: self._tokens(kv)} if kv != seq else None
         labels: dict[str, Any] = {}
-        find = None
-        plain = self.writes and not other_than_text(self.module)
-        if plain and takes_labels(self.module) == {"labels"}:
-            labels = {} if "labels" in passed else {"labels": kwargs[self.prompt]}
-        else:
-            find = partial(labels_of, given=kwargs, batch=self.batch)
+        likely = self.writes and takes_labels(self.module) - {*passed} == {"labels"}
+        if likely:
+            labels["labels"] = kwargs[self.prompt]
         if "use_cache" in self.parameters:
             labels["use_cache"] = False
         return Inputs(
             kwargs=kwargs,
             labels=labels,
-            find_labels=find,
+            labels_likely=likely,
+            find_labels=partial(labels_of, given=kwargs, batch=self.batch),
             decode={self.prompt: step} if self.keeps else None,
             cached={"use_cache": True},
             cached_kwargs=cached,

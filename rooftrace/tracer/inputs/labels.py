@@ -8,7 +8,7 @@ likeliest first; the first is taken with which the head returns a loss.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def _labels(head: _Head, name: str) -> _Guesses:
         if len(shape) in _BY_RANK:
             guesses += _BY_RANK[len(shape)](head, shape)
         guesses.append((head.floats(*shape), ""))
-    return guesses
+    return guesses if head.prompt is None else [*guesses, (head.prompt, "")]
 
 
 def _of_samples(head: _Head, shape: tuple[int, ...]) -> _Guesses:
@@ -252,48 +252,73 @@ def takes_labels(module: nn.Module) -> set[str]:
 def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
     """Labels with which a head returns a loss, beside the inputs of its call.
 
-    None of a head that says that it has no loss.  Raises RequestError where no guess is accepted.
+    None of a head that has no loss of its own.  Raises RequestError where the inputs are refused,
+    or every guess.
     """
-    taken = takes_labels(module)
-    names = [name for name in _MADE if name in taken and name not in given]
-    if not names:
-        return {}, ()
-    kind = type(module).__name__
-    plain = {**given, **({"use_cache": False} if "use_cache" in parameters_of(module) else {})}
-    output, complaint = outcome(module, plain)
-    complaint = complaint and f"without labels it says {_said(complaint)}"
+    names = [name for name in _MADE if name in takes_labels(module) and name not in given]
+    kind, parameters = type(module).__name__, parameters_of(module)
+    plain = {**given, **({"use_cache": False} if "use_cache" in parameters else {})}
+    output, refused = outcome(module, plain, turned=TURNED)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     head = _Head(Sizes(module.config, batch), dtype, given, _shapes(output))
-    for arguments, texts in itertools.islice(_candidates(head, names), MAX_TRIALS):
+    lossless, said = "", ""
+    for arguments, texts in itertools.islice(_candidates(head, names, parameters), MAX_TRIALS):
         output, error = outcome(module, {**plain, **arguments}, turned=TURNED)
-        if isinstance(error, NotImplementedError):
-            return {}, (("loss", f"{kind} has no loss of its own: {_said(error)}"),)
         if error is None and isinstance(_named(output).get("loss"), Tensor):
             return arguments, tuple(("inputs", text) for text in texts)
-        if not complaint:
-            said = "they give no loss" if error is None else f"it says {_said(error)}"
-            complaint = f"to {_described(arguments)} {said}"
+        if error is None:
+            lossless = lossless or "it returns none"
+        elif not said:
+            said = f"to {_described(arguments)} it says {_said(error)}"
+            nonsense = {**plain, **dict.fromkeys(arguments, _NONSENSE)}
+            if refused is None and _said(outcome(module, nonsense)[1]) == _said(error):
+                lossless = f"it says {_said(error)}"
+                break
+    if refused is not None:
+        raise RequestError(
+            f"training of {kind}: it refuses {_described(given)}: {_said(refused)}; set what it "
+            "misses in its config, or pass it with --input NAME=SHAPE:DTYPE: its forward takes "
+            f"{', '.join(parameters)}"
+        )
+    if not names:
+        return {}, ()
+    if lossless:
+        return {}, (("loss", f"{kind} has no loss for {', '.join(names)}: {lossless}"),)
     raise RequestError(
-        f"training of {kind}: its {', '.join(names)} cannot be guessed ({complaint}); pass "
+        f"training of {kind}: its {', '.join(names)} cannot be guessed ({said}); pass "
         f"--input {names[0]}=SHAPE:DTYPE, for example --input {names[0]}={batch}:int64, or a step "
         "of your own"
     )
 
 
+_NONSENSE = "no labels"
+"""What no loss can take: who says the same to it as to labels takes none."""
+
+
 def _candidates(
-    head: _Head, names: Sequence[str]
+    head: _Head, names: Sequence[str], parameters: Collection[str]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Labels that the head may take: all of `names`, then `labels` alone."""
+    """Labels that the head may take: all of `names`, then each alone, then with a mask."""
     mask = {name: _MADE[name](head, name)[:1] for name in names if name == "bool_masked_pos"}
     known = {**head.given, **{name: value for name, ((value, _),) in mask.items()}}
     head = _Head(head.sizes, head.dtype, known, head.outputs)
     guesses = {name: mask.get(name) or _MADE[name](head, name) for name in names}
     guesses = {name: values for name, values in guesses.items() if values}
-    for some in dict.fromkeys((tuple(guesses), *((n,) for n in guesses))):
+    sets = dict.fromkeys((tuple(guesses), *((n,) for n in guesses)))
+    asked = "attention_mask" in parameters and "attention_mask" not in head.given
+    mask = {"attention_mask": _attended(head)} if asked else {}
+    for more, some in itertools.product(({}, mask) if mask else ({},), sets):
         for values in itertools.product(*(guesses[name] for name in some)):
             arguments = {name: value for name, (value, _) in zip(some, values, strict=True)}
             notes = [f"{n}: {text}" for n, (_, text) in zip(some, values, strict=True) if text]
-            yield arguments, notes
+            if arguments:
+                yield {**arguments, **more}, notes
+
+
+def _attended(head: _Head) -> Tensor:
+    """A mask by which the head reads all of its input."""
+    tokens = head.prompt if head.prompt is not None else next(iter(head.given.values()))
+    return whole(torch.ones((), dtype=torch.int64).expand(tokens.shape[:2]))
 
 
 def _named(output: Any) -> Mapping[str, Any]:
@@ -309,7 +334,7 @@ def _shapes(output: Any) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _said(error: Exception) -> str:
+def _said(error: Exception | None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

@@ -25,6 +25,7 @@ from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.sharded import ddp
+from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import on_meta
 from rooftrace.tracer.values import META, REAL_VALUE
@@ -133,13 +134,24 @@ class PhaseRunner:
         graphs = {}
         for phase in map(names.phase_of, phases):
             tell(f"tracing {phase.name}")
-            given = self.inputs
-            if phase.trains and self.options.loss is None:
-                self.inputs = given.trained(self.module)
             self.module.train(phase.trains)
-            graphs[phase.name] = self._captured(phase, partial(phase.run, self))
-            self.inputs = given
+            run = partial(self._captured, phase, partial(phase.run, self))
+            graphs[phase.name] = self._with_labels(run) if phase.trains else run()
         return graphs
+
+    def _with_labels(self, run: Callable[[], OpGraph]) -> OpGraph:
+        """Run a training call with labels; where likely ones fail, others are looked for."""
+        given = self.inputs
+        if self.options.loss is not None:
+            return run()
+        try:
+            self.inputs = given.trained(self.module)
+            with contextlib.suppress(*((TraceError,) if given.labels_likely else ())):
+                return run()
+            self.inputs = given.trained(self.module, likely=False)
+            return run()
+        finally:
+            self.inputs = given
 
     def usual_phases(self) -> dict[str, OpGraph]:
         """Prefill, decode and training; the usual phases where no cache comes back."""
