@@ -30,7 +30,16 @@ from rooftrace.tracer.values.marks import REAL_VALUE
 
 BATCH, LENGTH = 1, 64
 HEAD_BATCH, HEAD_LENGTH, HEAD_DEPTH = 2, 16, 2
-_FIELDS = {"head_dim": 64, "prediction_length": 24, "num_experts_per_tok": 2, "vocab_size": 1000}
+_FIELDS = {
+    "head_dim": 64,
+    "prediction_length": 24,
+    "context_length": 48,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1000,
+    "pad_token_id": 0,
+    "mask_token_id": 4,
+    "use_mask_token": True,
+}
 """Values of fields that the default configs of some heads leave out."""
 _HEAD = re.compile(r"For[A-Z]")  # and no Former
 _DEPTHS = re.compile(
@@ -200,7 +209,7 @@ def complete(config: Any) -> None:
     from transformers import ResNetConfig
 
     for name, value in _FIELDS.items():
-        if hasattr(config, name) and getattr(config, name) is None:
+        if name in vars(config) and not getattr(config, name):
             setattr(config, name, value)
     for name, value in list(vars(config).items()):
         if getattr(value, "model_type", "") == "timm_backbone":

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
-from rooftrace.errors import RequestError
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.asking.request import Request
-from tests.releases import with_transformers_5
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ likeliest first; the first is taken with which the head returns a loss.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.inputs.arguments import drawn, sized
-from rooftrace.tracer.inputs.modalities import MAX_TRIALS, Sizes, outcome, whole
+from rooftrace.tracer.inputs.modalities import (
+    MAX_TRIALS,
+    Sizes,
+    layouts,
+    other_than_text,
+    outcome,
+    whole,
+)
 from rooftrace.tracer.tensors import parameters_of
 from rooftrace.tracer.values import REAL_VALUE
 
@@ -79,7 +86,9 @@ class _Head:
 
 
 def _labels(head: _Head, name: str) -> _Guesses:
-    guesses = _objects(head, name) if "pred_boxes" in head.outputs else []
+    if "pred_boxes" in head.outputs:
+        return _objects(head, name)
+    guesses: _Guesses = []
     for shape in head.scores:
         if len(shape) in _BY_RANK:
             guesses += _BY_RANK[len(shape)](head, shape)
@@ -94,7 +103,7 @@ def _of_samples(head: _Head, shape: tuple[int, ...]) -> _Guesses:
     one = (head.classes(batch, below=min(count, known)), "")
     numbers = (head.floats(*((batch,) if count == 1 else shape)), "")
     problem = head.sizes.find("problem_type")
-    single = problem == "single_label_classification" or problem is None and count > 1
+    single = problem == "single_label_classification" or (problem is None and count > 1)
     return [one, numbers] if single else [numbers, one]
 
 
@@ -176,7 +185,23 @@ def _places_in_text(head: _Head, name: str) -> _Guesses:
     """Where in each prompt an answer begins, or ends."""
     prompt = head.prompt
     length = 1 if prompt is None else int(prompt.shape[-1])
-    return [(head.classes(head.batch, below=length), "")]
+    return [(head.classes(*shape, below=length), "") for shape in ((head.batch,), (head.batch, 1))]
+
+
+def _questions(head: _Head, name: str) -> _Guesses:
+    """Where in each prompt a question stands: in its first token."""
+    return [(whole(torch.zeros(head.batch, 1)), "")]
+
+
+def _classes_in_text(head: _Head, name: str) -> _Guesses:
+    shape = () if head.prompt is None else head.prompt.shape
+    return [(head.classes(*shape, below=head.sizes.number("num_labels", default=2)), "")]
+
+
+def _places_of_text(head: _Head, name: str) -> _Guesses:
+    """For each token of a prompt another one."""
+    shape = () if head.prompt is None else head.prompt.shape
+    return [(head.classes(*shape, below=shape[-1] if shape else 1), "")]
 
 
 def _yes_or_no(head: _Head, name: str) -> _Guesses:
@@ -237,8 +262,12 @@ _MADE: Mapping[str, Callable[[_Head, str], _Guesses]] = {
     "future_time_features": _times,
     "target_values": _targets,
     "return_loss": _true,
+    "question_positions": _questions,
+    "initial_token_labels": _classes_in_text,
+    "subsequent_token_labels": _places_of_text,
 }
-"""Parameters that a loss takes, in the order in which they are made."""
+"""Parameters that a loss takes."""
+_MASKED = "bool_masked_pos"
 
 
 # -- choosing --------------------------------------------------------------------------------------
@@ -252,26 +281,23 @@ def takes_labels(module: nn.Module) -> set[str]:
 def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
     """Labels with which a head returns a loss, beside the inputs of its call.
 
-    None of a head that has no loss of its own.  Raises RequestError where the inputs are refused,
-    or every guess.
+    Where its loss asks for more inputs, they are among them.  None of a head that has no loss of
+    its own.  Raises RequestError where the inputs are refused, or every guess.
     """
-    names = [name for name in _MADE if name in takes_labels(module) and name not in given]
     kind, parameters = type(module).__name__, parameters_of(module)
     plain = {**given, **({"use_cache": False} if "use_cache" in parameters else {})}
-    output, refused = outcome(module, plain, turned=TURNED)
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    head = _Head(Sizes(module.config, batch), dtype, given, _shapes(output))
+    names = [name for name in _MADE if name in takes_labels(module) and name not in given]
+    _, refused = outcome(module, plain, turned=TURNED)
     lossless, said = "", ""
-    for arguments, texts in itertools.islice(_candidates(head, names, parameters), MAX_TRIALS):
+    for arguments, notes in itertools.islice(_candidates(module, plain, names, batch), MAX_TRIALS):
         output, error = outcome(module, {**plain, **arguments}, turned=TURNED)
         if error is None and isinstance(_named(output).get("loss"), Tensor):
-            return arguments, tuple(("inputs", text) for text in texts)
-        if error is None:
+            return arguments, tuple(("inputs", note) for note in notes)
+        if error is None and arguments.keys() >= {*names}:
             lossless = lossless or "it returns none"
-        elif not said:
+        elif error is not None and not said:
             said = f"to {_described(arguments)} it says {_said(error)}"
-            nonsense = {**plain, **dict.fromkeys(arguments, _NONSENSE)}
-            if refused is None and _said(outcome(module, nonsense)[1]) == _said(error):
+            if _refuses_all(module, plain, arguments, error):
                 lossless = f"it says {_said(error)}"
                 break
     if refused is not None:
@@ -280,45 +306,73 @@ def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
             "misses in its config, or pass it with --input NAME=SHAPE:DTYPE: its forward takes "
             f"{', '.join(parameters)}"
         )
-    if not names:
-        return {}, ()
-    if lossless:
-        return {}, (("loss", f"{kind} has no loss for {', '.join(names)}: {lossless}"),)
+    if lossless or not names:
+        text = f"{kind} has no loss for {', '.join(names)}: {lossless}"
+        return {}, (("loss", text),) if names else ()
     raise RequestError(
         f"training of {kind}: its {', '.join(names)} cannot be guessed ({said}); pass "
-        f"--input {names[0]}=SHAPE:DTYPE, for example --input {names[0]}={batch}:int64, or a step "
-        "of your own"
+        f"--input {names[0]}=SHAPE:DTYPE, for example --input {names[0]}={batch}:int64, or what "
+        f"else its forward takes ({', '.join(parameters)})"
     )
 
 
-_NONSENSE = "no labels"
-"""What no loss can take: who says the same to it as to labels takes none."""
+def _refuses_all(
+    module: nn.Module, plain: Mapping[str, Any], labels: Mapping[str, Any], error: Exception
+) -> bool:
+    """Whether a head that takes its other inputs says this on purpose to any labels."""
+    if not isinstance(error, (NotImplementedError, ValueError)):
+        return False
+    nonsense = {**plain, **dict.fromkeys(labels, "no labels")}
+    return _said(outcome(module, nonsense)[1]) == _said(error)
 
 
 def _candidates(
-    head: _Head, names: Sequence[str], parameters: Collection[str]
+    module: Any, plain: Mapping[str, Any], names: Sequence[str], batch: int
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Labels that the head may take: all of `names`, then each alone, then with a mask."""
-    mask = {name: _MADE[name](head, name)[:1] for name in names if name == "bool_masked_pos"}
-    known = {**head.given, **{name: value for name, ((value, _),) in mask.items()}}
-    head = _Head(head.sizes, head.dtype, known, head.outputs)
-    guesses = {name: mask.get(name) or _MADE[name](head, name) for name in names}
-    guesses = {name: values for name, values in guesses.items() if values}
-    sets = dict.fromkeys((tuple(guesses), *((n,) for n in guesses)))
-    asked = "attention_mask" in parameters and "attention_mask" not in head.given
-    mask = {"attention_mask": _attended(head)} if asked else {}
-    for more, some in itertools.product(({}, mask) if mask else ({},), sets):
-        for values in itertools.product(*(guesses[name] for name in some)):
-            arguments = {name: value for name, (value, _) in zip(some, values, strict=True)}
-            notes = [f"{n}: {text}" for n, (_, text) in zip(some, values, strict=True) if text]
-            if arguments:
-                yield {**arguments, **more}, notes
+    """Labels that a head may take, and what is assumed of each: all of `names`, then one alone.
+
+    First they go with the inputs as they are, then with a mask, then with each other known input.
+    """
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    prompt = plain.get("input_ids")
+    sizes = Sizes(module.config, batch, 0 if prompt is None else prompt.shape[-1])
+    for more in ({}, *_companions(module, plain, sizes)) if names else ():
+        output, error = outcome(module, {**plain, **more}, turned=TURNED)
+        if error is not None and more:
+            continue
+        head = _Head(sizes, dtype, {**plain, **more}, _shapes(output))
+        more_notes = [f"{name}: given because its loss asks for it" for name in more]
+        if _MASKED in names:
+            ((masked, note),) = _MADE[_MASKED](head, _MASKED)
+            head = replace(head, given={**head.given, _MASKED: masked})
+            more, more_notes = {**more, _MASKED: masked}, [*more_notes, f"{_MASKED}: {note}"]
+        guesses = {name: _MADE[name](head, name) for name in names if name != _MASKED}
+        guesses = {name: values for name, values in guesses.items() if values}
+        for some in _subsets(tuple(guesses)):
+            for values in itertools.product(*(guesses[name] for name in some)):
+                labels = {name: value for name, (value, _) in zip(some, values, strict=True)}
+                notes = [f"{n}: {note}" for n, (_, note) in zip(some, values, strict=True) if note]
+                yield {**more, **labels}, [*more_notes, *notes]
 
 
-def _attended(head: _Head) -> Tensor:
-    """A mask by which the head reads all of its input."""
-    tokens = head.prompt if head.prompt is not None else next(iter(head.given.values()))
-    return whole(torch.ones((), dtype=torch.int64).expand(tokens.shape[:2]))
+def _subsets(names: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
+    """All of the names, all but one, and each alone."""
+    but_one = (tuple(n for n in names if n != left) for left in names)
+    return dict.fromkeys((names, *but_one, *((name,) for name in names)))
+
+
+def _companions(
+    module: nn.Module, plain: Mapping[str, Any], sizes: Sizes
+) -> Iterator[dict[str, Tensor]]:
+    """Inputs for which a loss may ask beside those of forward."""
+    parameters = parameters_of(module)
+    asked = "attention_mask" in parameters and "attention_mask" not in plain
+    if asked:
+        tokens = plain.get("input_ids", next(iter(plain.values())))
+        yield {"attention_mask": whole(torch.ones((), dtype=torch.int64).expand(tokens.shape[:2]))}
+    for name in sorted(other_than_text(module) - {*plain}):
+        for layout in layouts(sizes, name):
+            yield {n: t for n, t in layout.items() if n in parameters and n not in plain}
 
 
 def _named(output: Any) -> Mapping[str, Any]:

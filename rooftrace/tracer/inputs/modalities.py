@@ -29,6 +29,8 @@ _SIDE = 24
 """Rows and columns of a grid of patches: many numbers divide it."""
 _ROWS = 16
 """Length of a sequence that somebody else embedded."""
+_REGIONS = 36
+"""What a detector finds in an image."""
 SECONDS = 10
 """Length of a sound."""
 
@@ -39,9 +41,9 @@ Layouts = Sequence[Mapping[str, Tensor]]
 class Sizes:
     """Sizes from a config and the configs inside it; the first config that has a field wins."""
 
-    def __init__(self, config: Any, batch: int) -> None:
+    def __init__(self, config: Any, batch: int, length: int = 0) -> None:
         self.configs = list(_configs(config))
-        self.batch = batch
+        self.batch, self.length = batch, length  # of a prompt
 
     def find(self, *fields: str) -> Any:
         """The first value of these fields; None if no config has one."""
@@ -180,7 +182,8 @@ def _past(sizes: Sizes, name: str) -> Layouts:
     lags = sizes.find("lags_sequence") or [0]
     length = sizes.number("context_length", default=64) + max(lags)
     channels = sizes.number("num_input_channels", "input_size", default=1)
-    times = sizes.number("num_time_features", default=1)
+    times = sizes.find("num_time_features")
+    times = times if isinstance(times, int) else 1
     batch = sizes.batch
     shapes = ((batch, length, channels), (batch, length))
     return [
@@ -199,9 +202,52 @@ def _regions(sizes: Sizes, name: str) -> Layouts:
     places = sizes.number("visual_pos_dim", default=4)
     return [
         {
-            "visual_feats": _floats(sizes.batch, 36, width),
-            "visual_pos": _floats(sizes.batch, 36, places),
+            "visual_feats": _floats(sizes.batch, _REGIONS, width),
+            "visual_pos": _floats(sizes.batch, _REGIONS, places),
         }
+    ]
+
+
+def _rendered(sizes: Sizes, name: str) -> Layouts:
+    """Patches as rows, each behind its row and column."""
+    channels = sizes.number("num_channels", default=3)
+    patch = sizes.number("patch_size", default=16)
+    return [{name: _floats(sizes.batch, _SIDE * _SIDE, 2 + channels * patch * patch)}]
+
+
+def _embedded_regions(sizes: Sizes, name: str) -> Layouts:
+    """What a detector found in an image: embeddings beside those of the text."""
+    width = sizes.number("visual_embedding_dim", default=512)
+    regions = _floats(sizes.batch, _REGIONS, width)
+    both = sizes.length + _REGIONS
+    return [
+        {
+            name: regions,
+            "visual_attention_mask": _ones(sizes.batch, _REGIONS),
+            "attention_mask": _ones(sizes.batch, sizes.length),
+            "region_to_phrase_position": _rows([0] * both, sizes.batch),
+        }
+    ]
+
+
+def _boxes(sizes: Sizes, name: str) -> Layouts:
+    """Where on a page each token of a text stands."""
+    places = torch.tensor([0, 0, 100, 100]).expand(sizes.batch, sizes.length, 4)
+    return [{name: whole(places), "bbox_first_token_mask": _ones(sizes.batch, sizes.length)}]
+
+
+def _entities(sizes: Sizes, name: str) -> Layouts:
+    """Entities that a text names, and where: two, which a pair has, or one."""
+    longest = sizes.number("max_mention_length", default=30)
+    return [
+        {
+            name: _ones(sizes.batch, count),
+            "entity_attention_mask": _ones(sizes.batch, count),
+            "entity_position_ids": _ones(sizes.batch, count, longest),
+            "entity_start_positions": _ones(sizes.batch, count),
+            "entity_end_positions": _ones(sizes.batch, count),
+        }
+        for count in (2, 1)
     ]
 
 
@@ -213,6 +259,10 @@ _LAYOUTS: Mapping[str, Callable[[Sizes, str], Layouts]] = {
     "input_features": _features,
     "past_values": _past,
     "visual_feats": _regions,
+    "visual_embeds": _embedded_regions,
+    "bbox": _boxes,
+    "entity_ids": _entities,
+    "flattened_patches": _rendered,
 }
 TOKENS = ("input_ids", "decoder_input_ids")
 
@@ -225,7 +275,7 @@ def _is_embedded(name: str) -> bool:
     return name.endswith("_embeds")
 
 
-def _layouts(sizes: Sizes, name: str) -> Layouts:
+def layouts(sizes: Sizes, name: str) -> Layouts:
     if name in _LAYOUTS:
         return _LAYOUTS[name](sizes, name)
     width = sizes.number("hidden_size", "d_model", default=768)
@@ -285,15 +335,18 @@ def _candidates(
     An argument that goes with another is passed only if forward takes it.
     """
     parameters = parameters_of(module)
-    sizes = Sizes(config, batch)
+    length = next((ids.shape[-1] for ids in tokens.values()), 0)
+    sizes = Sizes(config, batch, length)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     known: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
-    known |= {n: _layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
+    known |= {n: layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
     needed = [name for name in required(module) if name not in passed]
     known = {name: layouts for name, layouts in known.items() if name not in passed}
     wanted = (main, "decoder_input_ids", *needed)
     first = [name for name in dict.fromkeys(wanted) if name in known]
-    others = [name for name in known if name not in first and not _is_embedded(name)]
+    others = [
+        name for name in known if name not in first and (name in _LAYOUTS or not _is_embedded(name))
+    ]
     for names in (first, *([*first, other] for other in others), [*first, *others]):
         for filled in itertools.product(*(known[name] for name in names)):
             tensors = {name: t for part in filled for name, t in part.items() if name in parameters}
