@@ -34,7 +34,7 @@ FRAMES_PER_TOKEN = 4
 """Frames of a sound for a token of its transcript: letters of English speech come every 70 ms."""
 
 TURNED = 6
-"""How many unknown conditions are turned for one guess."""
+"""How many lines with unknown conditions are tried the other way for one guess."""
 
 Labels = tuple[dict[str, Any], tuple[tuple[str, str], ...]]
 """Arguments of a call, and what is assumed of their sizes: kind and text."""
@@ -287,9 +287,10 @@ def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
     kind, parameters = type(module).__name__, parameters_of(module)
     plain = {**given, **({"use_cache": False} if "use_cache" in parameters else {})}
     names = [name for name in _MADE if name in takes_labels(module) and name not in given]
-    _, refused = outcome(module, plain, turned=TURNED)
+    output, refused = outcome(module, plain, turned=TURNED)
     lossless, said = "", ""
-    for arguments, notes in itertools.islice(_candidates(module, plain, names, batch), MAX_TRIALS):
+    guesses = _candidates(module, plain, output, names, batch)
+    for arguments, notes in itertools.islice(guesses, MAX_TRIALS):
         output, error = outcome(module, {**plain, **arguments}, turned=TURNED)
         if error is None and isinstance(_named(output).get("loss"), Tensor):
             return arguments, tuple(("inputs", note) for note in notes)
@@ -327,19 +328,21 @@ def _refuses_all(
 
 
 def _candidates(
-    module: Any, plain: Mapping[str, Any], names: Sequence[str], batch: int
+    module: Any, plain: Mapping[str, Any], output: Any, names: Sequence[str], batch: int
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Labels that a head may take, and what is assumed of each: all of `names`, then one alone.
 
     First they go with the inputs as they are, then with a mask, then with each other known input.
+    output: what the head returns for its inputs.
     """
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     prompt = plain.get("input_ids")
     sizes = Sizes(module.config, batch, 0 if prompt is None else prompt.shape[-1])
     for more in ({}, *_companions(module, plain, sizes)) if names else ():
-        output, error = outcome(module, {**plain, **more}, turned=TURNED)
-        if error is not None and more:
-            continue
+        if more:
+            output, error = outcome(module, {**plain, **more}, turned=TURNED)
+            if error is not None:
+                continue
         head = _Head(sizes, dtype, {**plain, **more}, _shapes(output))
         more_notes = [f"{name}: given because its loss asks for it" for name in more]
         if _MASKED in names:
@@ -370,9 +373,11 @@ def _companions(
     if asked:
         tokens = plain.get("input_ids", next(iter(plain.values())))
         yield {"attention_mask": whole(torch.ones((), dtype=torch.int64).expand(tokens.shape[:2]))}
-    for name in sorted(other_than_text(module) - {*plain}):
+    for name in sorted(other_than_text(module)):
         for layout in layouts(sizes, name):
-            yield {n: t for n, t in layout.items() if n in parameters and n not in plain}
+            more = {n: t for n, t in layout.items() if n in parameters and n not in plain}
+            if more:
+                yield more
 
 
 def _named(output: Any) -> Mapping[str, Any]:

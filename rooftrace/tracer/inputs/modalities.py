@@ -22,7 +22,7 @@ from rooftrace.tracer.inputs.before import as_before
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
 from rooftrace.tracer.twins import twin
-from rooftrace.tracer.values import META, REAL_VALUE, Turns, Values
+from rooftrace.tracer.values import META, REAL_VALUE, Values
 
 MAX_TRIALS = 48
 _SIDE = 24
@@ -233,7 +233,9 @@ def _embedded_regions(sizes: Sizes, name: str) -> Layouts:
 def _boxes(sizes: Sizes, name: str) -> Layouts:
     """Where on a page each token of a text stands."""
     places = torch.tensor([0, 0, 100, 100]).expand(sizes.batch, sizes.length, 4)
-    return [{name: whole(places), "bbox_first_token_mask": _ones(sizes.batch, sizes.length)}]
+    boxes, mask = {name: whole(places)}, _ones(sizes.batch, sizes.length)
+    first = whole(mask.__dict__[REAL_VALUE], torch.bool)
+    return [boxes, {**boxes, "attention_mask": mask, "bbox_first_token_mask": first}]
 
 
 def _entities(sizes: Sizes, name: str) -> Layouts:
@@ -361,19 +363,20 @@ def outcome(
 ) -> tuple[Any, Exception | None]:
     """What the module returns for these arguments, or its error.
 
-    turned: how often it is called again, an unknown condition then going the other way.
+    turned: how many source lines may be tried the other way, that asked for unknown conditions.
     """
-    turns, first = Turns({}), None
-    for left in range(turned, -1, -1):
-        values = Values(branches=turns.branches, turned=turns.lines)
+    lines: set[str] = set()
+    first: Exception | None = None
+    while True:
+        values = Values(turned=lines)
         with _unrecorded(module, arguments, training, values):
             try:
                 return module(**arguments), None
             except Exception as error:  # whatever the code of a model may raise
                 first = first or error
-        if not left or not turns.turn(values):
-            break
-    return None, first
+        if len(lines) == turned or values.last_line in {"", *lines}:
+            return None, first
+        lines.add(values.last_line)
 
 
 @contextlib.contextmanager

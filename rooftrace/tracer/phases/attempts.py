@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Options, assumptions
@@ -12,8 +13,12 @@ from rooftrace.tracer.lower import NotAlikeError
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.replay import UnlikeLayersError
 from rooftrace.tracer.source import TraceError, users_traceback
-from rooftrace.tracer.values import Turns, UnknownValueError, Values
+from rooftrace.tracer.values import UnknownValueError, Values
 
+MAX_BRANCH_RETRIES = 6
+"""How many unknown conditions of one source line are turned one by one."""
+MAX_LINES = 64
+"""How many source lines may have their unknown conditions turned."""
 UNKNOWN_NUMBERS = (1, 0)
 """Values tried in turn for an unknown number, until the code runs."""
 _DECIDED = frozenset({"branch", "density", "value"})
@@ -34,7 +39,7 @@ def attempted(
     repeats = options.repeats
     apart: set[str] = set()  # paths of layers of which each is run, also under gradients
     for number in UNKNOWN_NUMBERS:
-        turns = Turns(options.branches)
+        turns = _Turns(options.branches)
         while True:
             values = Values(
                 branches=turns.branches,
@@ -75,6 +80,36 @@ def attempted(
             break
     assert first is not None
     raise first from first.__cause__
+
+
+class _Turns:
+    """The unknown conditions to flip, learnt from attempts that failed.
+
+    lines: source lines, all conditions of each.  branches: single conditions, by their number.
+    """
+
+    def __init__(self, branches: Mapping[int, bool]) -> None:
+        self.branches, self.lines = dict(branches), set[str]()
+        self._first: dict[str, int] = {}  # the condition with which a line was turned
+        self._single: Counter[str] = Counter()
+
+    def turn(self, values: Values) -> bool:
+        """Flip the last condition of an attempt that failed; False if nothing is left to try."""
+        last, line = values.decisions - 1, values.last_line
+        if last < 0 or values.decided or len(self._first) > MAX_LINES:
+            return False
+        if line and line not in self._first:
+            self._first[line] = last
+            self.lines.add(line)
+            return True
+        if line in self.lines:  # it fails either way as a whole
+            self.lines.discard(line)
+            last = self._first[line]
+        if last in self.branches or self._single[line] == MAX_BRANCH_RETRIES:
+            return False
+        self._single[line] += 1
+        self.branches[last] = True
+        return True
 
 
 def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> TraceError:

@@ -3,9 +3,6 @@ from rooftrace.tracer.values.marks import (
     META as META,
     REAL_VALUE as REAL_VALUE,
 )
-from rooftrace.tracer.values.turns import (
-    Turns as Turns,
-)
 from rooftrace.tracer.values.values import (
     UnknownValueError as UnknownValueError,
     Values as Values,
