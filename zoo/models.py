@@ -114,6 +114,8 @@ _LISTS: dict[str, Callable[[], list[str]]] = {
     "heads": _head_names,
 }
 GROUPS = tuple(_LISTS)
+MODELS = ("hf", "timm", "torchvision", "diffusers")
+"""The groups that are traced where none is named: `heads` are more classes of the first."""
 
 
 def of_folder(folder: Path) -> Iterator[str]:
@@ -222,9 +224,10 @@ def _of_config(config: Any, name: str, depth: int | None, batch: int, length: in
     if depth is not None:
         shallow(config, depth)
     module = huggingface.built_from(config, name)
-    inputs = model_inputs(module, Request(batch))
-    if "seq" in inputs.workload:
+    try:
         inputs = model_inputs(module, Request(batch, length))
+    except RequestError:  # it has no such length, or another
+        inputs = model_inputs(module, Request(batch))
     return Entry(module, [inputs])
 
 

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
+from rooftrace.errors import RequestError
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.asking.request import Request
+from rooftrace.tracer.inputs.labels import labels_of
+from rooftrace.tracer.targets.target import load_target
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +74,18 @@ SERIES = dict(
     num_input_channels=3,
 )
 BEIT = dict(WIDTHS, model_type="beit", image_size=32, patch_size=8, vocab_size=24)
+BART = dict(
+    model_type="bart",
+    vocab_size=64,
+    d_model=32,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=32,
+)
 WAVE = 160_000 - 160_000 % 1920  # samples of ten seconds
 FRAMES = ((WAVE - 10) // 40 + 1 - 8) // 32 + 1
 
@@ -173,6 +188,28 @@ HEADS: dict[str, Head] = {
             "end_positions": ids(BATCH, below=SEQ),
         },
         {NLL: 2},
+    ),
+    "BartForSequenceClassification": Head(
+        BART,
+        lambda: {"input_ids": torch.tensor([[5, 6, 2, 2, 7, 8, 9, 2]] * BATCH)},
+        lambda: {"labels": ids(BATCH, below=3)},
+        {NLL: 1},
+    ),
+    "BrosForTokenClassification": Head(
+        dict(TEXT, model_type="bros", hidden_size=64),
+        lambda: {**text(), "bbox": torch.rand(BATCH, SEQ, 4)},
+        lambda: {"labels": ids(BATCH, SEQ, below=2)},
+        {NLL: 1},
+    ),
+    "LukeForEntityPairClassification": Head(
+        dict(TEXT, model_type="luke", entity_vocab_size=20, entity_emb_size=16),
+        lambda: {
+            **text(),
+            "entity_ids": ids(BATCH, 2, below=20),
+            "entity_position_ids": ids(BATCH, 2, 30, below=8),
+        },
+        lambda: {"labels": ids(BATCH, below=2)},
+        {NLL: 1},
     ),
     "AlbertForPreTraining": Head(
         dict(TEXT, model_type="albert", embedding_size=16),
@@ -324,3 +361,99 @@ def test_a_head_trains_on_the_labels_that_its_class_takes(name: str, tmp_path: P
             found[op.name.partition(".")[2]] += graph.times(op)
     assert found == losses
     assert 2 * rt.estimate(graph, execution="eager").macs == flops
+
+
+# -- what is assumed, and what is said where nothing fits ------------------------------------------
+
+
+def inputs_assumed(path: str, **sizes: int) -> list[str]:
+    graph = trace_target(path, ["training"], Request(**sizes))["training"]
+    return [a.text for a in graph.assumptions if a.kind == "inputs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("BertForMultipleChoice", "input_ids: 4 choices for each sample, as SWAG and RACE have"),
+        ("YolosForObjectDetection", "labels: 7 objects in each image, as COCO has on average"),
+        ("ViTForMaskedImageModeling", "bool_masked_pos: every second of 16 patches is masked"),
+        (
+            "Wav2Vec2ForCTC",
+            f"labels: a transcript of {FRAMES // 4} tokens, one for 4 of {FRAMES} frames",
+        ),
+    ],
+)
+def test_sizes_of_labels_that_no_config_has_are_assumed(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    assert said in inputs_assumed(written(name, tmp_path), batch=2)
+
+
+def test_labels_are_looked_for_in_training_only(tmp_path: Path) -> None:
+    path = written("BertForSequenceClassification", tmp_path)
+    loaded = load_target(path, Request(batch=2, seq=8))
+    assert "labels" not in loaded.inputs.labels
+    trained = loaded.inputs.trained(loaded.module)
+    assert trained.labels["labels"].shape == (2,)
+    forward = trace_target(path, ["forward"], Request(batch=2, seq=8))["forward"]
+    assert [forward.values[i].name for i in forward.inputs] == ["input_ids"]
+
+
+def test_labels_that_are_given_are_used(tmp_path: Path) -> None:
+    path = written("BertForSequenceClassification", tmp_path)
+    given = Request(seq=8, inputs={"labels": "2:int64"})
+    graph = trace_target(path, ["training"], given)["training"]
+    shapes = {graph.values[i].name: graph.values[i].shape for i in graph.inputs}
+    assert shapes == {"input_ids": (2, 8), "labels": (2,)}
+    assert not any(a.kind == "loss" for a in graph.assumptions)
+
+
+def test_what_a_config_misses_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "pad_token_id": None}
+    path.write_text(json.dumps(config))
+    said = (
+        r"training of LlamaForSequenceClassification: it refuses input_ids \[2, 8\]: ValueError: "
+        "Cannot handle batch sizes > 1 if no padding token is defined.; set what it misses in its "
+        "config, or pass it with --input NAME=SHAPE:DTYPE: its forward takes input_ids, "
+    )
+    with pytest.raises(RequestError, match=said):
+        trace_target(str(path), ["training"], Request(batch=2, seq=8))
+    assert trace_target(str(path), ["training"], Request(batch=1, seq=8))
+
+
+def classifier(tmp_path: Path, forward: Callable[..., Any]) -> Any:
+    """A head of images with another forward."""
+    module = load_target(written("ViTForImageClassification", tmp_path)).module
+    module.forward = forward
+    return module
+
+
+def test_a_head_that_has_no_loss_is_told(tmp_path: Path) -> None:
+    def forward(pixel_values: Tensor, labels: Any = None) -> Any:
+        if labels is not None:
+            raise NotImplementedError("Training is not implemented yet")
+        return {"logits": pixel_values.mean((1, 2))}
+
+    module, image = classifier(tmp_path, forward), torch.empty(2, 3, 32, 32, device="meta")
+    kind = "ViTForImageClassification has no loss for labels"
+    assert labels_of(module, {"pixel_values": image}, 2) == (
+        {},
+        (("loss", f"{kind}: it says NotImplementedError: Training is not implemented yet"),),
+    )
+
+
+def test_labels_that_cannot_be_guessed_are_asked_for(tmp_path: Path) -> None:
+    def forward(pixel_values: Tensor, labels: Any = None) -> Any:
+        if labels is not None:
+            raise KeyError(tuple(labels.shape) if isinstance(labels, Tensor) else "no tensor")
+        return {"logits": pixel_values.mean((1, 2))}
+
+    module, image = classifier(tmp_path, forward), torch.empty(2, 3, 32, 32, device="meta")
+    said = (
+        r"training of ViTForImageClassification: its labels cannot be guessed \(to labels \[2\] it "
+        r"says KeyError: \(2,\)\); pass --input labels=SHAPE:DTYPE, for example --input "
+        r"labels=2:int64, or what else its forward takes \(pixel_values, labels\)"
+    )
+    with pytest.raises(RequestError, match=said):
+        labels_of(module, {"pixel_values": image}, 2)

@@ -39,6 +39,8 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Parameters that hold the type of each token of a prompt (text, image ...)."""
 _SEPARATORS = ("sep_token_id", "eos_token_id")
 """Fields of the token behind each text of a pair, the likeliest first."""
+_ENCODERS = ("encoder_config", "text_encoder", "encoder")
+"""Fields of the config of an encoder of text."""
 _SHORTEST = 3
 """Tokens of a prompt by which the caches of a step of requests are told."""
 _DRAWN = (("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),)
@@ -104,7 +106,7 @@ def _chosen(
     only_text = all(name in TOKENS for name in needed)
     length = min(request.seq or DEFAULT_LENGTH, _limit(module, config) or DEFAULT_LENGTH)
     shape = (batch, *_choices(module), length)
-    ids = {name: random_tokens(shape, _vocabulary(config)) for name in possible}
+    ids = {name: random_tokens(shape, _vocabulary(module, config, name)) for name in possible}
     if only_text and (main in TOKENS or main in passed):
         prompts = {main, *needed, "decoder_input_ids"}
         if writes and "decoder_input_ids" not in parameters:
@@ -145,10 +147,13 @@ def _choices(module: nn.Module) -> tuple[int, ...]:
     return (CHOICES,) if any(kind.endswith("ForMultipleChoice") for kind in kinds) else ()
 
 
-def _vocabulary(config: Any) -> int:
-    text = _text(config)
-    size = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None)
-    return int(size or 1000)
+def _vocabulary(module: nn.Module, config: Any, name: str) -> int:
+    """Rows of the table that the ids of this name are looked up in; an encoder may have its own."""
+    parts = [_text(config), config]
+    if name == "input_ids" and "decoder_input_ids" in parameters_of(module):
+        parts = [*(getattr(config, part, None) for part in _ENCODERS), *parts]
+    sizes = (getattr(part, "vocab_size", None) for part in parts)
+    return next((int(size) for size in sizes if size), 1000)
 
 
 class _Text:
@@ -157,7 +162,6 @@ class _Text:
     def __init__(self, module: nn.Module, config: Any, request: Request, batch: int) -> None:
         self.module, self.request, self.batch = module, request, batch
         self.config = config
-        self.vocabulary = _vocabulary(config)
         self.limit = _limit(module, config)
         self.parameters = parameters_of(module)
         self.writes = bool(getattr(module, "can_generate", lambda: False)())
@@ -174,13 +178,13 @@ class _Text:
         seq, kv = self._lengths(passed)
         kwargs = dict(passed)
         for name in tokens:
-            kwargs.setdefault(name, self._tokens(seq))
+            kwargs.setdefault(name, self._tokens(seq, name))
         if "input_ids" in tokens and "input_ids" not in passed:
             kwargs |= self._with_placeholders(kwargs["input_ids"], passed)
             if not self.writes:
                 kwargs["input_ids"] = self._read(kwargs)
         step = last_token(kwargs[self.prompt]) if self.keeps else None
-        cached = {**kwargs, self.prompt: self._tokens(kv)} if kv != seq else None
+        cached = {**kwargs, self.prompt: self._tokens(kv, self.prompt)} if kv != seq else None
         labels: dict[str, Any] = {}
         likely = self.writes and takes_labels(self.module) - {*passed} == {"labels"}
         if likely:
@@ -217,10 +221,10 @@ class _Text:
                 f"--cached, --new: a request of {last:,} positions, and {name} has a position "
                 f"table of {self.limit:,} entries"
             )
-        prompt = {self.prompt: self._tokens(max(lengths.longest, _SHORTEST))}
+        prompt = {self.prompt: self._tokens(max(lengths.longest, _SHORTEST), self.prompt)}
         return Inputs(
             kwargs=prompt,
-            decode={self.prompt: self._tokens(lengths.tokens)},
+            decode={self.prompt: self._tokens(lengths.tokens, self.prompt)},
             cached={"use_cache": True},
             cached_kwargs=prompt,
             items=lengths.tokens,
@@ -278,8 +282,9 @@ class _Text:
         error = outcome(self.module, {**kwargs, "input_ids": pair}, training=False)[1]
         return drawn if error is not None else pair
 
-    def _tokens(self, length: int) -> Tensor:
-        return random_tokens((self.batch, *self.choices, length), self.vocabulary)
+    def _tokens(self, length: int, name: str) -> Tensor:
+        rows = _vocabulary(self.module, self.config, name)
+        return random_tokens((self.batch, *self.choices, length), rows)
 
     def _lengths(self, passed: Mapping[str, Tensor]) -> tuple[int, int]:
         """Length of the sequence and of the cache.  Raises RequestError if either is too long."""

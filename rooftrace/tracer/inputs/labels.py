@@ -58,7 +58,8 @@ class _Head:
     @property
     def prompt(self) -> Tensor | None:
         """The token ids that the head writes, or reads."""
-        return self.given.get("decoder_input_ids", self.given.get("input_ids"))
+        prompt: Tensor | None = self.given.get("decoder_input_ids", self.given.get("input_ids"))
+        return prompt
 
     @property
     def scores(self) -> list[tuple[int, ...]]:
