@@ -210,8 +210,10 @@ def complete(config: Any) -> None:
     """
     from transformers import ResNetConfig
 
-    for name, value in _FIELDS.items():
-        if name in vars(config) and not getattr(config, name):
+    fields = vars(config)
+    heads = {"num_key_value_heads": fields.get("num_attention_heads")}
+    for name, value in {**_FIELDS, **heads}.items():
+        if name in fields and not fields[name]:
             setattr(config, name, value)
     for name, value in list(vars(config).items()):
         if getattr(value, "model_type", "") == "timm_backbone":

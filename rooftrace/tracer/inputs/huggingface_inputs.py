@@ -117,7 +117,8 @@ def _chosen(
             return list(text), {}
     guess, complaint = guessed(module, config, main, ids, passed, batch)
     if guess is None:
-        missing = next((n for n in needed if n not in TOKENS), main)
+        unknown = [n for n in needed if n not in {*possible, *other_than_text(module)}]
+        missing = next((n for n in (*unknown, *needed) if n not in TOKENS), main)
         said = f" (to a guess it says {complaint})" if complaint else ""
         raise RequestError(
             f"{type(module).__name__}: its input {missing!r} cannot be guessed{said}; "

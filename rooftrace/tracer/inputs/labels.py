@@ -269,6 +269,8 @@ _MADE: Mapping[str, Callable[[_Head, str], _Guesses]] = {
 }
 """Parameters that a loss takes."""
 _MASKED = "bool_masked_pos"
+_OF_TOKENS = {"attention_mask": 1, "mm_token_type_ids": 0}
+"""Inputs [batch, sequence] by which a head reads all of its input, as text."""
 
 
 # -- choosing --------------------------------------------------------------------------------------
@@ -370,10 +372,10 @@ def _companions(
 ) -> Iterator[dict[str, Tensor]]:
     """Inputs for which a loss may ask beside those of forward."""
     parameters = parameters_of(module)
-    asked = "attention_mask" in parameters and "attention_mask" not in plain
-    if asked:
-        tokens = plain.get("input_ids", next(iter(plain.values())))
-        yield {"attention_mask": whole(torch.ones((), dtype=torch.int64).expand(tokens.shape[:2]))}
+    tokens = plain.get("input_ids", next(iter(plain.values())))
+    for name, value in _OF_TOKENS.items():
+        if name in parameters and name not in plain:
+            yield {name: whole(torch.tensor(value).expand(tokens.shape[:2]))}
     for name in sorted(other_than_text(module)):
         for layout in layouts(sizes, name):
             more = {n: t for n, t in layout.items() if n in parameters and n not in plain}

@@ -185,7 +185,9 @@ def _past(sizes: Sizes, name: str) -> Layouts:
     times = sizes.find("num_time_features")
     times = times if isinstance(times, int) else 1
     batch = sizes.batch
-    shapes = ((batch, length, channels), (batch, length))
+    shapes = [(batch, length, channels), (batch, length)]
+    if channels == 1:  # most have no dimension of one channel
+        shapes.reverse()
     return [
         {
             name: _floats(*shape),
@@ -366,16 +368,15 @@ def outcome(
     turned: how many source lines may be tried the other way, that asked for unknown conditions.
     """
     lines: set[str] = set()
-    first: Exception | None = None
     while True:
         values = Values(turned=lines)
         with _unrecorded(module, arguments, training, values):
             try:
                 return module(**arguments), None
             except Exception as error:  # whatever the code of a model may raise
-                first = first or error
+                refused = error
         if len(lines) == turned or values.last_line in {"", *lines}:
-            return None, first
+            return None, refused
         lines.add(values.last_line)
 
 
