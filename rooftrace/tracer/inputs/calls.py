@@ -50,10 +50,10 @@ class Inputs:
         """
         if self.find_labels is None or (likely and self.labels_likely):
             return self
-        found, assumed = self.find_labels(module)
+        labels, assumed = self.find_labels(module)
         return replace(
             self,
-            labels={**self.labels, **found},
+            labels={**self.labels, **labels},
             labels_likely=False,
             find_labels=None,
             assumptions=(*self.assumptions, *assumed),

@@ -75,7 +75,7 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
             )
     inputs = {**others, **passed}
     shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
-    find = partial(labels_of, given=inputs, batch=batch)
+    find = partial(labels_of, inputs=inputs, batch=batch)
     return Inputs(kwargs=inputs, find_labels=find, workload={"batch": batch, "inputs": shapes})
 
 
@@ -196,7 +196,7 @@ class _Text:
             kwargs=kwargs,
             labels=labels,
             labels_likely=likely,
-            find_labels=partial(labels_of, given=kwargs, batch=self.batch),
+            find_labels=partial(labels_of, inputs=kwargs, batch=self.batch),
             decode={self.prompt: step} if self.keeps else None,
             cached={"use_cache": True},
             cached_kwargs=cached,

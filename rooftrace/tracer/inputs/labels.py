@@ -48,7 +48,7 @@ class _Head:
 
     sizes: Sizes
     dtype: torch.dtype
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     outputs: Mapping[str, tuple[int, ...]]
 
     @property
@@ -58,7 +58,7 @@ class _Head:
     @property
     def prompt(self) -> Tensor | None:
         """The token ids that the head writes, or reads."""
-        prompt: Tensor | None = self.given.get("decoder_input_ids", self.given.get("input_ids"))
+        prompt: Tensor | None = self.inputs.get("decoder_input_ids", self.inputs.get("input_ids"))
         return prompt
 
     @property
@@ -70,7 +70,7 @@ class _Head:
     @property
     def image(self) -> tuple[int, int]:
         """Rows and columns of an image."""
-        pixels = self.given.get("pixel_values")
+        pixels = self.inputs.get("pixel_values")
         if isinstance(pixels, Tensor) and pixels.dim() > 3:
             return int(pixels.shape[-2]), int(pixels.shape[-1])
         return self.sizes.pair("image_size", "img_size", default=224)
@@ -101,11 +101,11 @@ def _of_samples(head: _Head, shape: tuple[int, ...]) -> _Guesses:
     """Labels for scores [batch, classes]: one class, several at once, or numbers."""
     batch, count = shape
     known = max(head.sizes.number("num_labels", default=count), 2)
-    one = (head.classes(batch, below=min(count, known)), "")
+    classes = (head.classes(batch, below=min(count, known)), "")
     numbers = (head.floats(*((batch,) if count == 1 else shape)), "")
     problem = head.sizes.find("problem_type")
     single = problem == "single_label_classification" or (problem is None and count > 1)
-    return [one, numbers] if single else [numbers, one]
+    return [classes, numbers] if single else [numbers, classes]
 
 
 def _of_places(head: _Head, shape: tuple[int, ...]) -> _Guesses:
@@ -124,8 +124,8 @@ def _of_places(head: _Head, shape: tuple[int, ...]) -> _Guesses:
     books = head.sizes.find("num_codebooks")
     if isinstance(books, int):
         guesses.append((head.classes(batch, places, books, below=count), ""))
-    if "bool_masked_pos" in head.given:
-        masked = int(head.given["bool_masked_pos"].__dict__[REAL_VALUE].sum())
+    if "bool_masked_pos" in head.inputs:
+        masked = int(head.inputs["bool_masked_pos"].__dict__[REAL_VALUE].sum())
         guesses.insert(0, (head.classes(masked, below=count), ""))
     return guesses
 
@@ -157,7 +157,7 @@ def _one_hot(classes: Tensor, count: int) -> Tensor:
 def _objects(head: _Head, name: str) -> _Guesses:
     """What there is to be found in each image: a class, a box and a mask for each object."""
     count = head.sizes.number("num_labels", default=2)
-    found = [
+    objects = [
         {
             "class_labels": head.classes(OBJECTS, below=count),
             "boxes": head.floats(OBJECTS, 4),
@@ -165,7 +165,7 @@ def _objects(head: _Head, name: str) -> _Guesses:
         }
         for _ in range(head.batch)
     ]
-    return [(found, f"{OBJECTS} objects in each image, as COCO has on average")]
+    return [(objects, f"{OBJECTS} objects in each image, as COCO has on average")]
 
 
 def _masks(head: _Head) -> Tensor:
@@ -220,7 +220,7 @@ def _masked_patches(head: _Head, name: str) -> _Guesses:
 
 def _series(head: _Head, name: str) -> _Guesses:
     """The values that follow a series, which the head predicts."""
-    past = head.given.get("past_values")
+    past = head.inputs.get("past_values")
     length = head.sizes.number("prediction_length", "horizon_length", default=1)
     shapes = [shape for shape in head.scores if len(shape) > 1]
     if isinstance(past, Tensor):
@@ -229,7 +229,7 @@ def _series(head: _Head, name: str) -> _Guesses:
 
 
 def _times(head: _Head, name: str) -> _Guesses:
-    past = head.given.get("past_time_features")
+    past = head.inputs.get("past_time_features")
     length = head.sizes.number("prediction_length", default=1)
     return [(head.floats(head.batch, length, past.shape[-1]), "")] if past is not None else []
 
@@ -239,9 +239,9 @@ def _targets(head: _Head, name: str) -> _Guesses:
     guesses: _Guesses = []
     for output, shape in head.outputs.items():
         if shape[:1] == (head.batch,) and len(shape) > 1:
-            one = (head.classes(head.batch, below=shape[-1]), "")
+            classes = (head.classes(head.batch, below=shape[-1]), "")
             numbers = (head.floats(*shape), "")
-            guesses += [one, numbers] if "logits" in output else [numbers, one]
+            guesses += [classes, numbers] if "logits" in output else [numbers, classes]
     return guesses
 
 
@@ -281,15 +281,15 @@ def takes_labels(module: nn.Module) -> set[str]:
     return set(parameters_of(module)) & set(_MADE)
 
 
-def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
+def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
     """Labels with which a head returns a loss, beside the inputs of its call.
 
     Where its loss asks for more inputs, they are among them.  None of a head that has no loss of
     its own.  Raises RequestError where the inputs are refused, or every guess.
     """
     kind, parameters = type(module).__name__, parameters_of(module)
-    plain = {**given, **({"use_cache": False} if "use_cache" in parameters else {})}
-    names = [name for name in _MADE if name in takes_labels(module) and name not in given]
+    plain = {**inputs, **({"use_cache": False} if "use_cache" in parameters else {})}
+    names = [name for name in _MADE if name in takes_labels(module) and name not in inputs]
     output, refused = outcome(module, plain, turned=TURNED)
     lossless, said = "", ""
     guesses = _candidates(module, plain, output, names, batch)
@@ -306,7 +306,7 @@ def labels_of(module: Any, given: Mapping[str, Any], batch: int) -> Labels:
                 break
     if refused is not None:
         raise RequestError(
-            f"training of {kind}: it refuses {_described(given)}: {_said(refused)}; set what it "
+            f"training of {kind}: it refuses {_described(inputs)}: {_said(refused)}; set what it "
             "misses in its config, or pass it with --input NAME=SHAPE:DTYPE: its forward takes "
             f"{', '.join(parameters)}"
         )
@@ -350,7 +350,7 @@ def _candidates(
         more_notes = [f"{name}: given because its loss asks for it" for name in more]
         if _MASKED in names:
             ((masked, note),) = _MADE[_MASKED](head, _MASKED)
-            head = replace(head, given={**head.given, _MASKED: masked})
+            head = replace(head, inputs={**head.inputs, _MASKED: masked})
             more, more_notes = {**more, _MASKED: masked}, [*more_notes, f"{_MASKED}: {note}"]
         guesses = {name: _MADE[name](head, name) for name in names if name != _MASKED}
         guesses = {name: values for name, values in guesses.items() if values}

@@ -141,17 +141,17 @@ class PhaseRunner:
 
     def _with_labels(self, run: Callable[[], OpGraph]) -> OpGraph:
         """Run a training call with labels; where likely ones fail, others are looked for."""
-        given = self.inputs
+        plain = self.inputs
         if self.options.loss is not None:
             return run()
         try:
-            self.inputs = given.trained(self.module)
-            with contextlib.suppress(*((TraceError,) if given.labels_likely else ())):
+            self.inputs = plain.trained(self.module)
+            with contextlib.suppress(*((TraceError,) if plain.labels_likely else ())):
                 return run()
-            self.inputs = given.trained(self.module, likely=False)
+            self.inputs = plain.trained(self.module, likely=False)
             return run()
         finally:
-            self.inputs = given
+            self.inputs = plain
 
     def usual_phases(self) -> dict[str, OpGraph]:
         """Prefill, decode and training; the usual phases where no cache comes back."""
