@@ -237,6 +237,8 @@ def shallow(config: Any, depth: int) -> None:
     """At most `depth` layers, also in the configs inside, and as many entries in lists of them."""
     fields = dict(vars(config))
     counts = {n for f, n in fields.items() if isinstance(n, int) and _DEPTHS.fullmatch(f)}
+    kinds = fields.get("layer_types") or []  # one layer of each kind is left at least
+    depth = max([depth, *(kinds.index(kind) + 1 for kind in kinds)])
     for name, value in fields.items():
         if isinstance(value, int) and _DEPTHS.fullmatch(name):
             setattr(config, name, min(value, depth))

@@ -297,6 +297,8 @@ def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
         output, error = outcome(module, {**plain, **arguments}, turned=TURNED)
         if error is None and isinstance(_named(output).get("loss"), Tensor):
             return arguments, tuple(("inputs", note) for note in notes)
+        if isinstance(error, ImportError):
+            raise RequestError(f"training of {kind}: its loss says {_said(error)}") from error
         if error is None and arguments.keys() >= {*names}:
             lossless = lossless or "it returns none"
         elif error is not None and not said:
@@ -327,7 +329,7 @@ def _refuses_all(
     if not isinstance(error, (NotImplementedError, ValueError)):
         return False
     nonsense = {**plain, **dict.fromkeys(labels, "no labels")}
-    return _said(outcome(module, nonsense)[1]) == _said(error)
+    return _said(outcome(module, nonsense, turned=TURNED)[1]) == _said(error)
 
 
 def _candidates(
