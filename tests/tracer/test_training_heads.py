@@ -253,6 +253,21 @@ HEADS: dict[str, Head] = {
         lambda: {"labels": torch.nn.functional.one_hot(ids(BATCH, FRAMES, below=3))},
         {NLL: 1},
     ),
+    "Wav2Vec2ForPreTraining": Head(
+        {
+            **SOUND,
+            "mask_time_prob": 0.05,
+            "codevector_dim": 16,
+            "proj_codevector_dim": 16,
+            "num_negatives": 5,
+        },
+        sound,
+        lambda: {
+            "mask_time_indices": torch.ones(BATCH, FRAMES, dtype=torch.bool),
+            "sampled_negative_indices": ids(BATCH, FRAMES, 5, below=FRAMES),
+        },
+        {NLL: 1},
+    ),
     "Wav2Vec2ForXVector": Head(SOUND, sound, lambda: {"labels": ids(BATCH, below=2)}, {NLL: 1}),
     "SegformerForSemanticSegmentation": Head(
         {**SEGMENTER, **classes(6)},

@@ -218,6 +218,20 @@ def _masked_patches(head: _Head, name: str) -> _Guesses:
     return [(whole(row.expand(head.batch, -1), torch.bool), text)]
 
 
+def _masked_frames(head: _Head, name: str) -> _Guesses:
+    """Which frames of a sound are to be told from others: every second one."""
+    frames = next((shape[1] for shape in head.scores if len(shape) == 3), 1)
+    row = torch.arange(frames) % 2 == 1
+    return [(whole(row.expand(head.batch, -1), torch.bool), f"every second of {frames} is masked")]
+
+
+def _other_frames(head: _Head, name: str) -> _Guesses:
+    """For each frame others that it is told from."""
+    frames = next((shape[1] for shape in head.scores if len(shape) == 3), 1)
+    count = head.sizes.number("num_negatives", default=100)
+    return [(head.classes(head.batch, frames, count, below=head.batch * frames), "")]
+
+
 def _series(head: _Head, name: str) -> _Guesses:
     """The values that follow a series, which the head predicts."""
     past = head.inputs.get("past_values")
@@ -259,6 +273,8 @@ _MADE: Mapping[str, Callable[[_Head, str], _Guesses]] = {
     "sentence_image_labels": _yes_or_no,
     "mask_labels": _object_masks,
     "class_labels": _object_classes,
+    "mask_time_indices": _masked_frames,
+    "sampled_negative_indices": _other_frames,
     "future_values": _series,
     "future_time_features": _times,
     "target_values": _targets,
