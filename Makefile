@@ -108,7 +108,7 @@ docs: $(INSTALLED_DOCS) ## build the site in out/site; a broken link fails (KEEP
 notebooks: $(INSTALLED) ## make the examples as notebooks in out/notebooks
 	@$(BIN)/python -m website --notebooks out/notebooks
 
-zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm N=50)
+zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm or heads N=50)
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.inputs.calls import Inputs, call_inputs
 from rooftrace.tracer.inputs.huggingface_inputs import model_inputs
@@ -29,6 +29,19 @@ from rooftrace.tracer.tensors.trees import tensors_in
 from rooftrace.tracer.values.marks import REAL_VALUE
 
 BATCH, LENGTH = 1, 64
+HEAD_BATCH, HEAD_LENGTH, HEAD_DEPTH = 2, 16, 2
+_FIELDS = {
+    "head_dim": 64,
+    "prediction_length": 24,
+    "context_length": 48,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1000,
+    "pad_token_id": 0,
+    "mask_token_id": 4,
+    "use_mask_token": True,
+}
+"""Values of fields that the default configs of some heads leave out."""
+_HEAD = re.compile(r"For[A-Z]")  # and no Former
 _DEPTHS = re.compile(
     r"(num|n|encoder|decoder)_?(hidden|encoder|decoder)?_?layers?|depth|num_blocks"
 )
@@ -60,6 +73,19 @@ def _hf_names() -> list[str]:
     return list(CONFIG_MAPPING)
 
 
+def _head_names() -> list[str]:
+    """Every class of transformers that has a head, by its name: "For" what it is."""
+    import transformers
+
+    named = (name for name in dir(transformers) if _HEAD.search(name))
+    kinds = {name: getattr(transformers, name, None) for name in named}
+    return [
+        name
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    ]
+
+
 def _timm_names() -> list[str]:
     """The first model of each architecture file: there are over a thousand in all."""
     import timm
@@ -85,8 +111,11 @@ _LISTS: dict[str, Callable[[], list[str]]] = {
     "timm": _timm_names,
     "torchvision": _torchvision_names,
     "diffusers": _diffusers_names,
+    "heads": _head_names,
 }
 GROUPS = tuple(_LISTS)
+MODELS = ("hf", "timm", "torchvision", "diffusers")
+"""The groups that are traced where none is named: `heads` are more classes of the first."""
 
 
 def of_folder(folder: Path) -> Iterator[str]:
@@ -114,6 +143,7 @@ class Entry:
 
     module: nn.Module
     inputs: Iterable[Inputs]
+    phases: tuple[str, ...] = ("forward", "decode", "training")
 
 
 def load(name: str, depth: int | None = None) -> Entry:
@@ -149,23 +179,73 @@ def given(args: Any, kwargs: Any) -> Inputs:
 def _hf(name: str, depth: int | None) -> Entry:
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[name]()
+    return _of_config(CONFIG_MAPPING[name](), name, depth, BATCH, LENGTH)
+
+
+def _head(name: str, depth: int | None) -> Entry:
+    """A training step of one head, by the default config of its class with few layers.
+
+    A config whose parts do not go together with few layers is taken as it is.
+    """
+    import transformers
+
+    kind = getattr(transformers, name)
+    for layers in (depth or HEAD_DEPTH, None):
+        config = kind.config_class()
+        config.architectures = [name]
+        complete(config)
+        try:
+            entry = _of_config(config, name, layers, HEAD_BATCH, HEAD_LENGTH)
+            break
+        except (RequestError, TargetError, ValueError):
+            if layers is None:
+                raise
+    return replace(entry, phases=("training",))
+
+
+def complete(config: Any) -> None:
+    """Give a default config the fields that it needs and leaves to a file, also in those inside.
+
+    Backbones of timm, which may not be installed, are replaced by a ResNet.
+    """
+    from transformers import ResNetConfig
+
+    fields = vars(config)
+    heads = {"num_key_value_heads": fields.get("num_attention_heads")}
+    for name, value in {**_FIELDS, **heads}.items():
+        if name in fields and not fields[name]:
+            setattr(config, name, value)
+    for name, value in list(vars(config).items()):
+        if getattr(value, "model_type", "") == "timm_backbone":
+            setattr(config, name, ResNetConfig(out_features=["stage2", "stage3", "stage4"]))
+        elif hasattr(value, "model_type"):
+            complete(value)
+
+
+def _of_config(config: Any, name: str, depth: int | None, batch: int, length: int) -> Entry:
     if depth is not None:
         shallow(config, depth)
     module = huggingface.built_from(config, name)
-    inputs = model_inputs(module, Request(BATCH))
-    if "seq" in inputs.workload:
-        inputs = model_inputs(module, Request(BATCH, LENGTH))
+    try:
+        inputs = model_inputs(module, Request(batch, length))
+    except RequestError:  # it has no such length, or another
+        inputs = model_inputs(module, Request(batch))
     return Entry(module, [inputs])
 
 
 def shallow(config: Any, depth: int) -> None:
-    """At most `depth` layers, also in the configs inside."""
-    for name, value in list(vars(config).items()):
+    """At most `depth` layers, also in the configs inside, and as many entries in lists of them."""
+    fields = dict(vars(config))
+    counts = {n for f, n in fields.items() if isinstance(n, int) and _DEPTHS.fullmatch(f)}
+    kinds = fields.get("layer_types") or []  # one layer of each kind is left at least
+    depth = max([depth, *(kinds.index(kind) + 1 for kind in kinds)])
+    for name, value in fields.items():
         if isinstance(value, int) and _DEPTHS.fullmatch(name):
             setattr(config, name, min(value, depth))
-        elif name == "layer_types" and isinstance(value, list):
-            config.layer_types = value[:depth]
+        elif name == "depths" and isinstance(value, list):
+            config.depths = [min(n, depth) for n in value]
+        elif isinstance(value, list) and (len(value) in counts - {1} or name == "layer_types"):
+            setattr(config, name, value[:depth])
         elif hasattr(value, "model_type"):
             shallow(value, depth)
 
@@ -217,6 +297,7 @@ _LOADERS: dict[str, Callable[[str, int | None], Entry]] = {
     "timm": _timm,
     "torchvision": _torchvision,
     "diffusers": _diffusers,
+    "heads": _head,
 }
 
 

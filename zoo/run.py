@@ -57,7 +57,7 @@ def trace_one(name: str, depth: int | None = None) -> Result:
         failures = []
         for inputs in entry.inputs:
             phases: dict[str, Any] = {}
-            failure = _phases(entry.module, inputs, phases)
+            failure = _phases(entry.module, inputs, phases, entry.phases)
             if phases or not failure:
                 result |= {"phases": phases, **failure}
                 break
@@ -67,9 +67,9 @@ def trace_one(name: str, depth: int | None = None) -> Result:
     return result
 
 
-def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
-    """Fill in `phases`, up to the first that fails; returns that failure."""
-    for phase in PHASES:
+def _phases(module: Any, inputs: Any, phases: dict[str, Any], asked: Sequence[str]) -> Result:
+    """Fill in `phases`, up to the first of those asked that fails; returns that failure."""
+    for phase in asked:
         if phase == "decode" and inputs.decode is None:
             continue
         failure = _phase(module, inputs, phase, phases)
@@ -205,6 +205,7 @@ def summary(results: Sequence[Result]) -> str:
         refused = sum("refused" in r["phases"].get("training", {}) for r in members)
         counts = zip((len(members), *done, refused), (7, 8, 7, 9, 8), strict=True)
         lines.append(f"{group:<12} " + " ".join(f"{count:>{width}}" for count, width in counts))
+    lines += _heads([r for r in results if r["name"].startswith("heads/")])
     failed = [r for r in results if r["failure"]]
     for kind, count in Counter(r["failure"] for r in failed).most_common():
         lines += ["", f"{kind}: {count}"]
@@ -230,6 +231,23 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def _heads(results: Sequence[Result]) -> list[str]:
+    """How many heads train, and how many say what they need instead."""
+    if not results:
+        return []
+    kinds: Counter[str] = Counter()
+    for result in results:
+        training = result["phases"].get("training", {})
+        if result["failure"] in ("build", "inputs") or "refused" in training:
+            kinds["says what it needs"] += 1
+        elif result["failure"]:
+            kinds["timeout" if result["failure"] == "timeout" else "wrong error"] += 1
+        else:
+            own = "loss" not in training["assumptions"]
+            kinds["traced with its loss" if own else "traced, has no loss"] += 1
+    return ["", f"heads: {len(results)}", *(f"  {n:>4} {kind}" for kind, n in kinds.most_common())]
+
+
 def _counted(items: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{count} {name}" for name, count in items) or "none"
 
@@ -242,12 +260,12 @@ def main(
     task: str = "run:trace_one",
     summarise: Callable[[Sequence[Result]], str] = summary,
 ) -> int:
-    from models import GROUPS, names, of_folder
+    from models import GROUPS, MODELS, names, of_folder
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--zoo", type=Path, help="trace the build* functions of this folder's files instead")
-    add("--group", default=",".join(GROUPS), help="packages, by commas (default: %(default)s)")
+    add("--group", default=",".join(MODELS), help="packages, by commas (default: %(default)s)")
     add("--filter", default="", help="only names that match this regular expression")
     add("--n", type=int, help="a sample of so many models, always the same")
     add("--depth", type=int, help="at most so many layers (hf)")

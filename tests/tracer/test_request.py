@@ -75,7 +75,7 @@ def test_an_assumption_about_a_module_that_is_not_there_names_those_that_are() -
 
 
 def test_of_very_many_tokens_only_the_sizes_are_known() -> None:
-    few, many = random_tokens(2, 3, 100), random_tokens(100_000, 131_072, 100)
+    few, many = random_tokens((2, 3), 100), random_tokens((100_000, 131_072), 100)
     assert REAL_VALUE in few.__dict__ and REAL_VALUE not in many.__dict__
     assert many.shape == (100_000, 131_072) and many.device.type == "meta"
     assert last_token(many).shape == (100_000, 1)
@@ -96,7 +96,7 @@ def test_a_batch_of_billions_repeats_no_value() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: random_tokens(3037000500, 3037000500, 100),
+        lambda: random_tokens((3037000500, 3037000500), 100),
         lambda: parsed_inputs({"x": "3037000500,3037000500:fp32"}),
         lambda: parsed_inputs({"x": "3037000500,3037000500:int64"}),
         lambda: parsed_inputs({"x": f"{2**62},0,{2**62}:int8"}),

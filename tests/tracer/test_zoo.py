@@ -61,6 +61,23 @@ def test_a_folder_of_models(run: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ops without a rule: none" in shown
 
 
+@pytest.mark.slow
+def test_heads_are_traced_in_training(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    some = ["--group", "heads", "--filter", "/(BertForNext|DPTForDepth|BeitForSemantic)"]
+    assert run.main([*some, "--out", str(tmp_path / "zoo.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "zoo.jsonl").read_text().splitlines()]
+    assert {name for row in rows for name in row["phases"]} == {"training"}
+    shown = capsys.readouterr().out.partition("heads: 3\n")[2].splitlines()[:3]
+    assert sorted(line.split(None, 1)[1] for line in shown) == [
+        "says what it needs",
+        "traced with its loss",
+        "traced, has no loss",
+    ]
+
+
 def test_a_group_that_there_is_not_is_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["--group", "keras"])

@@ -50,6 +50,8 @@ def run_dynamo(made: Loaded, phase: str) -> DynamoRun:
         module = on_meta(_plain(made.module))
         stack.enter_context(as_before(module))
         stack.enter_context(contexts.draws_undone(devices=True))
+        if phase == "training":
+            made = replace(made, inputs=made.inputs.trained(module))
         # Code that says no device makes tensors on the CPU, as it would beside a GPU.  Where these
         # do not go with the others, they are made on meta, which Dynamo sees as another mode.
         with contextlib.suppress(_CallError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from rooftrace.tracer.values import META, REAL_VALUE, marks
 _PROMPTS = ("decoder_input_ids", "input_ids")
 """Names of arguments that hold token ids.  A decode step continues the first of them that the call
 has, else the first argument if that looks like token ids."""
+Assumptions = tuple[tuple[str, str], ...]
+"""Kind and text of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,9 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, Any] = field(default_factory=dict)  # more, of a training call
+    labels_likely: bool = False  # they need no search, unless the module refuses them
+    # Searches labels that a module takes, and says what is assumed of them.
+    find_labels: Callable[[nn.Module], tuple[Mapping[str, Any], Assumptions]] | None = None
     # Of a step that continues from a cache, without the cache; None: the module has no such step.
     decode: Mapping[str, Any] | None = None
     cached: Mapping[str, Any] = field(default_factory=dict)  # more, of calls that return a cache
@@ -35,8 +40,24 @@ class Inputs:
     items: int | None = None  # how many a step produces; None: the batch
     item: str = "sample"  # what it produces
     workload: Mapping[str, Any] = field(default_factory=dict)  # sizes, for the report
-    assumptions: tuple[tuple[str, str], ...] = ()  # kind and text
+    assumptions: Assumptions = ()
     lengths: RequestLengths | None = None  # of the requests of a step that has them
+
+    def trained(self, module: nn.Module, likely: bool = True) -> Inputs:
+        """The inputs of a training call with labels: likely ones if there are, else by a search.
+
+        Raises RequestError where none are found.
+        """
+        if self.find_labels is None or (likely and self.labels_likely):
+            return self
+        labels, assumed = self.find_labels(module)
+        return replace(
+            self,
+            labels={**self.labels, **labels},
+            labels_likely=False,
+            find_labels=None,
+            assumptions=(*self.assumptions, *assumed),
+        )
 
     def prompt_of(self, length: int) -> dict[str, Any]:
         """The call with a prompt of so many tokens, which the prompt of the cache has at least."""
@@ -130,14 +151,14 @@ def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
     return part
 
 
-def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
+def random_tokens(shape: tuple[int, ...], vocabulary: int) -> Tensor:
     """Known token ids, drawn uniformly with a fixed seed, without the first few (special) ones.
 
     They are not known where there are more than MOST_DRAWN.  Raises RequestError for more than
     torch can count.
     """
     first = min(5, vocabulary - 1)
-    tokens = drawn((batch, length), torch.int64, first, vocabulary)
+    tokens = drawn(shape, torch.int64, first, vocabulary)
     tokens.__dict__[marks.UNIFORM] = vocabulary - first
     return tokens
 

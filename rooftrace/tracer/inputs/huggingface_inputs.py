@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from rooftrace.tracer.inputs.calls import (
     last_token,
     random_tokens,
 )
+from rooftrace.tracer.inputs.labels import labels_of, takes_labels
 from rooftrace.tracer.inputs.modalities import (
     TOKENS,
     grids,
     guessed,
     other_than_text,
+    outcome,
     placeholders,
     required,
 )
@@ -34,11 +37,16 @@ DEFAULT_LENGTH = 2048
 """Default sequence length, where the model allows it."""
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Parameters that hold the type of each token of a prompt (text, image ...)."""
+_SEPARATORS = ("sep_token_id", "eos_token_id")
+"""Fields of the token behind each text of a pair, the likeliest first."""
+_ENCODERS = ("encoder_config", "text_encoder", "encoder")
+"""Fields of the config of an encoder of text."""
 _SHORTEST = 3
 """Tokens of a prompt by which the caches of a step of requests are told."""
 _DRAWN = (("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),)
-_TRIAL = 16
-"""Sequence length of the trial calls that find out which inputs a model accepts."""
+CHOICES = 4
+"""Answers to a question of several choices, as in SWAG, RACE and MMLU."""
+_CHOSEN = (("inputs", f"input_ids: {CHOICES} choices for each sample, as SWAG and RACE have"),)
 
 
 def model_inputs(module: nn.Module, request: Request) -> Inputs:
@@ -56,7 +64,7 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
     if request.batch not in (None, batch):
         raise RequestError(f"--batch {request.batch}: the inputs that were given have {batch}")
     main = _main_input(module)
-    tokens, others = _chosen(module, config, main, passed, batch)
+    tokens, others = _chosen(module, config, main, passed, batch, request)
     if tokens:
         return _Text(module, config, request, batch).inputs({**others, **passed}, tokens)
     for flag in ("seq", "kv"):
@@ -67,7 +75,8 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
             )
     inputs = {**others, **passed}
     shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
-    return Inputs(kwargs=inputs, workload={"batch": batch, "inputs": shapes})
+    find = partial(labels_of, inputs=inputs, batch=batch)
+    return Inputs(kwargs=inputs, find_labels=find, workload={"batch": batch, "inputs": shapes})
 
 
 def _main_input(module: nn.Module) -> str:
@@ -78,7 +87,12 @@ def _main_input(module: nn.Module) -> str:
 
 
 def _chosen(
-    module: Any, config: Any, main: str, passed: Mapping[str, Tensor], batch: int
+    module: Any,
+    config: Any,
+    main: str,
+    passed: Mapping[str, Tensor],
+    batch: int,
+    request: Request,
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Names of the model's token-id inputs, and its other inputs beside the user's.
 
@@ -90,24 +104,26 @@ def _chosen(
     possible = list(dict.fromkeys([*(name for name in TOKENS if name in parameters), *ids_needed]))
     writes = bool(getattr(module, "can_generate", lambda: False)())
     only_text = all(name in TOKENS for name in needed)
-    if (
-        only_text
-        and (main in TOKENS or main in passed)
-        and (writes or passed or not other_than_text(module))
-    ):
+    length = min(request.seq or DEFAULT_LENGTH, _limit(module, config) or DEFAULT_LENGTH)
+    shape = (batch, *_choices(module), length)
+    ids = {name: random_tokens(shape, _vocabulary(module, config, name)) for name in possible}
+    if only_text and (main in TOKENS or main in passed):
         prompts = {main, *needed, "decoder_input_ids"}
         if writes and "decoder_input_ids" not in parameters:
             prompts.add("input_ids")
-        return [name for name in possible if name in prompts], {}
-    length = min(_TRIAL, _limit(_text(config)) or _TRIAL)
-    ids = {name: random_tokens(batch, length, _vocabulary(config)) for name in possible}
+        text = {name: tensor for name, tensor in ids.items() if name in prompts}
+        others = other_than_text(module)
+        if passed or not others or (writes and outcome(module, text, training=False)[1] is None):
+            return list(text), {}
     guess, complaint = guessed(module, config, main, ids, passed, batch)
     if guess is None:
-        missing = next((n for n in needed if n not in TOKENS), main)
+        unknown = [n for n in needed if n not in {*possible, *other_than_text(module)}]
+        missing = next((n for n in (*unknown, *needed) if n not in TOKENS), main)
         said = f" (to a guess it says {complaint})" if complaint else ""
         raise RequestError(
             f"{type(module).__name__}: its input {missing!r} cannot be guessed{said}; "
-            f"pass --input {missing}=SHAPE:DTYPE, for example --input {missing}=1,80,3000:fp32"
+            f"pass --input {missing}=SHAPE:DTYPE, for example --input {missing}=1,80,3000:fp32, "
+            f"or what else its forward takes ({', '.join(parameters)})"
         )
     return (
         [name for name in guess if name in possible],
@@ -116,14 +132,29 @@ def _chosen(
 
 
 def _text(config: Any) -> Any:
-    """The config of the text part of a model with several parts."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    """The config of the text part of a model with several parts; of two, of the one that writes."""
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
 
 
-def _vocabulary(config: Any) -> int:
-    text = _text(config)
-    size = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None)
-    return int(size or 1000)
+def _choices(module: nn.Module) -> tuple[int, ...]:
+    """The dimension of a prompt between batch and sequence: of a head that chooses, else none."""
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    # By this suffix transformers names what takes [batch, choices, sequence].
+    return (CHOICES,) if any(kind.endswith("ForMultipleChoice") for kind in kinds) else ()
+
+
+def _vocabulary(module: nn.Module, config: Any, name: str) -> int:
+    """Rows of the table that the ids of this name are looked up in; an encoder may have its own."""
+    parts = [_text(config), config]
+    if name == "input_ids" and "decoder_input_ids" in parameters_of(module):
+        parts = [*(getattr(config, part, None) for part in _ENCODERS), *parts]
+    sizes = (getattr(part, "vocab_size", None) for part in parts)
+    return next((int(size) for size in sizes if size), 1000)
 
 
 class _Text:
@@ -132,14 +163,14 @@ class _Text:
     def __init__(self, module: nn.Module, config: Any, request: Request, batch: int) -> None:
         self.module, self.request, self.batch = module, request, batch
         self.config = config
-        self.vocabulary = _vocabulary(config)
-        self.limit = _limit(_text(config))
+        self.limit = _limit(module, config)
         self.parameters = parameters_of(module)
         self.writes = bool(getattr(module, "can_generate", lambda: False)())
         self.prompt = "input_ids"
         if "decoder_input_ids" in self.parameters:
             self.prompt = "decoder_input_ids"
         self.keeps = self.writes and bool(cache_arguments(module))
+        self.choices = _choices(module)
 
     def inputs(self, passed: Mapping[str, Tensor], tokens: Sequence[str]) -> Inputs:
         """Inputs of every phase: `passed` as they are, and ids for the names in `tokens`."""
@@ -148,27 +179,31 @@ class _Text:
         seq, kv = self._lengths(passed)
         kwargs = dict(passed)
         for name in tokens:
-            kwargs.setdefault(name, self._tokens(seq))
+            kwargs.setdefault(name, self._tokens(seq, name))
         if "input_ids" in tokens and "input_ids" not in passed:
             kwargs |= self._with_placeholders(kwargs["input_ids"], passed)
-        step = last_token(kwargs[self.prompt])
-        cached = {**kwargs, self.prompt: self._tokens(kv)} if kv != seq else None
+            if not self.writes:
+                kwargs["input_ids"] = self._read(kwargs)
+        step = last_token(kwargs[self.prompt]) if self.keeps else None
+        cached = {**kwargs, self.prompt: self._tokens(kv, self.prompt)} if kv != seq else None
         labels: dict[str, Any] = {}
-        own_loss = "labels" in self.parameters and "labels" not in passed
-        if own_loss and (self.writes or not other_than_text(self.module)):
+        likely = self.writes and takes_labels(self.module) - {*passed} == {"labels"}
+        if likely:
             labels["labels"] = kwargs[self.prompt]
         if "use_cache" in self.parameters:
             labels["use_cache"] = False
         return Inputs(
             kwargs=kwargs,
             labels=labels,
+            labels_likely=likely,
+            find_labels=partial(labels_of, inputs=kwargs, batch=self.batch),
             decode={self.prompt: step} if self.keeps else None,
             cached={"use_cache": True},
             cached_kwargs=cached,
-            items=self.batch * seq,
+            items=kwargs[self.prompt].numel(),
             item="token",
             workload={"batch": self.batch, "seq": seq, **({"kv": kv} if self.keeps else {})},
-            assumptions=_DRAWN,
+            assumptions=(*_DRAWN, *(_CHOSEN if self.choices and self.prompt in tokens else ())),
         )
 
     def _of_requests(
@@ -187,10 +222,10 @@ class _Text:
                 f"--cached, --new: a request of {last:,} positions, and {name} has a position "
                 f"table of {self.limit:,} entries"
             )
-        prompt = {self.prompt: self._tokens(max(lengths.longest, _SHORTEST))}
+        prompt = {self.prompt: self._tokens(max(lengths.longest, _SHORTEST), self.prompt)}
         return Inputs(
             kwargs=prompt,
-            decode={self.prompt: self._tokens(lengths.tokens)},
+            decode={self.prompt: self._tokens(lengths.tokens, self.prompt)},
             cached={"use_cache": True},
             cached_kwargs=prompt,
             items=lengths.tokens,
@@ -230,20 +265,39 @@ class _Text:
         asked = [n for n in _TYPES if n in self.parameters and n not in passed]
         return {"input_ids": twin(ids), **{name: twin(types) for name in asked}}
 
-    def _tokens(self, length: int) -> Tensor:
-        return random_tokens(self.batch, length, self.vocabulary)
+    def _read(self, kwargs: Mapping[str, Tensor]) -> Tensor:
+        """The prompt, or a pair of texts with their special tokens if the head takes only that."""
+        drawn = kwargs["input_ids"]
+        value = drawn.__dict__.get(REAL_VALUE)
+        if value is None or outcome(self.module, kwargs, training=False)[1] is None:
+            return drawn
+        value, length = value.clone(), value.shape[-1]
+        marks = (getattr(self.config, name, None) for name in _SEPARATORS)
+        mark = next((m for m in marks if isinstance(m, int)), None)
+        asks = getattr(self.config, "question_token_id", None)
+        if mark is not None:  # behind the first text, before the second, behind that
+            value[..., [length // 4, length // 4 + 1, length - 1]] = mark
+        if asks is not None:
+            value[..., 0] = asks
+        pair = twin(value)
+        error = outcome(self.module, {**kwargs, "input_ids": pair}, training=False)[1]
+        return drawn if error is not None else pair
+
+    def _tokens(self, length: int, name: str) -> Tensor:
+        rows = _vocabulary(self.module, self.config, name)
+        return random_tokens((self.batch, *self.choices, length), rows)
 
     def _lengths(self, passed: Mapping[str, Tensor]) -> tuple[int, int]:
         """Length of the sequence and of the cache.  Raises RequestError if either is too long."""
         request = self.request
         tokens = passed.get(self.prompt)
-        if tokens is not None and is_tokens(tokens):
-            if request.seq not in (None, tokens.shape[1]):
+        if tokens is not None and (self.choices or is_tokens(tokens)):
+            if request.seq not in (None, tokens.shape[-1]):
                 raise RequestError(
                     f"--seq {request.seq}: --input {self.prompt} has "
-                    f"{tokens.shape[1]}; leave one of them out"
+                    f"{tokens.shape[-1]}; leave one of them out"
                 )
-            seq = int(tokens.shape[1])
+            seq = int(tokens.shape[-1])
         else:
             seq = request.seq or min(DEFAULT_LENGTH, self.limit or DEFAULT_LENGTH)
         if request.kv is not None and not self.keeps:
@@ -261,13 +315,25 @@ class _Text:
         return seq, kv
 
 
-def _limit(config: Any) -> int | None:
-    """The longest sequence that a config names; None if it names none."""
+def _limit(module: nn.Module, config: Any) -> int | None:
+    """The longest sequence that a config names, less the rows of its table that stand for no place.
+
+    None if it names none.
+    """
     for name in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
-        limit = getattr(config, name, None)
+        limit = getattr(_text(config), name, None)
         if isinstance(limit, int) and limit > 0:
-            return limit
+            return limit - _unused_rows(module, limit)
     return None
+
+
+def _unused_rows(module: nn.Module, limit: int) -> int:
+    """Rows of a table of positions up to that of padding, which no token has."""
+    for path, part in module.named_modules():
+        places = "position" in path.rpartition(".")[2] and isinstance(part, nn.Embedding)
+        if places and part.padding_idx is not None and part.num_embeddings == limit:
+            return int(part.padding_idx) + 1
+    return 0
 
 
 def _has_table(module: nn.Module, limit: int) -> bool:

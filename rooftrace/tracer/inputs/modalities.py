@@ -22,13 +22,15 @@ from rooftrace.tracer.inputs.before import as_before
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
 from rooftrace.tracer.twins import twin
-from rooftrace.tracer.values import META, REAL_VALUE
+from rooftrace.tracer.values import META, REAL_VALUE, Values
 
 MAX_TRIALS = 48
 _SIDE = 24
 """Rows and columns of a grid of patches: many numbers divide it."""
 _ROWS = 16
 """Length of a sequence that somebody else embedded."""
+_REGIONS = 36
+"""What a detector finds in an image."""
 SECONDS = 10
 """Length of a sound."""
 
@@ -39,9 +41,9 @@ Layouts = Sequence[Mapping[str, Tensor]]
 class Sizes:
     """Sizes from a config and the configs inside it; the first config that has a field wins."""
 
-    def __init__(self, config: Any, batch: int) -> None:
+    def __init__(self, config: Any, batch: int, length: int = 0) -> None:
         self.configs = list(_configs(config))
-        self.batch = batch
+        self.batch, self.length = batch, length  # of a prompt
 
     def find(self, *fields: str) -> Any:
         """The first value of these fields; None if no config has one."""
@@ -84,17 +86,17 @@ def _floats(*shape: int) -> Tensor:
 
 def _rows(row: Sequence[int], batch: int) -> Tensor:
     """One row of whole numbers as often as the batch has samples."""
-    return _whole(torch.tensor(row).expand(batch, len(row)))
+    return whole(torch.tensor(row).expand(batch, len(row)))
 
 
 def _ones(*shape: int) -> Tensor:
-    return _whole(torch.ones((), dtype=torch.int64).expand(shape))
+    return whole(torch.ones((), dtype=torch.int64).expand(shape))
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Known whole numbers; of very many only the sizes are known."""
-    unknown = sized(tuple(value.shape), torch.int64)
-    return unknown if value.numel() > MOST_DRAWN else twin(value.long().contiguous())
+    unknown = sized(tuple(value.shape), dtype)
+    return unknown if value.numel() > MOST_DRAWN else twin(value.to(dtype).contiguous())
 
 
 # -- layouts by parameter --------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def _patches(sizes: Sizes, name: str) -> Layouts:
     rows = _floats(sizes.batch, side * side, width)
     shape = _rows((side, side), sizes.batch)
     mask = _ones(sizes.batch, side * side)
-    places = _whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
+    places = whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
     return [
         *({name: flat, "grid_thw": grid} for flat in flats),
         {name: rows, "spatial_shapes": shape, "pixel_attention_mask": mask},
@@ -180,9 +182,12 @@ def _past(sizes: Sizes, name: str) -> Layouts:
     lags = sizes.find("lags_sequence") or [0]
     length = sizes.number("context_length", default=64) + max(lags)
     channels = sizes.number("num_input_channels", "input_size", default=1)
-    times = sizes.number("num_time_features", default=1)
+    times = sizes.find("num_time_features")
+    times = times if isinstance(times, int) else 1
     batch = sizes.batch
-    shapes = ((batch, length, channels), (batch, length))
+    shapes = [(batch, length, channels), (batch, length)]
+    if channels == 1:  # most have no dimension of one channel
+        shapes.reverse()
     return [
         {
             name: _floats(*shape),
@@ -199,9 +204,54 @@ def _regions(sizes: Sizes, name: str) -> Layouts:
     places = sizes.number("visual_pos_dim", default=4)
     return [
         {
-            "visual_feats": _floats(sizes.batch, 36, width),
-            "visual_pos": _floats(sizes.batch, 36, places),
+            "visual_feats": _floats(sizes.batch, _REGIONS, width),
+            "visual_pos": _floats(sizes.batch, _REGIONS, places),
         }
+    ]
+
+
+def _rendered(sizes: Sizes, name: str) -> Layouts:
+    """Patches as rows, each behind its row and column."""
+    channels = sizes.number("num_channels", default=3)
+    patch = sizes.number("patch_size", default=16)
+    return [{name: _floats(sizes.batch, _SIDE * _SIDE, 2 + channels * patch * patch)}]
+
+
+def _embedded_regions(sizes: Sizes, name: str) -> Layouts:
+    """What a detector found in an image: embeddings beside those of the text."""
+    width = sizes.number("visual_embedding_dim", default=512)
+    regions = _floats(sizes.batch, _REGIONS, width)
+    both = sizes.length + _REGIONS
+    return [
+        {
+            name: regions,
+            "visual_attention_mask": _ones(sizes.batch, _REGIONS),
+            "attention_mask": _ones(sizes.batch, sizes.length),
+            "region_to_phrase_position": _rows([0] * both, sizes.batch),
+        }
+    ]
+
+
+def _boxes(sizes: Sizes, name: str) -> Layouts:
+    """Where on a page each token of a text stands."""
+    places = torch.tensor([0, 0, 100, 100]).expand(sizes.batch, sizes.length, 4)
+    boxes, mask = {name: whole(places)}, _ones(sizes.batch, sizes.length)
+    first = whole(mask.__dict__[REAL_VALUE], torch.bool)
+    return [boxes, {**boxes, "attention_mask": mask, "bbox_first_token_mask": first}]
+
+
+def _entities(sizes: Sizes, name: str) -> Layouts:
+    """Entities that a text names, and where: two, which a pair has, or one."""
+    longest = sizes.number("max_mention_length", default=30)
+    return [
+        {
+            name: _ones(sizes.batch, count),
+            "entity_attention_mask": _ones(sizes.batch, count),
+            "entity_position_ids": _ones(sizes.batch, count, longest),
+            "entity_start_positions": _ones(sizes.batch, count),
+            "entity_end_positions": _ones(sizes.batch, count),
+        }
+        for count in (2, 1)
     ]
 
 
@@ -213,6 +263,10 @@ _LAYOUTS: Mapping[str, Callable[[Sizes, str], Layouts]] = {
     "input_features": _features,
     "past_values": _past,
     "visual_feats": _regions,
+    "visual_embeds": _embedded_regions,
+    "bbox": _boxes,
+    "entity_ids": _entities,
+    "flattened_patches": _rendered,
 }
 TOKENS = ("input_ids", "decoder_input_ids")
 
@@ -225,7 +279,7 @@ def _is_embedded(name: str) -> bool:
     return name.endswith("_embeds")
 
 
-def _layouts(sizes: Sizes, name: str) -> Layouts:
+def layouts(sizes: Sizes, name: str) -> Layouts:
     if name in _LAYOUTS:
         return _LAYOUTS[name](sizes, name)
     width = sizes.number("hidden_size", "d_model", default=768)
@@ -262,7 +316,7 @@ def guessed(
     tries = _candidates(module, config, main, tokens, passed, batch)
     names: set[str] = set()
     for arguments in itertools.islice(tries, MAX_TRIALS):
-        error = _refusal(module, {**arguments, **passed})
+        _, error = outcome(module, {**arguments, **passed}, training=False)
         if error is None:
             return arguments, ""
         if set(arguments) > names:  # what it says of the likeliest layout of most arguments
@@ -285,15 +339,18 @@ def _candidates(
     An argument that goes with another is passed only if forward takes it.
     """
     parameters = parameters_of(module)
-    sizes = Sizes(config, batch)
+    length = next((ids.shape[-1] for ids in tokens.values()), 0)
+    sizes = Sizes(config, batch, length)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     known: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
-    known |= {n: _layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
+    known |= {n: layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
     needed = [name for name in required(module) if name not in passed]
     known = {name: layouts for name, layouts in known.items() if name not in passed}
     wanted = (main, "decoder_input_ids", *needed)
     first = [name for name in dict.fromkeys(wanted) if name in known]
-    others = [name for name in known if name not in first and not _is_embedded(name)]
+    others = [
+        name for name in known if name not in first and (name in _LAYOUTS or not _is_embedded(name))
+    ]
     for names in (first, *([*first, other] for other in others), [*first, *others]):
         for filled in itertools.product(*(known[name] for name in names)):
             tensors = {name: t for part in filled for name, t in part.items() if name in parameters}
@@ -303,26 +360,41 @@ def _candidates(
                 }
 
 
-def _refusal(module: nn.Module, arguments: Mapping[str, Any]) -> Exception | None:
-    """The error of the module on these arguments; None if it runs."""
-    with _unrecorded(module, arguments):
-        try:
-            module(**arguments)
-        except Exception as error:  # whatever the code of a model may raise
-            return error
-    return None
+def outcome(
+    module: nn.Module, arguments: Mapping[str, Any], training: bool = True, turned: int = 0
+) -> tuple[Any, Exception | None]:
+    """What the module returns for these arguments, or its error.
+
+    turned: how many source lines may be tried the other way, that asked for unknown conditions.
+    """
+    lines: set[str] = set()
+    while True:
+        values = Values(turned=lines)
+        with _unrecorded(module, arguments, training, values):
+            try:
+                return module(**arguments), None
+            except Exception as error:  # whatever the code of a model may raise
+                refused = error
+        if len(lines) == turned or values.last_line in {"", *lines}:
+            return None, refused
+        lines.add(values.last_line)
 
 
 @contextlib.contextmanager
-def _unrecorded(module: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the module runs in eval mode on meta; known values of tensors are followed."""
-    recorder = Recorder(record=False)
+def _unrecorded(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    training: bool = False,
+    values: Values | None = None,
+) -> Iterator[None]:
+    """Inside, the module runs on meta without gradients; known values of tensors are followed."""
+    recorder = Recorder(values, record=False)
     own = (tensor for part in module.modules() for tensor in own_tensors(part))
     for tensor in (*tensors_in(dict(arguments)), *own):
         learn(recorder.values, tensor)
     try:
-        with as_before(module), torch.no_grad(), torch.device(META), recorder:
-            module.eval()
+        with as_before(module), torch.no_grad(), recorder, torch.device(META):
+            module.train(training)
             yield
     finally:
         recorder.close()
@@ -337,7 +409,7 @@ def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The grid of the patches in `passed`, if forward takes one; all rows are one image."""
     parameters = parameters_of(module)
     return {
-        grid: _whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
+        grid: whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
         for name, grid in _GRIDS.items()
         if name in passed and passed[name].dim() == 2 and grid in parameters and grid not in passed
     }

@@ -69,6 +69,8 @@ def count_with(
     peer."""
     check_peers((peer,))
     options = options or Options()
+    if phase == "training" and options.loss is None:
+        inputs = inputs.trained(module)
     errors = []
     for (where, prepared), counter in itertools.product(
         _attempts(module, inputs, phase), _PEERS[peer]

@@ -88,6 +88,8 @@ class ModuleCalls:
                 f"phase {phase!r} can be traced only; on a device run {', '.join(names.MEASURED)}"
             )
         training, inputs = phase == "training", self.inputs
+        if training:
+            inputs = inputs.trained(self.module)
         self.module.train(training)
         if training:
             kwargs = {**inputs.kwargs, **self._taken(inputs.labels)}

@@ -26,6 +26,7 @@ from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed
 from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.sharded import ddp
+from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import closures, on_meta
 from rooftrace.tracer.values import META, REAL_VALUE
@@ -135,8 +136,23 @@ class PhaseRunner:
         for phase in map(names.phase_of, phases):
             tell(f"tracing {phase.name}")
             self.module.train(phase.trains)
-            graphs[phase.name] = self._captured(phase, partial(phase.run, self))
+            run = partial(self._captured, phase, partial(phase.run, self))
+            graphs[phase.name] = self._with_labels(run) if phase.trains else run()
         return graphs
+
+    def _with_labels(self, run: Callable[[], OpGraph]) -> OpGraph:
+        """Run a training call with labels; where likely ones fail, others are looked for."""
+        plain = self.inputs
+        if self.options.loss is not None:
+            return run()
+        try:
+            self.inputs = plain.trained(self.module)
+            with contextlib.suppress(*((TraceError,) if plain.labels_likely else ())):
+                return run()
+            self.inputs = plain.trained(self.module, likely=False)
+            return run()
+        finally:
+            self.inputs = plain
 
     def usual_phases(self) -> dict[str, OpGraph]:
         """Prefill, decode and training; the usual phases where no cache comes back."""
@@ -347,7 +363,7 @@ class PhaseRunner:
             (
                 inputs.args,
                 inputs.kwargs,
-                inputs.labels,
+                inputs.labels if phase.trains else {},
                 inputs.decode,
                 inputs.cached_kwargs,
                 self._fed,

@@ -140,6 +140,8 @@ def _replace(parent: nn.Module, child: nn.Module) -> None:
 
 def inputs_of(inputs: Any, model: Any, stage: Stage) -> Any:
     """The inputs of a stage: tokens for the first, else hidden states; labels for the last."""
+    if stage.is_last:
+        inputs = inputs.trained(model)
     kwargs, labels = dict(inputs.kwargs), dict(inputs.labels) if stage.is_last else {}
     ids = kwargs.get("input_ids")
     if ids is None:
@@ -152,7 +154,7 @@ def inputs_of(inputs: Any, model: Any, stage: Stage) -> Any:
         kwargs["inputs_embeds"] = torch.empty(
             *ids.shape, width, dtype=model.dtype, device="meta", requires_grad=True
         )
-    return replace(inputs, kwargs=kwargs, labels=labels)
+    return replace(inputs, kwargs=kwargs, labels=labels, find_labels=None)
 
 
 def with_stage(graph: OpGraph, stage: Stage, schedule: str, microbatches: int) -> OpGraph:

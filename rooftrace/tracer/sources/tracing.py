@@ -134,10 +134,12 @@ def _phases_of_target(job: Job, made: Loaded) -> dict[str, OpGraph]:
         if not some:
             continue
         spread = loaded(job) if graphs else made
-        kept = request.checkpoint
+        inputs, kept = spread.inputs, request.checkpoint
+        if trains and job.options.loss is None:  # a module in shards cannot be asked for labels
+            inputs = inputs.trained(spread.module)
         huggingface.distribute(spread.module, request.mesh, trains=trains, checkpoint=kept)
         with huggingface.divided(spread.module, request.mesh):
-            graphs |= trace_phases(spread.module, spread.inputs, some, job.options, job.name)
+            graphs |= trace_phases(spread.module, inputs, some, job.options, job.name)
     return {phase: graphs[phase] for phase in phases}
 
 
