@@ -257,20 +257,43 @@ def test_left_out_iterations_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch)
     assert kept == pytest.approx(reserved, rel=0.03)
 
 
-def test_what_softmax_norms_and_sorting_take():
-    class Each(nn.Module):
-        def __init__(self, function) -> None:
-            super().__init__()
-            self.function, self.weight = function, nn.Parameter(torch.ones(()))
+class Each(nn.Module):
+    """A function of what a weight scales."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.function(x * self.weight)
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(()))
 
-    x = torch.zeros(256, 8192)  # 8 MiB
-    softmax = estimate(Each(lambda x: x.softmax(-1)), x, phase="training").reserved
-    assert softmax.workspaces == {"softmax": 8 * MIB}  # gradient times output
-    step = rt.trace(Each(lambda x: F.layer_norm(x, (8192,)).sum()), x, phase="training")
-    assert program(step).scratch == {"norms": 8 * MIB}  # the gradient of a sum, written out
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.weight)
+
+
+def test_what_eager_ops_make_for_themselves_is_there_once():
+    """With all that the op was given: the caller has it until the last kernel is done."""
+
+    def step(function):
+        x = torch.zeros(256, 8192)  # 8 MiB
+        return estimate(Each(function), x, phase="training", optimizer="none")
+
+    # The input, the result, its gradient, gradient times result, and the gradient that is made.
+    softmax = step(lambda x: x.softmax(-1))
+    assert softmax.reserved.workspaces == {}
+    assert softmax.memory.peak == 5 * 8 * MIB + 2 * 4  # the weight and its gradient
+    # The input twice, one time scaled; the gradient of a sum, written out; that which is made.
+    norm = step(lambda x: F.layer_norm(x, (8192,)).sum())
+    assert norm.reserved.workspaces == {}
+    assert norm.memory.peak == pytest.approx(4 * 8 * MIB, rel=0.001)
+    # Rolled along one dimension and then along the other: the input, the scaled one, and each.
+    rolled = estimate(Each(lambda x: x.roll((1, 2), (0, 1))), torch.zeros(256, 8192))
+    assert rolled.memory.peak == pytest.approx(4 * 8 * MIB, rel=0.001)
+
+
+def test_what_group_norms_and_sorting_take():
+    x = torch.zeros(64, 32, 1024)  # 8 MiB
+    norm = Each(lambda x: F.group_norm(x, 4))
+    step = estimate(norm, x, phase="training").reserved
+    assert step.workspaces == {"norms": 4 * 64 * (3 * 32 + 2 * 4)}
+    x = torch.zeros(256, 8192)
     rows = estimate(Each(lambda x: x.sort(-1)[0]), x).reserved
     assert rows.workspaces == {"sorting": (8 + 8 + 4) * 256 * 8192}  # indices, twice, and keys
     short = estimate(Each(lambda x: x.view(512, 4096).sort(-1)[0]), x).reserved

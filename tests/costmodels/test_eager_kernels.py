@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import ExecutionError
-from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, in_order
+from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, is_in_order
 from rooftrace.tracer.graph.records import Tensor as Value
 
 pytestmark = pytest.mark.quick
@@ -119,7 +119,7 @@ def test_only_kernels_that_read_in_order_copy(
     eager = rt.estimate(graph, chip="l4", execution="eager").plan.graph
     added = [op for op in eager.ops if "beside" in op.facts]
     assert [op.name for op in added] == ["aten.clone"] * copies
-    assert all(in_order(eager.values[op.outputs[0]]) for op in added)
+    assert all(is_in_order(eager.values[op.outputs[0]]) for op in added)
 
 
 def test_order_is_that_of_torch() -> None:
@@ -135,7 +135,7 @@ def test_order_is_that_of_torch() -> None:
     ]
     for view in views:
         value = Value(tuple(view.shape), "fp32", view.stride(), "activations", 0)
-        assert in_order(value) is view.is_contiguous()
+        assert is_in_order(value) is view.is_contiguous()
 
 
 def test_a_backward_copies_gradients_and_inputs_that_are_not_in_order() -> None:

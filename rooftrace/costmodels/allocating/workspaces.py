@@ -1,6 +1,8 @@
 """Bytes that libraries take inside of ops, from the same allocator as tensors.
 
-They are no tensors of the graph, and `torch.cuda.max_memory_allocated` counts them.
+They are no tensors of the graph, and `torch.cuda.max_memory_allocated` counts them.  What eager ops
+make for themselves by kernels of their own, such as copies in order, are tensors of the graph that
+is priced (costmodels/rewriting/eager_kernels).
 
 BLAS: cuBLAS gets one workspace for each pair of a thread's handle and a stream, at the first
 product, and keeps it (aten/src/ATen/cuda/CublasHandlePool.cpp).  Backward runs in a thread of
@@ -9,12 +11,8 @@ autograd's own, so a training step has two.
 Attention: the backward of FlashAttention 2 sums the gradient of the queries in fp32, and keeps a
 number for each row (`mha_bwd`, flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`).
 
-Softmax: its backward multiplies gradient and output into a tensor first, which the backward of a
-log_softmax does not (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
-
-Norms: backward copies a gradient whose elements do not lie one after another, such as that of a
-sum (layer_norm_kernel.cu, `expect_contiguous`); that of a group norm keeps three numbers for each
-sample and channel and two for each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
+Norms: the backward of a group norm keeps three numbers for each sample and channel and two for
+each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
 
 Sorting rows of more than 4,096: by segments, with indices made first and a second buffer for keys
 and indices; few rows are sorted as one, with pairs of row and place (SortStable.cu).
@@ -38,7 +36,7 @@ from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-Kind = Literal["BLAS", "attention", "softmax", "norms", "sorting", "convolutions"]
+Kind = Literal["BLAS", "attention", "norms", "sorting", "convolutions"]
 
 HALF = ("fp16", "bf16")
 _ROWS = 128
@@ -71,12 +69,9 @@ def scratch(op: Op, graph: OpGraph) -> Scratch | None:
         return _attention(query) if query is not None else None
     if rule.kind == "conv":
         return _convolution(op, graph)
-    if op.name == "aten._softmax_backward_data":
-        gradient = _named(op, graph, "grad_output")
-        return Scratch("softmax", gradient.nbytes, sure=True) if gradient is not None else None
     if rule.kind == "sort":
         return _sort(op, graph)
-    return _norm(op, graph) if op.name in NORMS_BACKWARD else None
+    return _group_norm(op) if op.name == "aten.native_group_norm_backward" else None
 
 
 _SMALL_SORT = 4096
@@ -95,24 +90,12 @@ def _sort(op: Op, graph: OpGraph) -> Scratch | None:
     return Scratch("sorting", size, sure=True)
 
 
-NORMS_BACKWARD = {
-    "aten.native_layer_norm_backward",
-    "aten._fused_rms_norm_backward",
-    "rooftrace.rms_norm_backward",
-    "aten.native_group_norm_backward",
-}
-
-
-def _norm(op: Op, graph: OpGraph) -> Scratch | None:
-    """A copy of a gradient that is not dense; sums by sample and channel of a group norm."""
-    gradient = _named(op, graph, "grad_out") or _named(op, graph, "grad_output")
-    size = 0
-    if gradient is not None and gradient.stride != Tensor.contiguous(gradient.shape):
-        size = storage_bytes(gradient.dtype, math.prod(gradient.shape))
+def _group_norm(op: Op) -> Scratch | None:
+    """Sums of its backward by sample and channel."""
     samples, channels, groups = (op.arguments.get(name) for name in ("N", "C", "group"))
-    if samples and channels and groups:
-        size += 4 * samples * (3 * channels + 2 * groups)
-    return Scratch("norms", size, sure=True) if size else None
+    if not (samples and channels and groups):
+        return None
+    return Scratch("norms", 4 * samples * (3 * channels + 2 * groups), sure=True)
 
 
 def _named(op: Op, graph: OpGraph, name: str) -> Tensor | None:

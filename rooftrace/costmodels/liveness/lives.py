@@ -121,6 +121,10 @@ class Visits:
             return [self.alone[value] for value in op.inputs]
         return self._numbers(op.reads, visit)
 
+    def held(self, visit: Visit) -> list[int]:
+        """Numbers of the storages that an op holds there."""
+        return self._numbers(visit.op.holds, visit) if visit.op.holds else []
+
     def _numbers(self, references: Iterable[Ref], visit: Visit) -> list[int]:
         result: list[int] = []
         for ref in references:
@@ -244,6 +248,7 @@ def lifetimes(visits: Visits) -> Lives:
     values = graph.values
     touched = [visits.touched(visit) for visit in visits.order]
     kept = {number for value in graph.outputs for number in visits.copies(value, {})}
+    kept.difference_update(*map(visits.held, visits.order))  # let go of before the end
     inputs = {number for value in graph.inputs for number in visits.copies(value, {})}
     used = {visits.storage(number) for number in kept | inputs | set(chain.from_iterable(touched))}
     # States of an optimizer are there also in a part of a step that does not read them.

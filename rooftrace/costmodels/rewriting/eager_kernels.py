@@ -10,7 +10,7 @@ Facts are from ATen's sources (aten/src/ATen/native), named beside each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.marks import BESIDE
 from rooftrace.costmodels.traffic.layouts import has_channels_last
-from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.tracer.arguments import Argument, Ref, in_order, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 Form = Callable[[Editor, Op], bool]
@@ -40,11 +40,22 @@ def with_form(form: EagerForm, graph: OpGraph) -> tuple[OpGraph, int]:
     """The graph with the kernels of this form, and how often they run."""
     edit, count = Editor(graph), 0
     for op in graph.ops:
+        first = len(edit.ops)
         if op.kind == "kernel" and op.name in form.names and form.apply(edit, op):
+            edit.ops[-1] = _holding(edit.ops[first:])
             count += graph.times(op)
         else:
             edit.ops.append(op)
     return (edit.done(), count) if count else (graph, 0)
+
+
+def _holding(kernels: Sequence[Op]) -> Op:
+    """The last kernel of an op.  Until it is done the op has what it was given, and what its other
+    kernels made."""
+    *others, last = kernels
+    own = {*last.inputs, *last.outputs}
+    there = (ref for op in others for ref in (*op.reads, *map(Ref, op.outputs)))
+    return replace(last, holds=in_order((*last.holds, *(r for r in there if r.id not in own))))
 
 
 # -- copies in order -------------------------------------------------------------------------------
@@ -89,7 +100,7 @@ _IMAGES = {
 def _copied_in_order(edit: Editor, op: Op) -> bool:
     """Copies of operands that the kernel reads in order only."""
     strict = op.name in _ANY_ORDER
-    fits = in_order if strict else _in_either_order
+    fits = is_in_order if strict else _in_either_order
     names = _ANY_ORDER[op.name] if strict else _IMAGES[op.name]
     copies: dict[str, Argument] = {}
     for name in names:
@@ -106,7 +117,7 @@ def _copied_in_order(edit: Editor, op: Op) -> bool:
     return True
 
 
-def in_order(value: Tensor) -> bool:
+def is_in_order(value: Tensor) -> bool:
     """Whether elements lie side by side in the order of their indices."""
     if not value.elements:
         return True
@@ -115,7 +126,7 @@ def in_order(value: Tensor) -> bool:
 
 def _in_either_order(value: Tensor) -> bool:
     """Whether an image is contiguous with its channels first, or last."""
-    if in_order(value) or not value.elements:
+    if is_in_order(value) or not value.elements:
         return True
     if not has_channels_last(value):
         return False

@@ -73,13 +73,14 @@ def lower(
     builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole)
     for node in recorder.graph.nodes:
         builder.add(node)
-    builder.hold(recorder.tags.last_held)
+    outlets = builder.outputs(results, recorder.tags.survivors)
+    builder.hold(recorder.tags.last_held, recorder.tags.survivors, outlets)
     flat = OpGraph(
         phase=phase,
         values=with_filled_roles(builder.values, builder.ops),
         ops=tuple(builder.ops),
         inputs=tuple(builder.inputs),
-        outputs=builder.outputs(results, recorder.tags.survivors),
+        outputs=outlets,
         modules=dict(recorder.paths.kinds),
         calls=dict(recorder.paths.lines),
         assumptions=tuple(assumptions),
@@ -202,11 +203,15 @@ class _Builder:
         where = call.path, block.call, block.part, call.source
         self.ops.append(repeated_call(len(self.ops), number, inputs, outputs, *where, taken))
 
-    def hold(self, last: Mapping[int, fx.Node]) -> None:
+    def hold(
+        self, last: Mapping[int, fx.Node], kept: Collection[int], outputs: Collection[int]
+    ) -> None:
         """Let ops hold what was there as they ran, where no op reads it then or later.
 
-        last: the last node at which each storage was there.
+        last: the last node at which each storage was there.  kept: those that are there at the end;
+        of `outputs`, no op needs to.
         """
+        lasting = {self.values[value].storage for value in outputs}
         used: dict[int, int] = {}
         for op in self.ops:
             for value in (*op.inputs, *op.outputs):
@@ -214,7 +219,7 @@ class _Builder:
         held: dict[int, list[Ref]] = {}
         for storage, node in last.items():
             owner, number = self._owners.get(storage), self._numbers.get(node)
-            if owner not in used or number is None:
+            if owner not in used or number is None or (storage in kept and owner in lasting):
                 continue
             # Of a call that repeats a block, some op in the middle may be the last that reads it.
             if number > used[owner] or (number == used[owner] and _is_called(node)):
