@@ -15,6 +15,7 @@ from typing import Any
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.registry import own_rules
+from rooftrace.costmodels.sweeping import lines_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.alternatives import each_chip
@@ -66,12 +67,10 @@ class SweepFleet(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: all lines, and the failures."""
-        import json
-
         return {
             "out": str(self.out),
             "tasks": list(self.fleet.tasks.values()),
-            "lines": json.loads(self.frame().to_json(orient="records")),
+            "lines": lines_of(self.frame()),
             "failures": [{"title": each.title, "error": each.error} for each in self.failures],
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -362,6 +363,8 @@ class _Builder:
             return Ref(self._single[item])
         if isinstance(item, (list, tuple)):
             return tuple(self._argument(x) for x in item)
+        if isinstance(item, float) and math.isnan(item):
+            return math.nan  # always this object: containers of it are equal then
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
         if isinstance(item, complex):
