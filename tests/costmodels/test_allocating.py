@@ -305,14 +305,43 @@ def test_convolutions_may_copy_their_layout():
     x = torch.zeros(8, 64, 128, 128, dtype=torch.half)
     found = estimate(net, x).reserved
     copies = 2 * 8 * 64 * (128**2 + 126**2) + 2 * 64 * 64 * 9
-    assert found.workspaces == {"convolutions": copies}
-    assert found.allocated_least < found.allocated <= found.allocated_least + copies + 2 * MIB
+    assert found.workspaces == {"convolutions": copies + MIB}
+    assert found.allocated_least < found.allocated <= found.allocated_least + copies + 3 * MIB
     last = estimate(
         net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     )
-    assert (
-        last.reserved.workspaces == {} and last.reserved.allocated == last.reserved.allocated_least
-    )
+    assert last.reserved.workspaces == {"convolutions": MIB}
+
+
+@pytest.mark.parametrize(
+    ("length", "published"), [(32, 0.96), (64, 1.4814), (256, 12.1929), (1024, 178.9741)]
+)
+def test_the_peak_of_a_tiny_convolution_lies_between_the_least_and_the_most(
+    length: int, published: float
+) -> None:
+    """MiB of Liger-Kernel's benchmark on an RTX 3090 (multi_token_attention, 2025-04-28): the most
+    that was allocated in a second call, with the gradients of the first."""
+
+    def mixed(scores: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        seen = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()[None, None]
+        low = torch.full((), -1e9, device=scores.device, dtype=scores.dtype)
+        zero = torch.zeros((), device=scores.device, dtype=scores.dtype)
+        rows = F.softmax(scores.masked_fill(~seen, low), dim=-1)
+        return F.conv2d(rows, weight, bias, padding=1).masked_fill(~seen, zero)
+
+    def step(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        def full() -> None:
+            mixed(x, module.weight, module.bias).backward(gradient, retain_graph=True)
+
+        full()
+        full()
+
+    bf16 = {"dtype": torch.bfloat16, "device": "meta"}
+    x = torch.empty(2, 4, length, length, **bf16, requires_grad=True)
+    graph = rt.trace(step, nn.Conv2d(4, 4, 3, **bf16), x, torch.empty_like(x))
+    found = rt.estimate(graph, chip="rtx-3090", execution="eager").reserved
+    assert found.allocated_least <= published * MIB <= found.allocated * 1.01
+    assert found.allocated == pytest.approx(published * MIB, abs=0.4 * MIB)
 
 
 def test_attention_sums_gradients_of_queries_in_fp32():

@@ -351,13 +351,13 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
 
 
 _ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
-_FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add"}
+_FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add", "aten.put"}
 
 
 def _filled_in_place(graph: OpGraph) -> set[int]:
     """Ops of autograd that fill zeros which the same node has just made, in their place.
 
-    So do gather, index, index_select, sort, topk and others (FunctionsManual.cpp).  A trace records
+    So do gather, index, index_select, sort, take, topk and others (FunctionsManual.cpp).  A trace records
     them in a new place, since autograd takes that form for subclasses of tensors, and while a mode
     looks on (`areAnyTensorSubclassLike`).
     """
