@@ -20,8 +20,9 @@ and indices; few rows are sorted as one, with pairs of row and place (SortStable
 Convolutions: kernels for tensor cores want channels last.  Where channels come first, cuDNN copies
 what it reads and writes into its workspace (cuDNN developer guide, "Tensor Transformations").
 Which engine it takes is its own choice, so this is the most; it may be nothing.  Beside the copies
-an engine may take about a mebibyte for any size, which is all that tiny ones take: measured, 0.7 to
-1.1 MiB on an RTX 3090 (Liger-Kernel's peaks of `multi_token_attention`).  Other algorithms (FFT,
+an engine may take about a mebibyte for any size, which is nearly all that tiny ones take: measured,
+0.97 MiB on an RTX 3090, 0.7 to 1.1 for the smallest (Liger-Kernel's peaks of
+`multi_token_attention`).  Other algorithms (FFT,
 Winograd with transformed tiles) may take more, and are not counted.
 """
 
@@ -55,8 +56,8 @@ class Scratch:
     sure: bool  # else the most: the library may take less
 
 
-_ENGINE = 2**20
-"""Bytes that an engine of cuDNN may take beside copies, whatever the size."""
+_ENGINE = 994 * 2**10
+"""Bytes that an engine of cuDNN may take beside copies, whatever the size; measured."""
 
 
 def is_product(op: Op) -> bool:
