@@ -1,7 +1,7 @@
 """Memory of scripts on a GPU that is not there, beside the same scripts run for real on the CPU.
 
-Losses are means of squares and cross entropies: `mse_loss` and some others of torch leave a loss on
-the CPU that keeps the bytes of all its terms.
+Without what only CUDA's kernels make for themselves.  That leaves losses out whose result keeps the
+bytes of all its terms (`mse_loss`): here are means of squares and cross entropies.
 """
 
 from pathlib import Path
