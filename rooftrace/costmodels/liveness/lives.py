@@ -357,9 +357,9 @@ _FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add
 def _filled_in_place(graph: OpGraph) -> set[int]:
     """Ops of autograd that fill zeros which the same node has just made, in their place.
 
-    So do gather, index, index_select, sort, take, topk and others (FunctionsManual.cpp).  A trace records
-    them in a new place, since autograd takes that form for subclasses of tensors, and while a mode
-    looks on (`areAnyTensorSubclassLike`).
+    So do gather, index, index_select, sort, take, topk and others (FunctionsManual.cpp).  A trace
+    records them in a new place, since autograd takes that form for subclasses of tensors, and while
+    a mode looks on (`areAnyTensorSubclassLike`).
     """
     makers = ((op, graph.producers.get(op.inputs[0])) for op in graph.ops if _fills(op))
     return {

@@ -338,7 +338,5 @@ def _words(values: Sequence[Any], places: Array) -> Any:
 
 def lines_of(frame: pandas.DataFrame) -> list[dict[str, Any]]:
     """The lines of a frame as plain data, every number as it is; None for what a line has not."""
-    missing = frame.isna()
-    kept = frame.astype(object).mask(missing, None)
-    lines: list[dict[str, Any]] = kept.to_dict(orient="records")
-    return lines
+    kept = frame.astype(object).mask(frame.isna(), None)
+    return [{str(name): value for name, value in line.items()} for line in kept.to_dict("records")]

@@ -363,10 +363,8 @@ class _Builder:
             return Ref(self._single[item])
         if isinstance(item, (list, tuple)):
             return tuple(self._argument(x) for x in item)
-        if isinstance(item, float) and math.isnan(item):
-            return math.nan  # always this object: containers of it are equal then
         if item is None or isinstance(item, (bool, int, float, str)):
-            return item
+            return _one_nan(item)
         if isinstance(item, complex):
             return f"complex:{item.real!r},{item.imag!r}"
         if isinstance(item, torch.dtype):
@@ -374,6 +372,11 @@ class _Builder:
         if isinstance(item, torch.Generator):  # its text has its address in memory
             return f"Generator:{item.initial_seed()}"
         return f"{type(item).__name__}:{item}"
+
+
+def _one_nan(item: Argument) -> Argument:
+    """A NaN as always the same object, so that containers of it are equal."""
+    return math.nan if isinstance(item, float) and math.isnan(item) else item
 
 
 def _is_called(node: fx.Node) -> bool:
