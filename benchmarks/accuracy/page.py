@@ -224,12 +224,13 @@ MEMORY = """\
 Published peaks beside `estimate.reserved` ([what is in it](memory.md)). Operators: what
 `torch.cuda.max_memory_allocated` said in Liger-Kernel's benchmarks (BSD-2, benchmark/data), its
 baselines of PyTorch and transformers, in eager mode, on six GPUs. `tensors alone` is the mean
-error of the peak of the tensors, without blocks and workspaces. No number was fitted. All rows were
+error of the peak of the tensors, without blocks and workspaces. All rows were
 in sight, and four facts were found with them: the temporary of the backward of softmax and the
 buffers of long sorts, then read in PyTorch's sources; copies of gradients that are not dense, and
-buffers of group norms, which the numbers bear out. Workspaces that earlier calls had left in the
-measured process are added (rotary embeddings, forward alone of gated MLPs). The convolutions of
-`multi_token_attention` are tiny, and cuDNN takes about 1 MiB for them that no formula of ours has.
+buffers of group norms, which the numbers bear out. One number was fitted: the convolutions of
+`multi_token_attention` are tiny, and cuDNN takes 0.97 MiB for them beside copies, which is the
+difference in its two largest rows; other rows show what it is worth. Workspaces that earlier calls
+had left in the measured process are added (rotary embeddings, forward alone of gated MLPs).
 Left out are operators of which the published numbers contain other tensors (embedding), that are
 0.1 MiB (softmax, relu_squared), or whose peak depends on routing (fused_moe).
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.registry import own_rules
+from rooftrace.costmodels.sweeping import lines_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.alternatives import chips_for
@@ -65,12 +66,10 @@ class SweepFleet(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: all lines, and the failures."""
-        import json
-
         return {
             "out": str(self.out),
             "tasks": list(self.fleet.tasks.values()),
-            "lines": json.loads(self.frame().to_json(orient="records")),
+            "lines": lines_of(self.frame()),
             "failures": [{"title": each.title, "error": each.error} for each in self.failures],
         }
 

@@ -39,8 +39,8 @@ def traced(module: nn.Module, phase: str, batch: int = BATCH, length: int = LENG
 
 
 def changed(graph: OpGraph, *names: str) -> tuple[OpGraph, tuple[str, ...]]:
-    """The graph after some named rewrites, and their notes."""
-    result, notes = rewrite(graph, execution_model("eager", rewrites=names))
+    """The graph after some named rewrites and nothing else, and their notes."""
+    result, notes = rewrite(graph, execution_model("eager", rewrites=names).as_called)
     return result.verify(), notes
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import ExecutionError
-from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, in_order
+from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, is_in_order
 from rooftrace.tracer.graph.records import Tensor as Value
 
 pytestmark = pytest.mark.quick
@@ -119,7 +119,7 @@ def test_only_kernels_that_read_in_order_copy(
     eager = rt.estimate(graph, chip="l4", execution="eager").plan.graph
     added = [op for op in eager.ops if "beside" in op.facts]
     assert [op.name for op in added] == ["aten.clone"] * copies
-    assert all(in_order(eager.values[op.outputs[0]]) for op in added)
+    assert all(is_in_order(eager.values[op.outputs[0]]) for op in added)
 
 
 def test_order_is_that_of_torch() -> None:
@@ -135,7 +135,7 @@ def test_order_is_that_of_torch() -> None:
     ]
     for view in views:
         value = Value(tuple(view.shape), "fp32", view.stride(), "activations", 0)
-        assert in_order(value) is view.is_contiguous()
+        assert is_in_order(value) is view.is_contiguous()
 
 
 def test_a_backward_copies_gradients_and_inputs_that_are_not_in_order() -> None:
@@ -213,6 +213,56 @@ def test_the_gradient_of_softmax_makes_a_product_first() -> None:
     backward = [row for row in rows if row.part == "backward"][-2:]
     assert [row.name for row in backward] == ["aten.mul", "aten._softmax_backward_data"]
     assert [row.bytes for row in backward] == [3 * IMAGE * FP32] * 2
+
+
+def test_a_sum_of_bits_and_a_wider_scan_copy_their_input_first() -> None:
+    bits = torch.empty(N, C, S, S, dtype=torch.bool, device="meta")
+    half = image().to(torch.bfloat16)
+    counted = estimated(lambda x: x.sum(-1), bits)
+    assert kernels(counted) == ["_to_copy", "sum"]
+    assert [row.bytes for row in counted.rows] == [IMAGE * (1 + 8), IMAGE * 8 + IMAGE // S * 8]
+    assert counted.memory.peak == IMAGE * (1 + 8) + IMAGE // S * 8  # the bits are there still
+    wide = {"dtype": torch.float32}
+    assert kernels(estimated(lambda x: x.cumsum(-1, **wide), half)) == ["_to_copy", "cumsum"]
+    assert kernels(estimated(lambda x: x.sum(-1, **wide), half)) == ["sum"]  # it reads halves
+    assert kernels(estimated(lambda x: x.any(-1), half)) == ["any"]
+    assert kernels(estimated(lambda x: x.cumsum(-1), half)) == ["cumsum"]
+
+
+def test_a_loss_writes_all_its_terms_and_mean_squares_keep_them() -> None:
+    def loss(name: str, **options: str) -> rt.Estimate:
+        function = getattr(F, name)
+        return estimated(lambda x, t: function(x, t, **options), image(), image())
+
+    terms, inputs = IMAGE * FP32, 2 * IMAGE * FP32
+    for name in ("mse_loss", "smooth_l1_loss"):
+        found = loss(name)
+        assert kernels(found) == [name, "mean"]
+        assert [row.bytes for row in found.rows] == [inputs + terms, terms + FP32]
+        assert found.memory.peak == inputs + 2 * terms  # those that are reduced, and the result's
+    assert kernels(loss("mse_loss", reduction="sum")) == ["mse_loss", "sum"]
+    assert kernels(loss("mse_loss", reduction="none")) == ["mse_loss"]
+    assert loss("binary_cross_entropy").memory.peak == inputs + terms
+    assert loss("huber_loss").memory.peak == inputs + terms + FP32
+
+    kept = estimated(lambda x, t: F.mse_loss(x, t) + x.exp().sum(), image(), image())
+    dropped = estimated(lambda x, t: F.huber_loss(x, t) + x.exp().sum(), image(), image())
+    assert kept.memory.peak - dropped.memory.peak == terms - FP32  # the loss is there as exp runs
+    fused = estimated(lambda x, t: F.mse_loss(x, t), image(), image(), how="compiled")
+    assert len(kernels(fused)) == 1
+
+
+def test_what_an_op_was_given_is_there_until_its_last_kernel_is_done() -> None:
+    def rolled(x: Tensor) -> Tensor:
+        return x.exp().roll((1, 2, 3), (1, 2, 3))
+
+    peak = estimated(rolled, image()).memory.peak
+    assert peak == (1 + 1 + 3) * IMAGE * FP32  # the image, exp's result, and each of three turns
+    graph = trained(lambda x: torch.softmax(x, -1).exp().sum())
+    eager = rt.estimate(graph, chip="l4", execution="eager").plan.graph
+    last = next(op for op in eager.ops if op.name == "aten._softmax_backward_data")
+    product = next(op for op in eager.ops if op.outputs[0] == last.inputs[0])
+    assert {ref.id for ref in last.holds} >= {product.inputs[0]}  # the gradient
 
 
 def test_a_safe_softmax_is_the_kernels_that_torch_runs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,37 @@ def test_a_form_comes_back_from_its_file(form: rt.Form, tmp_path: Path, name: st
         assert known.graph(**sizes) == form.graph(**sizes)
     again = rt.save_form(known, tmp_path / f"again-{name}")
     assert rt.load_form(again).where() == form.where()
+
+
+class Masked(nn.Module):
+    """A causal mask of infinities, and a NaN for what is beyond all numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(1, 2)
+        later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -math.inf).softmax(-1)
+        return torch.where(scores > math.inf, math.nan, scores) @ x
+
+
+def test_a_form_with_infinities_and_nans_is_proven_and_comes_back(tmp_path: Path) -> None:
+    over = {"batch": range(2, 33), "0.1": range(8, 65, 8)}
+    form = rt.form(Masked(), torch.empty(2, 8, 32), over=over)
+    assert len(form.regimes) == 1  # a NaN is equal to itself
+    known = rt.load_form(rt.save_form(form, tmp_path / "masked.json"))
+    json.loads((tmp_path / "masked.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    sizes = {"batch": 13, "0.1": 40}
+    assert known.graph(**sizes) == form.graph(**sizes)
+    before, after = (rt.sweep(one, over=over).frame() for one in (form, known))
+    assert before.equals(after)
+
+
+def test_lines_of_a_sweep_are_plain_data_with_all_their_digits(form: rt.Form) -> None:
+    made = rt.sweep(form, over={"batch": (1, 64), "0.1": 8})
+    lines = json.loads(json.dumps(made.to_dict()["lines"], allow_nan=False))
+    frame = made.frame()
+    for place, line in enumerate(lines):
+        assert line == {name: frame[name].iloc[place] for name in line}
+    assert lines[0]["t_bound"] < 1e-6  # of which ten decimals would be few
 
 
 def test_a_loaded_form_answers_only_where_it_is_proven(saved: Path) -> None:

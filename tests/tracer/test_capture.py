@@ -244,6 +244,21 @@ def test_attention_is_one_op_each_way() -> None:
     assert parts == ["rooftrace.attention"]
 
 
+def test_the_gradient_of_mish_is_one_kernel() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Mish())
+    graph = rt.trace(model, torch.empty(2, 4), phase="training", optimizer="none")
+    backward = [op.name for op in graph.ops if op.function == "MishBackward0"]
+    assert backward == ["aten.mish_backward"]
+
+    def twice(model: nn.Module, x: torch.Tensor) -> None:
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    again = rt.trace(twice, model, torch.empty(2, 4))
+    assert "aten.mish_backward" not in {op.name for op in again.ops}  # taken apart, as on a GPU
+
+
 def test_dropout_is_one_kernel_each_way() -> None:
     graph = rt.trace(
         nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), X, phase="training", optimizer="none"

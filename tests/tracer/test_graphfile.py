@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.tracer.api import trace_target
+from rooftrace.tracer.graph.records import Assumption
 from rooftrace.tracer.graphfiles.graphfile import SCHEMA, GraphFileError, load_graphs, looks_saved
 
 
@@ -149,3 +151,59 @@ def test_a_name_that_no_text_file_can_hold_comes_back(tmp_path: Path) -> None:
     rt.save(graph, tmp_path / "graph.json")
     assert rt.load(tmp_path / "graph.json").ops == graph.ops
     (tmp_path / "graph.json").read_text(encoding="utf-8")
+
+
+class Endless(nn.Module):
+    """Ops with infinities and NaNs among their arguments, alone and in lists."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clamp(min=-math.inf, max=math.inf)
+        hidden = torch.full(x.shape, -math.inf, device=x.device).triu(1)
+        x = torch.where(x > math.inf, math.nan, x) + hidden
+        return x.masked_fill(x.isnan(), math.nan).nan_to_num(math.nan, math.inf, -math.inf)
+
+
+def test_infinities_and_nans_come_back_from_strict_json(tmp_path: Path) -> None:
+    def bare(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    made = rt.trace(Endless(), torch.zeros(4, 4))
+    rt.save(made, tmp_path / "graph.json")
+    text = (tmp_path / "graph.json").read_text(encoding="utf-8")
+    json.loads(text, parse_constant=bare)
+    read = rt.load(tmp_path / "graph.json")
+    assert read == made == rt.trace(Endless(), torch.zeros(4, 4))
+    numbers = [a for op in read.ops for a in op.arguments.values() if isinstance(a, float)]
+    assert {repr(number) for number in numbers} == {"inf", "-inf", "nan"}
+    rt.save(read, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text(encoding="utf-8") == text
+
+
+def test_a_file_of_an_earlier_release_has_them_bare(tmp_path: Path) -> None:
+    made = rt.trace(Endless(), torch.zeros(4, 4))
+    rt.save(made, tmp_path / "graph.json")
+    text = (tmp_path / "graph.json").read_text(encoding="utf-8")
+    for name, bare in (("inf", "Infinity"), ("-inf", "-Infinity"), ("nan", "NaN")):
+        text = text.replace(f'{{"number":"{name}"}}', bare)
+    assert '"number"' not in text
+    (tmp_path / "old.json").write_text(text, encoding="utf-8")
+    assert rt.load(tmp_path / "old.json") == made
+
+
+def test_facts_of_the_model_and_of_assumptions_may_be_infinite(tmp_path: Path) -> None:
+    linear = rt.trace(nn.Linear(4, 4), torch.empty(2, 4))
+    limits = {"time_step_limit": [0.0, math.inf], "eps": math.nan}
+    made = linear.replace(
+        model={**linear.model, "config": limits},
+        assumptions=(Assumption(id=0, kind="value", where="", text="no end", value=-math.inf),),
+    )
+    rt.save(made, tmp_path / "graph.json")
+    assert rt.load(tmp_path / "graph.json") == made
+
+
+def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
+    rt.save(rt.trace(Endless(), torch.zeros(4, 4)), tmp_path / "graph.json")
+    text = (tmp_path / "graph.json").read_text(encoding="utf-8")
+    (tmp_path / "graph.json").write_text(text.replace('"number":"nan"', '"number":"1e9"'))
+    with pytest.raises(GraphFileError, match="an argument"):
+        rt.load(tmp_path / "graph.json")

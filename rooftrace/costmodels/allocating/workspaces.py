@@ -1,6 +1,8 @@
 """Bytes that libraries take inside of ops, from the same allocator as tensors.
 
-They are no tensors of the graph, and `torch.cuda.max_memory_allocated` counts them.
+They are no tensors of the graph, and `torch.cuda.max_memory_allocated` counts them.  What eager ops
+make for themselves by kernels of their own, such as copies in order, are tensors of the graph that
+is priced (costmodels/rewriting/eager_kernels).
 
 BLAS: cuBLAS gets one workspace for each pair of a thread's handle and a stream, at the first
 product, and keeps it (aten/src/ATen/cuda/CublasHandlePool.cpp).  Backward runs in a thread of
@@ -9,20 +11,19 @@ autograd's own, so a training step has two.
 Attention: the backward of FlashAttention 2 sums the gradient of the queries in fp32, and keeps a
 number for each row (`mha_bwd`, flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`).
 
-Softmax: its backward multiplies gradient and output into a tensor first, which the backward of a
-log_softmax does not (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
-
-Norms: backward copies a gradient whose elements do not lie one after another, such as that of a
-sum (layer_norm_kernel.cu, `expect_contiguous`); that of a group norm keeps three numbers for each
-sample and channel and two for each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
+Norms: the backward of a group norm keeps three numbers for each sample and channel and two for
+each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
 
 Sorting rows of more than 4,096: by segments, with indices made first and a second buffer for keys
 and indices; few rows are sorted as one, with pairs of row and place (SortStable.cu).
 
 Convolutions: kernels for tensor cores want channels last.  Where channels come first, cuDNN copies
 what it reads and writes into its workspace (cuDNN developer guide, "Tensor Transformations").
-Which engine it takes is its own choice, so this is the most; it may be nothing.  Other algorithms
-(FFT, Winograd with transformed tiles) may take more, and are not counted.
+Which engine it takes is its own choice, so this is the most; it may be nothing.  Beside the copies
+an engine may take about a mebibyte for any size, which is nearly all that tiny ones take: measured,
+0.97 MiB on an RTX 3090, 0.7 to 1.1 for the smallest (Liger-Kernel's peaks of
+`multi_token_attention`).  Other algorithms (FFT,
+Winograd with transformed tiles) may take more, and are not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-Kind = Literal["BLAS", "attention", "softmax", "norms", "sorting", "convolutions"]
+Kind = Literal["BLAS", "attention", "norms", "sorting", "convolutions"]
 
 HALF = ("fp16", "bf16")
 _ROWS = 128
@@ -53,6 +54,10 @@ class Scratch:
     kind: Kind
     bytes: int
     sure: bool  # else the most: the library may take less
+
+
+_ENGINE = 994 * 2**10
+"""Bytes that an engine of cuDNN may take beside copies, whatever the size; measured."""
 
 
 def is_product(op: Op) -> bool:
@@ -71,12 +76,9 @@ def scratch(op: Op, graph: OpGraph) -> Scratch | None:
         return _attention(query) if query is not None else None
     if rule.kind == "conv":
         return _convolution(op, graph)
-    if op.name == "aten._softmax_backward_data":
-        gradient = _named(op, graph, "grad_output")
-        return Scratch("softmax", gradient.nbytes, sure=True) if gradient is not None else None
     if rule.kind == "sort":
         return _sort(op, graph)
-    return _norm(op, graph) if op.name in NORMS_BACKWARD else None
+    return _group_norm(op) if op.name == "aten.native_group_norm_backward" else None
 
 
 _SMALL_SORT = 4096
@@ -95,24 +97,12 @@ def _sort(op: Op, graph: OpGraph) -> Scratch | None:
     return Scratch("sorting", size, sure=True)
 
 
-NORMS_BACKWARD = {
-    "aten.native_layer_norm_backward",
-    "aten._fused_rms_norm_backward",
-    "rooftrace.rms_norm_backward",
-    "aten.native_group_norm_backward",
-}
-
-
-def _norm(op: Op, graph: OpGraph) -> Scratch | None:
-    """A copy of a gradient that is not dense; sums by sample and channel of a group norm."""
-    gradient = _named(op, graph, "grad_out") or _named(op, graph, "grad_output")
-    size = 0
-    if gradient is not None and gradient.stride != Tensor.contiguous(gradient.shape):
-        size = storage_bytes(gradient.dtype, math.prod(gradient.shape))
+def _group_norm(op: Op) -> Scratch | None:
+    """Sums of its backward by sample and channel."""
     samples, channels, groups = (op.arguments.get(name) for name in ("N", "C", "group"))
-    if samples and channels and groups:
-        size += 4 * samples * (3 * channels + 2 * groups)
-    return Scratch("norms", size, sure=True) if size else None
+    if not (samples and channels and groups):
+        return None
+    return Scratch("norms", 4 * samples * (3 * channels + 2 * groups), sure=True)
 
 
 def _named(op: Op, graph: OpGraph, name: str) -> Tensor | None:
@@ -133,21 +123,24 @@ def _attention(query: Tensor) -> Scratch | None:
 
 
 def _convolution(op: Op, graph: OpGraph) -> Scratch | None:
-    """Copies with channels last of the largest product: forward, or one of the two of backward."""
+    """What an engine takes, and copies with channels last of the largest product: forward, or one
+    of the two of backward."""
     weight = _named(op, graph, "weight")
     data = _named(op, graph, "input")
     if weight is None or data is None or data.dtype not in (*HALF, "fp32", "tf32"):
         return None
     groups = op.arguments.get("groups", 1)
-    if len(data.shape) < 4 or layouts.has_channels_last(data) or groups == data.shape[1] > 1:
+    if groups == data.shape[1] > 1:
         return None  # depthwise convolutions have kernels of PyTorch's own
+    if len(data.shape) < 4 or layouts.has_channels_last(data):
+        return Scratch("convolutions", _ENGINE, sure=False)
     copied = _copied((data, weight))
     gradient = _named(op, graph, "grad_output")
     if gradient is None:
         copied += _copied(graph.values[value] for value in op.outputs)
     else:
         copied += _copied((gradient,))  # either product reads two of three, and makes the third
-    return Scratch("convolutions", copied, sure=False)
+    return Scratch("convolutions", _ENGINE + copied, sure=False)
 
 
 def _copied(tensors: Iterable[Tensor]) -> int:

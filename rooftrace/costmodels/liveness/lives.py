@@ -121,6 +121,10 @@ class Visits:
             return [self.alone[value] for value in op.inputs]
         return self._numbers(op.reads, visit)
 
+    def held(self, visit: Visit) -> list[int]:
+        """Numbers of the storages that an op holds there."""
+        return self._numbers(visit.op.holds, visit) if visit.op.holds else []
+
     def _numbers(self, references: Iterable[Ref], visit: Visit) -> list[int]:
         result: list[int] = []
         for ref in references:
@@ -244,6 +248,7 @@ def lifetimes(visits: Visits) -> Lives:
     values = graph.values
     touched = [visits.touched(visit) for visit in visits.order]
     kept = {number for value in graph.outputs for number in visits.copies(value, {})}
+    kept.difference_update(*map(visits.held, visits.order))  # let go of before the end
     inputs = {number for value in graph.inputs for number in visits.copies(value, {})}
     used = {visits.storage(number) for number in kept | inputs | set(chain.from_iterable(touched))}
     # States of an optimizer are there also in a part of a step that does not read them.
@@ -346,15 +351,15 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
 
 
 _ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
-_FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add"}
+_FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add", "aten.put"}
 
 
 def _filled_in_place(graph: OpGraph) -> set[int]:
     """Ops of autograd that fill zeros which the same node has just made, in their place.
 
-    So do gather, index, index_select, sort, topk and others (FunctionsManual.cpp).  A trace records
-    them in a new place, since autograd takes that form for subclasses of tensors, and while a mode
-    looks on (`areAnyTensorSubclassLike`).
+    So do gather, index, index_select, sort, take, topk and others (FunctionsManual.cpp).  A trace
+    records them in a new place, since autograd takes that form for subclasses of tensors, and while
+    a mode looks on (`areAnyTensorSubclassLike`).
     """
     makers = ((op, graph.producers.get(op.inputs[0])) for op in graph.ops if _fills(op))
     return {

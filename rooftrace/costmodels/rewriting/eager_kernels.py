@@ -10,15 +10,17 @@ Facts are from ATen's sources (aten/src/ATen/native), named beside each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.marks import BESIDE
 from rooftrace.costmodels.traffic.layouts import has_channels_last
-from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.hardware.precisions import storage_bytes
+from rooftrace.tracer.arguments import Argument, Ref, in_order, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 Form = Callable[[Editor, Op], bool]
@@ -39,12 +41,26 @@ class EagerForm:
 def with_form(form: EagerForm, graph: OpGraph) -> tuple[OpGraph, int]:
     """The graph with the kernels of this form, and how often they run."""
     edit, count = Editor(graph), 0
+    outlets = {graph.values[i].storage for i in graph.outputs}
     for op in graph.ops:
+        first = len(edit.ops)
         if op.kind == "kernel" and op.name in form.names and form.apply(edit, op):
+            edit.ops[-1] = _holding(edit, edit.ops[first:], outlets)
             count += graph.times(op)
         else:
             edit.ops.append(op)
     return (edit.done(), count) if count else (graph, 0)
+
+
+def _holding(edit: Editor, kernels: Sequence[Op], outlets: Container[int]) -> Op:
+    """The last kernel of an op.  Until it is done the op has what it was given, and what its other
+    kernels made.  outlets: storages of outputs of the graph, which are there anyhow."""
+    *others, last = kernels
+    own = {edit.values[i].storage for i in (*last.inputs, *last.outputs)}
+    there = (ref for op in others for ref in (*op.reads, *map(Ref, op.outputs)))
+    places = ((ref, edit.values[ref.id].storage) for ref in there)
+    held = (ref for ref, place in places if place not in own and place not in outlets)
+    return replace(last, holds=in_order((*last.holds, *held)))
 
 
 # -- copies in order -------------------------------------------------------------------------------
@@ -89,7 +105,7 @@ _IMAGES = {
 def _copied_in_order(edit: Editor, op: Op) -> bool:
     """Copies of operands that the kernel reads in order only."""
     strict = op.name in _ANY_ORDER
-    fits = in_order if strict else _in_either_order
+    fits = is_in_order if strict else _in_either_order
     names = _ANY_ORDER[op.name] if strict else _IMAGES[op.name]
     copies: dict[str, Argument] = {}
     for name in names:
@@ -106,7 +122,7 @@ def _copied_in_order(edit: Editor, op: Op) -> bool:
     return True
 
 
-def in_order(value: Tensor) -> bool:
+def is_in_order(value: Tensor) -> bool:
     """Whether elements lie side by side in the order of their indices."""
     if not value.elements:
         return True
@@ -115,7 +131,7 @@ def in_order(value: Tensor) -> bool:
 
 def _in_either_order(value: Tensor) -> bool:
     """Whether an image is contiguous with its channels first, or last."""
-    if in_order(value) or not value.elements:
+    if is_in_order(value) or not value.elements:
         return True
     if not has_channels_last(value):
         return False
@@ -126,6 +142,34 @@ def _in_either_order(value: Tensor) -> bool:
 
 def _same_steps(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
+
+
+# -- another precision first -------------------------------------------------------------------
+
+_SUMS = frozenset({"aten.sum", "aten.nansum", "aten.prod", "aten.mean", "aten.linalg_vector_norm"})
+_SCANS = frozenset({"aten.cumsum", "aten.cumprod"})
+_HALVES = ("fp16", "bf16")
+
+
+def _cast_first(edit: Editor, op: Op) -> bool:
+    """A copy in the precision of the result.
+
+    ReduceOpsUtils.h, make_reduction_from_ty: `self.to(in_dtype)`, where in_dtype is that of the
+    result unless a half is summed to fp32.  ReduceOps.cpp, impl_func_cum_ops: scans always.
+    """
+    item = op.arguments.get("self")
+    if not isinstance(item, Ref):
+        return False
+    value, dtype = edit.values[item.id], edit.values[op.outputs[0]].dtype
+    fused = op.name in _SUMS and value.dtype in _HALVES and dtype == "fp32"
+    if value.dtype == dtype or fused or value.dtype.startswith("complex"):
+        return False
+    dense = value.nbytes == storage_bytes(value.dtype, value.elements)
+    stride = value.stride if dense else None
+    out = edit.value(value.shape, dtype, "temporary", op.repeats, stride=stride)
+    _beside(edit, op, "aten._to_copy.default", {"self": item, "dtype": f"dtype:{dtype}"}, out)
+    _last(edit, op, {**op.arguments, "self": Ref(out)})
+    return True
 
 
 # -- several kernels for one op --------------------------------------------------------------------
@@ -239,6 +283,50 @@ def _safe_softmax(edit: Editor, op: Op) -> bool:
     return True
 
 
+_TERMS_APART = frozenset({"aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss"})
+"""Losses that write their terms into a tensor of their own."""
+_TERMS_KEPT = frozenset(
+    {"aten.mse_loss", "aten.smooth_l1_loss", "aten.binary_cross_entropy", "aten.soft_margin_loss"}
+)
+"""Losses whose result keeps the bytes of all its terms.
+
+Loss.cpp and cuda/Loss.cu: the result is made for all terms, and resized, which frees nothing.
+"""
+
+
+def _reduced_loss(edit: Editor, op: Op) -> bool:
+    """Loss.cpp, cuda/Loss.cu: a kernel for the terms, and their mean or sum."""
+    x, target = op.arguments.get("self"), op.arguments.get("target")
+    reduction = op.arguments.get("reduction", 1)
+    if not (isinstance(x, Ref) and isinstance(target, Ref)) or reduction not in (1, 2):
+        return False
+    out = op.outputs[0]
+    shape = _broadcast(edit.values[x.id].shape, edit.values[target.id].shape)
+    if not shape:
+        return False
+    result = None
+    if op.name in _TERMS_KEPT:
+        result = edit.view(Ref(out), shape, Tensor.contiguous(shape), op.repeats)
+    if result is None or op.name in _TERMS_APART:
+        terms = edit.value(shape, edit.values[out].dtype, "temporary", op.repeats)
+    else:
+        terms = result
+    if result not in (None, terms):
+        made: dict[str, Argument] = {"size": shape}
+        edit.emit(op, "aten.empty.memory_format", made, (result,), kind="view")
+    alone = {**op.arguments, "reduction": 0}
+    edit.ops.append(replace(op, arguments=alone, outputs=(terms,), flops_torch=None))
+    name = "mean" if reduction == 1 else "sum"
+    _beside(edit, op, f"aten.{name}.default", {"self": Ref(terms)}, out)
+    return True
+
+
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of two that are broadcast."""
+    pairs = zip_longest(reversed(first), reversed(second), fillvalue=1)
+    return tuple(b if a == 1 else a for a, b in pairs)[::-1]
+
+
 def _beside(edit: Editor, op: Op, target: str, arguments: Mapping[str, Argument], out: int) -> None:
     edit.emit(op, target, arguments, (out,), facts={BESIDE: op.name})
 
@@ -276,6 +364,20 @@ EAGER_FORMS = (
         rest="after a product with the probabilities, a kernel of its own",
         apply=_softmax_gradient,
         names=frozenset({"aten._softmax_backward_data"}),
+    ),
+    EagerForm(
+        noun="loss",
+        verb="write",
+        rest="all its terms first, and reduce them in a kernel of its own",
+        apply=_reduced_loss,
+        names=_TERMS_APART | _TERMS_KEPT,
+    ),
+    EagerForm(
+        noun="sum or scan",
+        verb="read",
+        rest="a copy of its input in the precision of the result",
+        apply=_cast_first,
+        names=_SUMS | _SCANS,
     ),
     EagerForm(
         noun="kernel",

@@ -8,4 +8,5 @@ from rooftrace.costmodels.sweeping.stepforms import (
 from rooftrace.costmodels.sweeping.sweeps import (
     Sweep as Sweep,
     SweepCase as SweepCase,
+    lines_of as lines_of,
 )

@@ -174,10 +174,8 @@ class Sweep(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: all lines, crossings, cliffs, and for which sizes each form is proven."""
-        import json
-
         return {
-            "lines": json.loads(self.frame().to_json(orient="records")),
+            "lines": lines_of(self.frame()),
             "crossings": [
                 {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
                  "after": c.after, "t_est": c.t_est}
@@ -336,3 +334,9 @@ def _words(values: Sequence[Any], places: Array) -> Any:
         known: Any = pandas.Index([str(v) for v in values])
         return pandas.Categorical.from_codes(places, categories=known)
     return np.array([str(value) for value in values], dtype=object)[places]
+
+
+def lines_of(frame: pandas.DataFrame) -> list[dict[str, Any]]:
+    """The lines of a frame as plain data, every number as it is; None for what a line has not."""
+    kept = frame.astype(object).mask(frame.isna(), None)
+    return [{str(name): value for name, value in line.items()} for line in kept.to_dict("records")]

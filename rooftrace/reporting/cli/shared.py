@@ -158,7 +158,9 @@ def write_text(
     if form == "terminal" and out in (None, "-"):
         console().print(rendered())
         return
-    text = json.dumps(document(), indent=1) + "\n" if form == "json" else markdown()
+    text = (
+        json.dumps(document(), indent=1, allow_nan=False) + "\n" if form == "json" else markdown()
+    )
     if out in (None, "-"):
         click.echo(text, nl=False)
     else:

@@ -83,7 +83,8 @@ class Op(Struct, frozen=True, dict=True):
     the assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it
     runs once in every iteration.  steps: whole-number arguments that grow by so much from one
     iteration of the innermost repeat to the next.  holds: values that no later op reads and that
-    were still there as it ran: a variable names them, or a running autograd node has them.
+    were still there as it ran: a variable names them, or a running autograd node has them.  An
+    output of the graph that an op holds was let go of then; the others last to the end.
     stream: the queue of the device that it was put on, "" for the main one.  collective: what it
     exchanges with other processes, None for an op that works alone.
     """

@@ -1,12 +1,14 @@
 """Graphs on disk: one JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
 
 The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a time
-stamp.
+stamp.  It is strict JSON: an infinity or a NaN among arguments and facts of ops stands as
+{"number": "-inf"}.  Older files have it bare, and are read too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -43,7 +45,7 @@ def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> 
 def graphs_bytes(graphs: Mapping[str, OpGraph]) -> bytes:
     """The contents of a graph file, before gzip."""
     data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON escapes it
 
 
@@ -124,7 +126,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             words(op.function),
             words(op.source),
             op.flops_torch,
-            dict(op.facts),
+            {name: _encode_argument(fact) for name, fact in op.facts.items()},
             list(op.assumptions),
             list(op.repeats),
             dict(op.steps),
@@ -135,9 +137,9 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
     ]
     return {
         "phase": graph.phase,
-        "model": dict(graph.model),
-        "workload": dict(graph.workload),
-        "provenance": dict(graph.provenance),
+        "model": _encode_said(graph.model),
+        "workload": _encode_said(graph.workload),
+        "provenance": _encode_said(graph.provenance),
         "modules": dict(graph.modules),
         "calls": dict(graph.calls),
         "constants": dict(graph.constants),
@@ -189,7 +191,7 @@ class _Op(NamedTuple):
     function: int
     source: int
     flops_torch: int | None
-    facts: dict[str, bool | int | float | str | tuple[Any, ...] | None]
+    facts: dict[str, bool | int | float | str | tuple[Any, ...] | dict[str, str] | None]
     assumptions: tuple[int, ...]
     repeats: tuple[int, ...]
     steps: dict[str, int]
@@ -328,15 +330,17 @@ def _decode(data: _Graph) -> OpGraph:
         outputs=data.outputs,
         modules=data.modules,
         calls=data.calls,
-        assumptions=tuple(Assumption(*item) for item in data.assumptions),
+        assumptions=tuple(
+            Assumption(*item._replace(value=_decode_said(item.value))) for item in data.assumptions
+        ),
         repeats=tuple(_decode_repeat(repeat) for repeat in data.repeats),
         constants=data.constants,
         schemas=data.schemas,
         groups=data.groups,
         mesh=data.mesh,
-        model=data.model,
-        workload=data.workload,
-        provenance=data.provenance,
+        model=_decode_said(data.model),
+        workload=_decode_said(data.workload),
+        provenance=_decode_said(data.provenance),
     )
 
 
@@ -388,7 +392,8 @@ def _encode_repeat(repeat: Repeat) -> list[Any]:
 
 def _encode_assumption(item: Assumption) -> list[Any]:
     facts = [dict(item.facts)] if item.facts else []
-    return [item.id, item.kind, item.where, item.text, item.value, item.op, *facts]
+    value = _encode_said(item.value)
+    return [item.id, item.kind, item.where, item.text, value, item.op, *facts]
 
 
 def _encode_neighbour(then: Neighbour | None) -> list[int] | None:
@@ -409,16 +414,53 @@ def _encode_argument(item: Argument) -> Any:
         return encoded
     if isinstance(item, tuple):
         return [_encode_argument(x) for x in item]
-    return item
+    return _encode_number(item)
+
+
+def _encode_said(item: Any) -> Any:
+    """Plain data of any depth, without numbers that JSON has not."""
+    if isinstance(item, Mapping):
+        return {key: _encode_said(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_encode_said(value) for value in item]
+    return _encode_number(item)
+
+
+def _encode_number(item: Any) -> Any:
+    finite = not isinstance(item, float) or math.isfinite(item)
+    return item if finite else {_NUMBER: repr(item)}
+
+
+_NUMBER = "number"
+_NUMBERS = {repr(number): number for number in (math.inf, -math.inf, math.nan)}
+"""A NaN is always the same object, so that containers of it are equal."""
+
+
+def _is_number(item: Any) -> bool:
+    return len(item) == 1 and item.get(_NUMBER) in _NUMBERS
+
+
+def _decode_said(item: Any) -> Any:
+    if isinstance(item, dict):
+        if _is_number(item):
+            return _NUMBERS[item[_NUMBER]]
+        return {key: _decode_said(value) for key, value in item.items()}
+    return [_decode_said(value) for value in item] if isinstance(item, list) else _one_nan(item)
+
+
+def _one_nan(item: Any) -> Any:
+    return math.nan if isinstance(item, float) and math.isnan(item) else item
 
 
 def _decode_argument(item: Any) -> Argument:
     if isinstance(item, dict):
+        if _is_number(item):
+            return _NUMBERS[item[_NUMBER]]
         ref = record_of(_Ref, item, "an argument", _KIND)
         return Ref(ref.ref, _neighbour(ref.then), ref.every)
     if isinstance(item, list):
         return tuple(_decode_argument(x) for x in item)
-    return item
+    return _one_nan(item)
 
 
 class _Words:

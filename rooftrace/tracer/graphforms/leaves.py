@@ -33,7 +33,10 @@ def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Differing]:
     Raises StructureError where they differ in kind, length, keys or words.
     """
     first = samples[0]
-    if all(sample == first and type(sample) is type(first) for sample in samples[1:]):
+    if all(
+        (sample is first or sample == first) and type(sample) is type(first)  # a NaN is itself
+        for sample in samples[1:]
+    ):
         return
     kinds = {type(sample) for sample in samples}
     if kinds <= {int, float} or kinds == {str}:

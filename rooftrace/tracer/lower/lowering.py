@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -75,13 +76,14 @@ def lower(
     builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole)
     for node in recorder.graph.nodes:
         builder.add(node)
-    builder.hold(recorder.tags.last_held)
+    outlets = builder.outputs(results, recorder.tags.survivors)
+    builder.hold(recorder.tags.last_held, recorder.tags.survivors, outlets)
     flat = OpGraph(
         phase=phase,
         values=_declared(with_filled_roles(builder.values, builder.ops), stored or {}),
         ops=tuple(builder.ops),
         inputs=tuple(builder.inputs),
-        outputs=builder.outputs(results, recorder.tags.survivors),
+        outputs=outlets,
         modules=dict(recorder.paths.kinds),
         calls=dict(recorder.paths.lines),
         assumptions=tuple(assumptions),
@@ -211,11 +213,15 @@ class _Builder:
         where = call.path, block.call, block.part, call.source
         self.ops.append(repeated_call(len(self.ops), number, inputs, outputs, *where, taken))
 
-    def hold(self, last: Mapping[int, fx.Node]) -> None:
+    def hold(
+        self, last: Mapping[int, fx.Node], kept: Collection[int], outputs: Collection[int]
+    ) -> None:
         """Let ops hold what was there as they ran, where no op reads it then or later.
 
-        last: the last node at which each storage was there.
+        last: the last node at which each storage was there.  kept: those that are there at the end;
+        of `outputs`, no op needs to.
         """
+        lasting = {self.values[value].storage for value in outputs}
         used: dict[int, int] = {}
         for op in self.ops:
             for value in (*op.inputs, *op.outputs):
@@ -223,7 +229,7 @@ class _Builder:
         held: dict[int, list[Ref]] = {}
         for storage, node in last.items():
             owner, number = self._owners.get(storage), self._numbers.get(node)
-            if owner not in used or number is None:
+            if owner not in used or number is None or (storage in kept and owner in lasting):
                 continue
             # Of a call that repeats a block, some op in the middle may be the last that reads it.
             if number > used[owner] or (number == used[owner] and _is_called(node)):
@@ -367,7 +373,7 @@ class _Builder:
         if isinstance(item, (list, tuple)):
             return tuple(self._argument(x) for x in item)
         if item is None or isinstance(item, (bool, int, float, str)):
-            return item
+            return _one_nan(item)
         if isinstance(item, complex):
             return f"complex:{item.real!r},{item.imag!r}"
         if isinstance(item, torch.dtype):
@@ -375,6 +381,11 @@ class _Builder:
         if isinstance(item, torch.Generator):  # its text has its address in memory
             return f"Generator:{item.initial_seed()}"
         return f"{type(item).__name__}:{item}"
+
+
+def _one_nan(item: Argument) -> Argument:
+    """A NaN as always the same object, so that containers of it are equal."""
+    return math.nan if isinstance(item, float) and math.isnan(item) else item
 
 
 def _is_called(node: fx.Node) -> bool:

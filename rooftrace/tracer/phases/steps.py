@@ -15,14 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
 )
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer.arguments import Ref, in_order
 from rooftrace.tracer.asking import Options, assumptions
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import lending, stepping
@@ -282,9 +284,15 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
 
 
 def graph_of_step(recorder: Recorder, root: nn.Module, learnt: stepping.Learnt) -> OpGraph:
-    """The graph of what was recorded of code that used `root`; later code may read its results."""
+    """The graph of what was recorded of code that used `root`; later code may read its results.
+
+    Results that it has let go of are outputs too, as those of a compiled module are, and an op
+    holds them last.
+    """
     graph = _graph(recorder, root, learnt, None)
-    return graph.replace(outputs=(*graph.outputs, *_left_over(graph), *_standing(graph)))
+    left = _left_over(graph)
+    outputs = (*graph.outputs, *left, *_standing(graph))
+    return graph.replace(ops=_holding(graph, left), outputs=outputs)
 
 
 def _graph(
@@ -322,6 +330,20 @@ def _left_over(graph: OpGraph) -> list[int]:
         and not values[value].repeats
         and values[values[value].storage].role in ("activations", "temporary")
     ]
+
+
+def _holding(graph: OpGraph, left: Sequence[int]) -> tuple[Op, ...]:
+    """The ops; one that made what nothing had when it was done holds that itself."""
+    values = graph.values
+    known = {values[value].storage for value in graph.outputs}
+    known |= {values[ref.id].storage for op in graph.ops for ref in op.holds}
+    ops = list(graph.ops)
+    for value in left:
+        if values[value].storage not in known:
+            maker = graph.producers[value]
+            holds = in_order((*ops[maker].holds, Ref(value)))
+            ops[maker] = structs.replace(ops[maker], holds=holds)
+    return tuple(ops)
 
 
 def _standing(graph: OpGraph) -> list[int]:

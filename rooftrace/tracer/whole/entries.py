@@ -1,4 +1,5 @@
-"""The entry points of aten that stay whole: attention, recurrent networks, RMS norm, dropout."""
+"""The entry points of aten that stay whole: attention, recurrent networks, RMS norm, dropout, and
+the gradient of mish."""
 
 from __future__ import annotations
 
@@ -24,6 +25,29 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, train)[0]
 
 
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """One kernel, as on a GPU (ActivationMishKernel.cu); meta has none, and spells it out."""
+    if _below_autograd():
+        return torch.empty_like(x)
+    again = torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad)
+    if again:  # somebody differentiates the gradient
+        spelled: Tensor = torch.ops.aten.mish_backward.default._op_dk(_COMPOSITE, grad, x)
+        return spelled
+    with torch._C._AutoDispatchBelowAutograd():
+        made: Tensor = torch.ops.aten.mish_backward(grad, x)
+    return made
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def _below_autograd() -> bool:
+    """Whether autograd has passed the call on."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD))
+
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
 RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 """Whether this torch has that kernel's backward: on CUDA, from torch 2.9 on.  An older one spells
 the norm out, whatever release a step is priced for."""
@@ -37,7 +61,11 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
 }
 
 
-_PLACES = tuple((name, key) for name in _ENTRIES for key in ("Meta", "AutogradMeta"))
+_GRADIENTS: dict[str, Callable[..., Any]] = {"mish_backward": _mish_backward}
+"""Ops of autograd that are one kernel on a GPU, and that no code calls."""
+
+_REPLACED = {**_ENTRIES, **_GRADIENTS}
+_PLACES = tuple((name, key) for name in _REPLACED for key in ("Meta", "AutogradMeta"))
 """Where in the dispatcher they stand, by op and dispatch key."""
 
 
@@ -86,7 +114,7 @@ def _registered() -> Callable[[], None]:
 
 def _with_kernels() -> Any:
     library = Library("aten", "IMPL")
-    kernels = {name: _in_scope(_op(name), function) for name, function in _ENTRIES.items()}
+    kernels = {name: _in_scope(_op(name), function) for name, function in _REPLACED.items()}
     for name, key in _PLACES:
         # Library.impl refuses ops with a composite implementation; the binding does not.
         library.m.impl(name, key, kernels[name])
@@ -104,11 +132,9 @@ def _op(name: str) -> Any:
 def _in_scope(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that runs `function` in threads of a recording, and elsewhere takes `op` apart."""
 
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if current_scope() is None:
-            return op._op_dk(composite, *args, **kwargs)
+            return op._op_dk(_COMPOSITE, *args, **kwargs)
         return function(*args, **kwargs)
 
     return kernel
