@@ -244,10 +244,9 @@ class PhaseRunner:
     def training(self, recorder: Recorder) -> Step:
         """Train mode: forward, loss, backward, optimizer step."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
+        kind = type(self.module).__name__
         if not parameters:
-            raise RequestError(
-                f"training of {type(self.module).__name__}: no parameter requires a gradient"
-            )
+            raise RequestError(f"training of {kind}: no parameter requires a gradient")
         for parameter in parameters:
             parameter.grad = None
         with (
@@ -262,21 +261,10 @@ class PhaseRunner:
         trained = [p for p in parameters if p.grad is not None]
         if not trained and not any(map(closures.hooks_of, parameters)):
             raise RequestError(
-                f"training of {type(self.module).__name__}: no parameter got a gradient; its "
-                "output does not depend on them, or an op between has no backward"
+                f"training of {kind}: no parameter got a gradient; its output does not depend on "
+                "them, or an op between has no backward"
             )
-        gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
-        for parameter in trained:
-            gradients |= stepping.gradients_of(recorder, parameter)
-        name = self.options.optimizer
-        taken = len(parameters) - len(trained)
-        if taken and name != "none" and any(map(closures.hooks_of, parameters)):
-            stepping.say_hooked(recorder, taken, stepped, name)
-        if trained:
-            gradients |= run_optimizer(recorder, trained, name, self.options.dtype)
-            stepped = stepped and (stepped if name == "none" else f"{stepped}+{name}")
-        else:
-            stepped = stepped or "none"
+        gradients, stepped = _optimized(recorder, parameters, learnt, self.options)
         # Gradients stay until somebody sets them to None: they are results of the step too.
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
         return Step(results, gradients=gradients, optimizer=stepped)
@@ -376,3 +364,23 @@ class PhaseRunner:
             recorder.enter(tensor, "input", name)
         for kind, text in inputs.assumptions:
             recorder.values.assume(kind, text)
+
+
+def _optimized(
+    recorder: Recorder,
+    parameters: Sequence[nn.Parameter],
+    learnt: stepping.Learnt,
+    options: Options,
+) -> tuple[dict[int, str], str | None]:
+    """Gradients by storage, and the optimizers that stepped: those of hooks, and the asked one."""
+    trained = [p for p in parameters if p.grad is not None]
+    gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
+    for parameter in trained:
+        gradients |= stepping.gradients_of(recorder, parameter)
+    name, taken = options.optimizer, len(parameters) - len(trained)
+    if taken and name != "none" and any(map(closures.hooks_of, parameters)):
+        stepping.say_hooked(recorder, taken, stepped, name)
+    if not trained:
+        return gradients, stepped or "none"
+    gradients |= run_optimizer(recorder, trained, name, options.dtype)
+    return gradients, stepped and (stepped if name == "none" else f"{stepped}+{name}")
