@@ -225,7 +225,8 @@ def complete(config: Any) -> None:
 def _of_config(config: Any, name: str, depth: int | None, batch: int, length: int) -> Entry:
     if depth is not None:
         shallow(config, depth)
-    module = huggingface.built_from(config, name)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    module = huggingface.module_of(config, dtype, name)
     try:
         inputs = model_inputs(module, Request(batch, length))
     except RequestError:  # it has no such length, or another

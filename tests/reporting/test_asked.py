@@ -62,6 +62,7 @@ def of(tmp_path: Path) -> SimpleNamespace:
 
 
 CONFIG = {
+    "dtype": "float32",
     "model_type": "gpt2",
     "n_layer": 1,
     "n_embd": 32,

@@ -40,6 +40,7 @@ def mm(op):
     return rooftrace.Cost.of(vector=7) + op.streamed()
 """
 CONFIG = {
+    "dtype": "float32",
     "model_type": "gpt2",
     "n_layer": 2,
     "n_embd": 32,

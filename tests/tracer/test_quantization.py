@@ -706,6 +706,6 @@ def test_the_tensors_beside_a_config_say_the_precision(dtype: torch.dtype, tmp_p
 def test_layers_for_further_tokens_are_named(tmp_path: Path) -> None:
     found = rt.inventory(written(tmp_path, None, {**BASE, "num_nextn_predict_layers": 2}))
     (note,) = found.notes
-    layer = LINEAR // LAYERS + 2 * WIDTH
+    layer = LINEAR // LAYERS + 2 * WIDTH + 2 * WIDTH**2  # and a projection of two states
     assert note.startswith("num_nextn_predict_layers is 2")
     assert f"{2 * layer / 1e6:.2f} M parameters" in note

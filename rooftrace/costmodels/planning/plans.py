@@ -187,6 +187,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     Weights and caches have the precision that the graph was priced in, else the declared one.
     Raises ExecutionError for a preset that does not exist.
     """
+    OpGraph.check(graph, "plan")
     return Plan.each(reprice(graph), [execution])[0]
 
 

@@ -56,9 +56,9 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
 
     Inside none of them has a gradient.  Their content is kept on the host.
     """
-    found = [t for part in module.modules() for t in owners.own_tensors(part)]
-    found += [t for part in module.modules() for _, t in owners.beside_in(part)]
-    tensors = list({id(t): t for t in (*found, *trees.tensors_in(inputs))}.values())
+    own = [t for part in module.modules() for t in owners.own_tensors(part)]
+    own += [t for part in module.modules() for _, t in owners.beside_in(part)]
+    tensors = list({id(t): t for t in (*own, *trees.tensors_in(inputs))}.values())
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]

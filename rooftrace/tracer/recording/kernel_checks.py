@@ -270,18 +270,18 @@ def _convolution(call: Call) -> None:
             f"Given groups={groups}, expected weight to be {what} at dimension 0, but got weight "
             f"of size {shape} instead"
         )
-    given = f"Given transposed={int(transposed)}, weight of size {shape}"
+    asked = f"Given transposed={int(transposed)}, weight of size {shape}"
     if transposed:
         outputs = weight.shape[1] * groups
         if input.shape[1] != weight.shape[0]:
             raise RuntimeError(
-                f"{given}, expected input{list(input.shape)} to have {weight.shape[0]} channels, "
+                f"{asked}, expected input{list(input.shape)} to have {weight.shape[0]} channels, "
                 f"but got {input.shape[1]} channels instead"
             )
     if bias is not None and tuple(bias.shape) != (outputs,):
-        given = given if transposed else f"Given weight of size {shape}"
+        asked = asked if transposed else f"Given weight of size {shape}"
         raise RuntimeError(
-            f"{given}, expected bias to be 1-dimensional with {outputs} elements, but got bias of "
+            f"{asked}, expected bias to be 1-dimensional with {outputs} elements, but got bias of "
             f"size {list(bias.shape)} instead"
         )
 

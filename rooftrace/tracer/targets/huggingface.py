@@ -19,7 +19,7 @@ from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets.configchanges import with_settings
-from rooftrace.tracer.targets.precision import ComputeDtype, precision_of
+from rooftrace.tracer.targets.precision import ComputeDtype, in_fp32, precision_of
 from rooftrace.tracer.targets.quantization import (
     Declared,
     Marked,
@@ -139,8 +139,8 @@ def _in_repository(name: str) -> Find:
         from transformers.utils import cached_file
 
         with contextlib.suppress(OSError, ValueError):
-            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-            return None if found is None else Path(found)
+            path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            return None if path is None else Path(path)
         return None
 
     return find
@@ -272,10 +272,21 @@ def _model_class(config: Any, target: str) -> Any:
 
 
 def from_config(described: Described, target: str, request: Request) -> Loaded:
-    """The model of a config, built on meta, and inputs for it.  Raises TargetError."""
+    """The model of a config, built on meta, and inputs for it.
+
+    Where nothing says what it computes in, and its call or its loss refuses what is taken, it is
+    built in fp32.  Raises TargetError, and RequestError for inputs that cannot be guessed.
+    """
     module, stored = built_from(described, target)
     module.config.name_or_path = module.config.name_or_path or described.name
-    inputs = module_inputs(module, request)
+    try:
+        inputs = module_inputs(module, request)
+        if described.precision.assumed:
+            inputs.trained(module)
+    except RequestError as error:
+        if not described.precision.assumed:
+            raise
+        return from_config(described._replace(precision=in_fp32(error)), target, request)
     kv = {} if stored.kv is None else {"declared_kv_dtype": stored.kv}
     inputs = replace(
         inputs,
@@ -315,11 +326,18 @@ def _defaulted(described: Described, module: nn.Module) -> Iterator[str]:
 def built_from(described: Described, target: str) -> tuple[Any, Marked]:
     """The model of a config, on meta, its weights marked with the formats that are declared.
 
-    Its whole numbers are known.  Raises TargetError.
+    Raises TargetError.
     """
-    kind = _model_class(described.config, target)
-    config = _part_for(kind, described.config)
-    dtype = described.precision.dtype
+    module = module_of(described.config, described.precision.dtype, target)
+    if described.tensors:
+        return module, Marked(None, (ggufs.mark_gguf(module, described.tensors),))
+    return module, marked(module, described.declared)
+
+
+def module_of(config: Any, dtype: torch.dtype, target: str) -> Any:
+    """The model of a config object, on meta; its whole numbers are known.  Raises TargetError."""
+    kind = _model_class(config, target)
+    config = _part_for(kind, config)
     recorder = Recorder(Values(draws=True), record=False)
     try:
         with torch.device(META), recorder:
@@ -327,16 +345,15 @@ def built_from(described: Described, target: str) -> tuple[Any, Marked]:
     except Exception as error:  # whatever the code of a model may raise
         reason = " ".join(str(error).split())
         raise TargetError(
-            f"target {target!r}: {kind.__name__} cannot be built from it: {reason}"
+            f"target {target!r}: {kind.__name__} cannot be built from it: {type(error).__name__}: "
+            f"{reason}"
         ) from error
     finally:
         recorder.values.close(keep=True)
     for tensor in (t for part in module.modules() for t in own_tensors(part)):
         if tensor.is_floating_point():  # it seldom decides anything, and what it makes is larger
             tensor.__dict__.pop(REAL_VALUE, None)
-    if described.tensors:
-        return module, Marked(None, (ggufs.mark_gguf(module, described.tensors),))
-    return module, marked(module, described.declared)
+    return module
 
 
 def _part_for(kind: Any, config: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rooftrace.errors import TargetError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.weightfiles import CheckpointError, open_checkpoint
 
@@ -20,10 +20,14 @@ _FIRST = ("text_config", "llm_config", "language_config", "thinker_config", "dec
 
 
 class ComputeDtype(NamedTuple):
-    """A dtype, and a sentence for the reader where it was not plainly said."""
+    """A dtype, and a sentence for the reader where it was not plainly said.
+
+    assumed: whether nothing said it.
+    """
 
     dtype: torch.dtype
     text: str = ""
+    assumed: bool = False
 
 
 def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
@@ -33,10 +37,10 @@ def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
     else what most numbers of the checkpoint in `folder` are stored in, else bfloat16, which is
     assumed.  Raises TargetError for a dtype that torch does not have.
     """
-    found = list(_fields(data, ""))
-    if found:
-        where, dtype = found[0]
-        others = [f"{place} says {dtype_name(d)}" for place, d in found if d is not dtype]
+    fields = list(_fields(data, ""))
+    if fields:
+        where, dtype = fields[0]
+        others = [f"{place} says {dtype_name(d)}" for place, d in fields if d is not dtype]
         if "." not in where or not others:
             return ComputeDtype(dtype)
         text = (
@@ -49,7 +53,16 @@ def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
         text = f"no dtype in the config: most of the checkpoint beside it is {dtype_name(stored)}"
         return ComputeDtype(stored, text)
     text = f"nothing says what the model computes in: {dtype_name(DEFAULT)} is taken (--dtype)"
-    return ComputeDtype(DEFAULT, text)
+    return ComputeDtype(DEFAULT, text, assumed=True)
+
+
+def in_fp32(error: RequestError) -> ComputeDtype:
+    """fp32 for a model of which nothing says what it computes in, and that bf16 does not do for."""
+    text = (
+        "nothing says what the model computes in: fp32 is taken (--dtype), as it does not run in "
+        f"{dtype_name(DEFAULT)} ({error!s:.160})"
+    )
+    return ComputeDtype(torch.float32, text)
 
 
 def _fields(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, torch.dtype]]:

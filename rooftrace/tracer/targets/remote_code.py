@@ -56,7 +56,7 @@ def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     They say what the model was saved with, and ask for a package; torch's attention runs the same
     kernel.
     """
-    found: dict[str, None] = {}
+    flash: dict[str, None] = {}
 
     def cleaned(value: Any, names: bool = False) -> Any:
         if isinstance(value, Mapping):
@@ -65,12 +65,12 @@ def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         if isinstance(value, list):
             return [cleaned(item) for item in value]
         if names and isinstance(value, str) and _FLASH.fullmatch(value):
-            found[value] = None
+            flash[value] = None
             return _FLASH
         return value
 
     made: dict[str, Any] = cleaned(data)
-    return made, " and ".join(found)
+    return made, " and ".join(flash)
 
 
 def _names_attention(key: Any) -> bool:

@@ -265,8 +265,8 @@ def scaled_dot_product_attention(
     if not backends.agree(query, key, value, attn_mask):
         whole: Any = torch.ops.aten.scaled_dot_product_attention.default
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        made: Tensor = whole._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
+        operands = (query, key, value, attn_mask, dropout_p, is_causal)
+        made: Tensor = whole._op_dk(composite, *operands, scale=scale, enable_gqa=enable_gqa)
         return made
     why = backends.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:

@@ -55,8 +55,8 @@ def torchao(settings: Fields) -> Scheme:
     rules, kind = settings.skipped(*SKIPPED), settings.of("quant_type")
     both = settings.flag("include_input_output_embeddings")
     if isinstance(kind, str):
-        given = settings.record("quant_type_kwargs") or Fields({}, settings.where)
-        own: WeightFormat | None = _of_torchao(kind.replace("_", ""), given)
+        keywords = settings.record("quant_type_kwargs") or Fields({}, settings.where)
+        own: WeightFormat | None = _of_torchao(kind.replace("_", ""), keywords)
         return Scheme("", own, rules, head=both, embeddings=both)
     inner = settings.record("quant_type")
     inner = inner and (inner.record("default") or inner)
@@ -102,10 +102,10 @@ def _of_torchao(name: str, settings: Fields) -> WeightFormat:
         "nvfp4inference": WeightFormat("nvfp4", computes="fp4"),
         "nvfp4weightonly": WeightFormat("nvfp4"),
     }
-    found = known.get(name)
-    if found is None:
+    named = known.get(name)
+    if named is None:
         raise Unread(f"torchao's {name!r:.60}")
-    return found
+    return named
 
 
 def _intx(settings: Fields, computes: str) -> WeightFormat | None:

@@ -44,18 +44,18 @@ def declared_in(data: Mapping[str, Any], read: Read, name: str) -> tuple[Declare
     data: of a config.json.  name: of the model, which may promise what no file declares.  Raises
     TargetError for a field of the wrong type.
     """
-    found = [_of(record, data, where, part) for where, part, record in _records(data, "")]
-    if not found:
+    declarations = [_of(record, data, where, part) for where, part, record in _records(data, "")]
+    if not declarations:
         for file in BESIDE:
             record = read(file)
             if record is not None:
-                found.append(_of(record, data, file, ""))
+                declarations.append(_of(record, data, file, ""))
                 break
     promised = _NAMED.search(name)
-    if not found and promised:
+    if not declarations and promised:
         problem = f"the name {name!r:.60} says {promised[0]}, and no file declares a quantisation"
-        found.append(Declared("", "", None, problem))
-    return tuple(found)
+        declarations.append(Declared("", "", None, problem))
+    return tuple(declarations)
 
 
 def _records(data: Mapping[str, Any], part: str) -> Iterator[tuple[str, str, Any]]:

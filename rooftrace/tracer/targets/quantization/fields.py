@@ -63,8 +63,8 @@ class Fields:
 
     def skipped(self, *names: str) -> tuple[schemes.ModuleRule, ...]:
         """The rule for modules that are not quantised; none without."""
-        found = [p for n in names for p in schemes.patterns(self.of(n), f"{self.where}.{n}")]
-        return (schemes.ModuleRule(tuple(found), None),) if found else ()
+        skipped = [p for n in names for p in schemes.patterns(self.of(n), f"{self.where}.{n}")]
+        return (schemes.ModuleRule(tuple(skipped), None),) if skipped else ()
 
     def record(self, *names: str) -> Fields | None:
         """A record inside; None without."""

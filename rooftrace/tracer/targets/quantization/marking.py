@@ -42,14 +42,14 @@ def marked(module: nn.Module, declared: Sequence[Declared]) -> Marked:
     """Mark the weights of a module (on meta) with the formats that declarations give them."""
     kv: str | None = None
     texts = []
-    for one in declared:
-        scheme = one.scheme
+    for declaration in declared:
+        scheme = declaration.scheme
         if scheme is None:
-            texts.append(_not_understood(module, one))
+            texts.append(_not_understood(module, declaration))
             continue
         kv = kv or scheme.kv
-        texts.append(_mark(module, one, scheme))
-        texts += [f"{one.where}: {problem}" for problem in scheme.unread]
+        texts.append(_mark(module, declaration, scheme))
+        texts += [f"{declaration.where}: {problem}" for problem in scheme.unread]
     return Marked(kv, tuple(texts))
 
 
@@ -75,9 +75,9 @@ def _renamed(path: str, inside: str, names: Sequence[str]) -> Sequence[str]:
     return [f"{name}{path[len(inside) :]}" for name in names] if below else (path,)
 
 
-def _mark(module: nn.Module, one: Declared, scheme: Scheme) -> str:
+def _mark(module: nn.Module, said: Declared, scheme: Scheme) -> str:
     counts: Counter[str] = Counter()
-    scope = _scope(module, one.part)
+    scope = _scope(module, said.part)
     for weight in _weights(module):
         inside = scope is None or id(weight.module) in scope or weight.head
         form = _form_of(weight, scheme) if inside else None
@@ -88,12 +88,12 @@ def _mark(module: nn.Module, one: Declared, scheme: Scheme) -> str:
     total = sum(p.numel() for p in module.parameters()) or 1
     cache = f"; caches are stored as {scheme.kv}" if scheme.kv else ""
     if not counts:
-        return f"{one.where} ({scheme.method}) quantises none of the weights{cache}"
+        return f"{said.where} ({scheme.method}) quantises none of the weights{cache}"
     parts = [
         f"{name} ({count / total:.1%} of the parameters)" for name, count in counts.most_common()
     ]
     return (
-        f"{one.where} ({scheme.method}): weights are stored as {', '.join(parts)}, with their "
+        f"{said.where} ({scheme.method}): weights are stored as {', '.join(parts)}, with their "
         f"scales (a training step has them unquantised); the others stay as they are{cache}"
     )
 
@@ -106,14 +106,14 @@ def _plain(form: WeightFormat) -> str:
     return f"{form.element}{group}{block}{engine}"
 
 
-def _not_understood(module: nn.Module, one: Declared) -> str:
+def _not_understood(module: nn.Module, said: Declared) -> str:
     """What is priced unquantised because of a declaration that is not understood."""
     total = sum(p.numel() for p in module.parameters()) or 1
     could = sum(w.tensor.numel() for w in _weights(module))
     return (
-        f"{one.problem}: the weights of its linear layers ({could / total:.0%} of the parameters) "
+        f"{said.problem}: the weights of its linear layers ({could / total:.0%} of the parameters) "
         "are priced unquantised; pass --weights-dtype for what they are stored in"
-        + ("" if one.where else ", or put the file that declares it (hf_quant_config.json) beside")
+        + ("" if said.where else ", or put the file that declares it (hf_quant_config.json) beside")
     )
 
 

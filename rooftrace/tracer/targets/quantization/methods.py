@@ -53,9 +53,9 @@ def scheme_of(settings: Fields) -> Scheme:
         raise Unread(f"quantization method {name!r}")
     if settings.flag("dequantize"):
         return Scheme(name, None)
-    found = method(settings)
-    kv = found.kv or by_module.cache_in(settings.of(*KV), settings.where)
-    return replace(found, method=name, kv=kv)
+    scheme = method(settings)
+    kv = scheme.kv or by_module.cache_in(settings.of(*KV), settings.where)
+    return replace(scheme, method=name, kv=kv)
 
 
 # -- whole checkpoints in one format ---------------------------------------------------------------
@@ -65,9 +65,9 @@ def _gptq(settings: Fields) -> Scheme:
     own = _grouped(settings, zero=True)
     rules = []
     for name, entry in settings.records("dynamic"):  # of GPTQModel: "-:" leaves out, "+:" changes
-        found = (_searched(name.removeprefix("+:").removeprefix("-:"), settings.where),)
+        matched = (_searched(name.removeprefix("+:").removeprefix("-:"), settings.where),)
         changed = None if name.startswith("-:") else _grouped(entry, zero=True, base=settings)
-        rules.append(ModuleRule(found, changed))
+        rules.append(ModuleRule(matched, changed))
     head = settings.flag("lm_head")
     only = settings.of("modules_in_block_to_quantize")
     if only:
@@ -86,8 +86,8 @@ def _awq(settings: Fields) -> Scheme:
 def _auto_round(settings: Fields) -> Scheme:
     rules = settings.skipped(*SKIPPED)
     for name, entry in settings.records("extra_config"):
-        found = (pattern(name, settings.where), _searched(name, settings.where))
-        rules += (ModuleRule(found, _rounded(entry, settings)),)
+        matched = (pattern(name, settings.where), _searched(name, settings.where))
+        rules += (ModuleRule(matched, _rounded(entry, settings)),)
     return Scheme("", _rounded(settings, settings), rules, head=False, blocks=True)
 
 
@@ -274,9 +274,9 @@ def _gemma(settings: Fields) -> Scheme:
     bits = settings.whole("num_bits", default=4)
     rules = settings.skipped(*SKIPPED)
     for name, entry in settings.records("module_quant_configs"):
-        found = (_searched(name, settings.where),)
+        matched = (_searched(name, settings.where),)
         rules += (
-            ModuleRule(found, weight_format("int", entry.whole("num_bits", default=bits), ROW)),
+            ModuleRule(matched, weight_format("int", entry.whole("num_bits", default=bits), ROW)),
         )
     embeds = settings.flag("quantize_embeddings")
     return Scheme("", weight_format("int", bits, ROW), rules, embeddings=embeds)

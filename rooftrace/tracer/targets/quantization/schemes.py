@@ -133,8 +133,8 @@ def plain(name: str) -> str:
     "model.language_model.layers.0.mlp", "backbone.layers.0.mlp" and (of older checkpoints)
     "model.layers.0.block_sparse_moe" are "layers.0.mlp".
     """
-    found = _ROOTS.match(name)
-    inner = name[found.end() :] if found else name
+    prefix = _ROOTS.match(name)
+    inner = name[prefix.end() :] if prefix else name
     return inner.replace("block_sparse_moe", "mlp")
 
 
