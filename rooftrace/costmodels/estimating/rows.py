@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup, runs
-from rooftrace.costmodels.kernels.engines import precision_on
+from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import bytes_by_role
@@ -86,7 +86,7 @@ def _precision(cost: Cost, chip: Chip | None) -> str:
         key = (work.operation in MATRIX, work.precision)
         flops[key] = flops.get(key, 0) + flop
     name = max(flops, key=lambda key: (key[0], flops[key]))[1] if flops else ""
-    return precision_on(chip, name) if name and chip is not None else name
+    return engines.precision_on(chip, name) if name and chip is not None else name
 
 
 def lead_op(planned: Plan, group: FusionGroup) -> Op:

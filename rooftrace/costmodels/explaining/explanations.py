@@ -17,6 +17,7 @@ from rooftrace.costmodels.explaining.rates import Rate, Seconds, seconds_of
 from rooftrace.costmodels.explaining.scaling import ScalingTest, Variation
 from rooftrace.costmodels.explaining.sizesweeps import SizeSweep
 from rooftrace.costmodels.explaining.stepexplained import Critical, ExplainedStep, step_of
+from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.hardware import Chip
@@ -187,7 +188,7 @@ def _kernel(
     limiter = row.timing.regime
     flops = [
         place.quantity(
-            f"{work.operation} {work.precision}"
+            f"{work.operation} {engines.precision_on(base.chip, work.precision)}"
             + ("" if work.count == "useful" else f" ({work.count.replace('_', ' ')})"),
             amount,
             "FLOP",

@@ -18,6 +18,7 @@ from rooftrace.costmodels.explaining.quantities import (
 )
 from rooftrace.costmodels.explaining.rates import Rate, rates_of
 from rooftrace.costmodels.explaining.scaling import ScalingTest
+from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planforms.planform import counted
 from rooftrace.costmodels.sweeping import Form
@@ -114,7 +115,7 @@ def step_of(
     times = estimate.times
     ideal = peak_times(plan, place, estimate.chip)
     return ExplainedStep(
-        flops=tuple(_flops(plan, place)),
+        flops=tuple(_flops(plan, place, estimate.chip)),
         bytes=tuple(_bytes(plan, place)),
         peak=estimate.peak,
         peak_precision=estimate.peak_precision,
@@ -136,7 +137,7 @@ def step_of(
     )
 
 
-def _flops(plan: PlanForm, place: SizedPlace) -> Iterator[Quantity]:
+def _flops(plan: PlanForm, place: SizedPlace, chip: Chip) -> Iterator[Quantity]:
     kinds = dict.fromkeys(
         (work.operation, work.precision)
         for kernel in plan.kernels
@@ -151,7 +152,7 @@ def _flops(plan: PlanForm, place: SizedPlace) -> Iterator[Quantity]:
             if counted(kernel.numbers, work)
             and (work.operation, work.precision) == (operation, precision)
         ]
-        yield place.total(f"{operation} {precision}", parts, "FLOP")
+        yield place.total(f"{operation} {engines.precision_on(chip, precision)}", parts, "FLOP")
     yield place.total(TOTAL, flops_of(plan.kernels), "FLOP")
 
 
