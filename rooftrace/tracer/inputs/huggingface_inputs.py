@@ -104,17 +104,20 @@ def _chosen(
     possible = list(dict.fromkeys([*(name for name in TOKENS if name in parameters), *ids_needed]))
     writes = bool(getattr(module, "can_generate", lambda: False)())
     only_text = all(name in TOKENS for name in needed)
+    only_text = only_text and (main in TOKENS or main in passed)
+    prompts = {main, *needed, "decoder_input_ids"}
+    if writes and "decoder_input_ids" not in parameters:
+        prompts.add("input_ids")
+    text = [name for name in possible if name in prompts]
+    if only_text and (passed or not other_than_text(module)):
+        return text, {}
     length = min(request.seq or DEFAULT_LENGTH, _limit(module, config) or DEFAULT_LENGTH)
     shape = (batch, *_choices(module), length)
     ids = {name: random_tokens(shape, _vocabulary(module, config, name)) for name in possible}
-    if only_text and (main in TOKENS or main in passed):
-        prompts = {main, *needed, "decoder_input_ids"}
-        if writes and "decoder_input_ids" not in parameters:
-            prompts.add("input_ids")
-        text = {name: tensor for name, tensor in ids.items() if name in prompts}
-        others = other_than_text(module)
-        if passed or not others or (writes and outcome(module, text, training=False)[1] is None):
-            return list(text), {}
+    if only_text and writes:
+        prompt = {name: ids[name] for name in text}
+        if outcome(module, prompt, training=False)[1] is None:
+            return text, {}
     guess, complaint = guessed(module, config, main, ids, passed, batch)
     if guess is None:
         unknown = [n for n in needed if n not in {*possible, *other_than_text(module)}]
