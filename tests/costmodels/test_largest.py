@@ -81,6 +81,7 @@ def test_the_batch_that_is_found_fits_and_one_more_does_not(phase: str) -> None:
     assert one.batch > 100 and not one.open_ended and one.weights_fit
 
 
+@pytest.mark.slow  # two searches, each of about twenty traces
 def test_a_target_by_phase_and_chip() -> None:
     config, request = CONFIGS / "gpt2.json", Request(seq=512, settings={"config.n_layer": 1})
     found = rt.largest_batch(config, chip=("l4", "h200-sxm"), request=request)
