@@ -459,6 +459,16 @@ def test_experts_follow_a_declaration(settings: Any, right: int, tmp_path: Path)
     assert found.bytes_parameters == pytest.approx(right, rel=1e-3)
 
 
+def test_a_table_that_is_the_head_too_counts_once(tmp_path: Path) -> None:
+    base = {**BASE, "tie_word_embeddings": True}
+    found = rt.inventory(written(tmp_path, {"bits": 4, "group_size": 64}, base))
+    assert found.bytes_parameters == pytest.approx(stored(bits(4, 64, 32), 0, bits(4, 64, 32)))
+    (note,) = found.notes
+    assert f"({(LINEAR + HEAD) / (LINEAR + HEAD + NORMS):.1%} of the parameters)" in note
+    kept = rt.inventory(written(tmp_path, {"quant_method": "fp8"}, base))
+    assert kept.bytes_parameters == stored(8, 0)
+
+
 def test_layers_in_other_formats_are_priced_as_what_they_are(tmp_path: Path) -> None:
     """Equal layers stand once in a graph; here every second one is quantised."""
     base = {**BASE, "num_hidden_layers": 8}

@@ -74,10 +74,7 @@ class Fields:
 
     def records(self, *names: str) -> Iterator[tuple[str, Fields]]:
         """The records of a record or a list inside, each with its name."""
-        value = self.of(*names)
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        outer = self.record(*names) if isinstance(value, Mapping) else None
-        for name, item in () if value is None else (value.items() if outer else [(value, value)]):
-            where = f"{self.where}.{names[0]}"
-            yield str(name), Fields(item, where if outer is None else f"{where}.{name}")
+        value, where = self.of(*names), f"{self.where}.{names[0]}"
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        for name, item in {} if inner is None else Fields(inner, where).data.items():
+            yield str(name), Fields(item, f"{where}.{name}")

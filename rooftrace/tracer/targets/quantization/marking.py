@@ -77,6 +77,7 @@ def _renamed(path: str, inside: str, names: Sequence[str]) -> Sequence[str]:
 
 def _mark(module: nn.Module, said: Declared, scheme: Scheme) -> str:
     counts: Counter[str] = Counter()
+    seen: set[int] = set()
     scope = _scope(module, said.part)
     for weight in _weights(module):
         inside = scope is None or id(weight.module) in scope or weight.head
@@ -84,7 +85,8 @@ def _mark(module: nn.Module, said: Declared, scheme: Scheme) -> str:
         if form is not None:
             stored = form.name(weight.inner)
             vars(weight.module).setdefault(marks.STORED, {})[weight.name] = stored
-            counts[_plain(form)] += weight.tensor.numel()
+            counts[_plain(form)] += 0 if id(weight.tensor) in seen else weight.tensor.numel()
+            seen.add(id(weight.tensor))
     total = sum(p.numel() for p in module.parameters()) or 1
     cache = f"; caches are stored as {scheme.kv}" if scheme.kv else ""
     if not counts:
@@ -145,7 +147,7 @@ def _scope(module: nn.Module, part: str) -> set[int] | None:
 def _weights(
     module: nn.Module, called: Callable[[str], Sequence[str]] = lambda path: (path,)
 ) -> Iterator[_Weight]:
-    """Matrices of linear layers, of experts and of embeddings, once each.
+    """Matrices of linear layers, of experts and of embeddings; a tied one under each of its paths.
 
     called: the paths that a module's path stands for.
     """
@@ -153,18 +155,20 @@ def _weights(
     tied = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     for path, part in module.named_modules():
         for name, tensor in part._parameters.items():
-            kind = _kind(part, name, tensor, tied)
+            expert = "expert" in path or "Expert" in type(part).__name__
+            kind = _kind(part, name, tensor, tied, expert)
             if kind is None or tensor is None:
                 continue
-            head, expert = part is output, "Experts" in type(part).__name__ or tensor.dim() == 3
-            expert = expert or ".experts." in f"{path}."
             names = tuple(n for each in called(path) for n in _names(each, name, tensor))
             inner = tensor.shape[_inner_of(part, tensor)]
             layered = any(piece.isdigit() for piece in path.split("."))
+            head = part is output
             yield _Weight(part, name, tensor, names, kind, inner, head, layered, expert)
 
 
-def _kind(part: nn.Module, name: str, tensor: Tensor | None, tied: set[int]) -> str | None:
+def _kind(
+    part: nn.Module, name: str, tensor: Tensor | None, tied: set[int], expert: bool
+) -> str | None:
     """Whether a parameter is the matrix of a linear layer (of experts: all of them) or a table."""
     if tensor is None or not tensor.is_floating_point():
         return None
@@ -173,7 +177,7 @@ def _kind(part: nn.Module, name: str, tensor: Tensor | None, tied: set[int]) -> 
     plain_linear = isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
     if plain_linear and name == "weight" and tensor.dim() == 2:
         return "Linear"
-    own = not type(part).__module__.startswith("torch.")
+    own = expert and not type(part).__module__.startswith("torch.")
     return "Linear" if own and tensor.dim() == 3 and min(tensor.shape[1:]) > 1 else None
 
 
