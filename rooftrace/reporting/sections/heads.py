@@ -77,6 +77,9 @@ def verdict(results: Results) -> view.Section:
     if len(results.executions) > 1:
         lines.append(_speed_sentence(results))
     lines.append(_trust_sentence(results))
+    lines += [
+        f"{s[0].upper()}{s[1:]}." for s in words.of_weights(a for _, a in results.assumptions)
+    ]
     below = [
         f"{phase}, {execution}" for phase, execution, e in results.of_first_chip() if e.below_floor
     ]
