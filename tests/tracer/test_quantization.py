@@ -713,6 +713,18 @@ def test_the_tensors_beside_a_config_say_the_precision(dtype: torch.dtype, tmp_p
     assert "most of the checkpoint beside it" in " ".join(found.notes)
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(2, "bf16"), (4, "fp32")])
+def test_an_index_without_its_shards_says_the_width(width: int, dtype: str, tmp_path: Path) -> None:
+    parameters = LINEAR + HEAD + EMBEDDING + NORMS
+    index = {"metadata": {"total_size": width * parameters}, "weight_map": {"a": "b.safetensors"}}
+    config = written(tmp_path, None, PLAIN, **{"model.safetensors.index": index})
+    found = rt.inventory(config)
+    assert {layer.dtype for layer in found.layers} == {dtype}
+    assert f"{width}.0 bytes a parameter, so {dtype}" in found.notes[0]
+    e = decoded(config)
+    assert e.graph.model["dtype"] == dtype
+
+
 def test_layers_for_further_tokens_are_named(tmp_path: Path) -> None:
     found = rt.inventory(written(tmp_path, None, {**BASE, "num_nextn_predict_layers": 2}))
     (note,) = found.notes

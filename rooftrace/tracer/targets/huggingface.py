@@ -277,7 +277,8 @@ def from_config(described: Described, target: str, request: Request) -> Loaded:
     Where nothing says what it computes in, and its call or its loss refuses what is taken, it is
     built in fp32.  Raises TargetError, and RequestError for inputs that cannot be guessed.
     """
-    module, stored = built_from(described, target)
+    built = built_from(described, target)
+    module = built.module
     module.config.name_or_path = module.config.name_or_path or described.name
     try:
         inputs = module_inputs(module, request)
@@ -287,16 +288,26 @@ def from_config(described: Described, target: str, request: Request) -> Loaded:
         if not described.precision.assumed:
             raise
         return from_config(described._replace(precision=in_fp32(error)), target, request)
-    kv = {} if stored.kv is None else {"declared_kv_dtype": stored.kv}
+    kv = {} if built.kv is None else {"declared_kv_dtype": built.kv}
     inputs = replace(
         inputs,
         workload={**inputs.workload, **kv},
-        assumptions=(*inputs.assumptions, *assumed(described, module, stored)),
+        assumptions=(*inputs.assumptions, *built.assumptions),
     )
     return Loaded(module, inputs, described.name)
 
 
-def assumed(described: Described, module: nn.Module, stored: Marked) -> tuple[tuple[str, str], ...]:
+class Built(NamedTuple):
+    """The model of a config on meta, the precision of its cache, and what is assumed of it."""
+
+    module: Any
+    kv: str | None
+    assumptions: tuple[tuple[str, str], ...]  # kind and text
+
+
+def _assumed(
+    described: Described, module: nn.Module, stored: Marked
+) -> tuple[tuple[str, str], ...]:
     """What a config leaves open, and what it declares: kinds and texts of assumptions."""
     said = described.precision.text
     more = unbuilt(described.data, module, described.declared)
@@ -323,15 +334,23 @@ def _defaulted(described: Described, module: nn.Module) -> Iterator[str]:
             )
 
 
-def built_from(described: Described, target: str) -> tuple[Any, Marked]:
+def built_from(described: Described, target: str) -> Built:
     """The model of a config, on meta, its weights marked with the formats that are declared.
 
     Raises TargetError.
     """
-    module = module_of(described.config, described.precision.dtype, target)
-    if described.tensors:
-        return module, Marked(None, (ggufs.mark_gguf(module, described.tensors),))
-    return module, marked(module, described.declared)
+    taken = described.precision
+    module = module_of(described.config, taken.dtype, target)
+    if not described.declared:
+        described = described._replace(precision=taken.by_size(module.num_parameters()))
+    if described.precision.dtype is not taken.dtype:
+        module = module_of(described.config, described.precision.dtype, target)
+    stored = (
+        Marked(None, (ggufs.mark_gguf(module, described.tensors),))
+        if described.tensors
+        else marked(module, described.declared)
+    )
+    return Built(module, stored.kv, _assumed(described, module, stored))
 
 
 def module_of(config: Any, dtype: torch.dtype, target: str) -> Any:

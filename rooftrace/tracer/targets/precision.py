@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rooftrace._reading import FileKind, json_of, text_of
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.weightfiles import CheckpointError, open_checkpoint
@@ -16,18 +17,34 @@ from rooftrace.tracer.weightfiles import CheckpointError, open_checkpoint
 DEFAULT = torch.bfloat16
 """What models are published in, where nothing says."""
 _FIELDS = ("dtype", "torch_dtype")
+_HALF = 1.5, 3.0
+"""Bytes of a parameter between which most are stored in 16 bits."""
+_INDEX = FileKind("JSON file", TargetError)
 _FIRST = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 
 
 class ComputeDtype(NamedTuple):
     """A dtype, and a sentence for the reader where it was not plainly said.
 
-    assumed: whether nothing said it.
+    assumed: whether nothing said it.  total: bytes of a checkpoint that has an index alone.
     """
 
     dtype: torch.dtype
     text: str = ""
     assumed: bool = False
+    total: int = 0
+
+    def by_size(self, parameters: int) -> ComputeDtype:
+        """What the bytes of a parameter say, where nothing else did and an index has them."""
+        each = self.total / (parameters or 1) if self.assumed else 0.0
+        if each < _HALF[0]:
+            return self
+        dtype = self.dtype if each < _HALF[1] else torch.float32
+        text = (
+            f"no dtype in the config: the index beside it has {each:.1f} bytes a parameter, so "
+            f"{dtype_name(dtype)} is taken (--dtype)"
+        )
+        return ComputeDtype(dtype, text)
 
 
 def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
@@ -53,7 +70,7 @@ def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
         text = f"no dtype in the config: most of the checkpoint beside it is {dtype_name(stored)}"
         return ComputeDtype(stored, text)
     text = f"nothing says what the model computes in: {dtype_name(DEFAULT)} is taken (--dtype)"
-    return ComputeDtype(DEFAULT, text, assumed=True)
+    return ComputeDtype(DEFAULT, text, assumed=True, total=_total_in(folder))
 
 
 def in_fp32(error: RequestError) -> ComputeDtype:
@@ -88,6 +105,17 @@ def _dtype(value: Any, where: str) -> torch.dtype:
             f"{where} is {value!r:.60}: expected the name of a dtype of torch, for example bfloat16"
         )
     return known
+
+
+def _total_in(folder: Path | None) -> int:
+    """`total_size` of the index of a sharded checkpoint; 0 without one."""
+    index = None if folder is None else folder / "model.safetensors.index.json"
+    if index is None or not index.is_file():
+        return 0
+    data = json_of(text_of(index, _INDEX), str(index), _INDEX)
+    metadata = data.get("metadata") if isinstance(data, dict) else None
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return total if isinstance(total, int) else 0
 
 
 def _stored_in(folder: Path) -> torch.dtype | None:

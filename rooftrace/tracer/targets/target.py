@@ -72,8 +72,8 @@ def load_module(
             built_of = huggingface.config_in(config, request)
         else:
             return _code_of(target, request, real)[0], ()
-        module, stored = huggingface.built_from(built_of, target)
-        return module, tuple(text for _, text in huggingface.assumed(built_of, module, stored))
+        built_here = huggingface.built_from(built_of, target)
+        return built_here.module, tuple(text for _, text in built_here.assumptions)
 
 
 def _load(target: str, request: Request) -> Loaded:
