@@ -61,7 +61,10 @@ def test_time_falls_with_the_bytes_of_the_weights(
             weights = [e.bytes.weights for e in found]
             for wide, narrow in zip(range(len(STORED)), range(1, len(STORED)), strict=False):
                 if weights[narrow] < weights[wide]:
-                    assert device[narrow] < device[wide], (STORED[narrow], execution, rows)
+                    # H20 has so much bandwidth that narrow weights wait for four rows of products.
+                    computes = found[wide].times.t_comp > found[wide].times.t_hbm
+                    assert device[narrow] < device[wide] or (rows > 1 and computes)
+                    assert device[narrow] <= device[wide]
                 else:
                     assert device[narrow] == pytest.approx(device[wide])
             for estimate, seconds in zip(found, device, strict=True):
