@@ -175,7 +175,7 @@ def _layer(item: _Held, shared: tuple[str, ...], taken: set[_Region], weights: b
         note = "it has no shape before the first call"
         return LayerInfo(**named, dtype=_dtype(tensor), note=note)
     shape = _shape(tensor)
-    declared = vars(item.owner).get(marks.STORED, {}).get(item.name.rpartition(".")[2])
+    declared = marks.stored_in(item.owner).get(item.name.rpartition(".")[2])
     size = _new_bytes(tensor, taken)
     if declared is not None and size:
         size = storage_bytes(declared, math.prod(shape))

@@ -116,9 +116,9 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def declared_in(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    """Parameters whose formats a checkpoint declares: name, tensor and format (`marks.STORED`)."""
+    """Parameters whose formats a checkpoint declares: name, tensor and format."""
     for path, part in module.named_modules():
-        for name, form in vars(part).get(marks.STORED, {}).items():
+        for name, form in marks.stored_in(part).items():
             tensor = part._parameters.get(name)
             if tensor is not None:
                 yield owners.shown_path(f"{path}.{name}" if path else name), tensor, form

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values.marks import STORED
+from rooftrace.tracer.values import marks
 
 PLAIN = (*trees.PLAIN, torch.Size)
 _HOOKS = (
@@ -45,7 +45,7 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
         for group in (module._parameters, module._buffers)
         for name, t in group.items()
     )
-    stored = tuple(vars(module).get(STORED, {}).items())
+    stored = tuple(marks.stored_in(module).items())
     return hash((type(module), module.training, tensors, stored, tuple(children)))
 
 

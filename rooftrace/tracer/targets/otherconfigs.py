@@ -54,9 +54,9 @@ def _what(data: Mapping[str, Any]) -> str:
             "the params.json of Mistral's or Meta's own code: name the config.json of the same "
             "model, which its repository has for transformers"
         )
-    if "quant_algo" in str(data.get("quantization", "")) or "config_groups" in data:
-        return "a declaration of quantisation: name the config.json beside it, which reads it"
-    if "weight_bits" in data or "w_bit" in data or ("bits" in data and "group_size" in data):
+    of_modelopt = "quant_algo" in str(data.get("quantization", ""))
+    packed = "weight_bits" in data or "w_bit" in data or ("bits" in data and "group_size" in data)
+    if of_modelopt or packed or "config_groups" in data:
         return "a declaration of quantisation: name the config.json beside it, which reads it"
     return "a Hugging Face config has a model_type; this one has none"
 

@@ -26,13 +26,14 @@ KERNELS_OF_4 = ("falcon_mamba", "mamba")
 CHECKPOINTS = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay")
 """Arguments of `timm.create_model` that read files (also pickles) or load from the hub."""
 
+_ATTENTION = "attn_implementation"
 _FLASH = re.compile(r"flash_attention_\d")
 _PLAIN = re.compile(r"[\w.-]+")
 
 
 def check_config(data: Mapping[str, Any], target: str) -> None:
     """Raise TargetError for a field of a config, at any depth, that would load code."""
-    for place, table in _tables(data):
+    for place, table in _tables(with_own_attention(data)[0]):
         for key, value in table.items():
             reason = _reason(key, value, table)
             if reason:
@@ -60,7 +61,7 @@ def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
     def cleaned(value: Any, names: bool = False) -> Any:
         if isinstance(value, Mapping):
-            inner = {k: cleaned(v, names or _names_attention(k)) for k, v in value.items()}
+            inner = {k: cleaned(v, names or _field(k) == _ATTENTION) for k, v in value.items()}
             return {k: v for k, v in inner.items() if v is not _FLASH}
         if isinstance(value, list):
             return [cleaned(item) for item in value]
@@ -73,8 +74,9 @@ def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     return made, " and ".join(flash)
 
 
-def _names_attention(key: Any) -> bool:
-    return str(key).lstrip("_").removesuffix("_internal") == "attn_implementation"
+def _field(key: Any) -> str:
+    """A field without what marks it as private."""
+    return str(key).lstrip("_").removesuffix("_internal")
 
 
 def _without_code(value: Any) -> Any:
@@ -97,8 +99,8 @@ def _tables(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _reason(key: str, value: Any, table: Mapping[str, Any]) -> str:
     """Why a field is refused; "" where it is not."""
-    plain = str(key).lstrip("_").removesuffix("_internal")
-    if _names_attention(key) and not _all_in(value, ATTENTION):
+    plain = _field(key)
+    if plain == _ATTENTION and not _all_in(value, ATTENTION):
         return f"transformers may load it as code from the hub; expected {', '.join(ATTENTION)}"
     if plain == "experts_implementation" and not _all_in(value, EXPERTS):
         return f"transformers may load it as code from the hub; expected {', '.join(EXPERTS)}"
@@ -128,5 +130,4 @@ def _all_in(value: Any, names: tuple[str, ...]) -> bool:
     """Whether a value, or each value of a table of sub-configs, is None or one of these names."""
     if isinstance(value, Mapping):
         return all(_all_in(item, names) for item in value.values())
-    flash = names is ATTENTION and isinstance(value, str) and _FLASH.fullmatch(value)
-    return value is None or value in names or bool(flash)
+    return value is None or value in names

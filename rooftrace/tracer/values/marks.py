@@ -30,7 +30,7 @@ UNIFORM = "_rooftrace_uniform"
 """Attribute of a meta tensor of whole numbers that were drawn here: among how many, all equally
 likely.  What they reach counts as expected, and not as in the one draw."""
 
-STORED = "_rooftrace_stored"
+_STORED = "_rooftrace_stored"
 """Attribute of a module: formats in which a checkpoint stores its parameters, by their names."""
 
 
@@ -60,3 +60,14 @@ def small(tensor: Tensor) -> bool:
         return False
     inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)
+
+
+def store(module: Any, name: str, form: str) -> None:
+    """Mark a parameter of a module with the format in which a checkpoint stores it."""
+    vars(module).setdefault(_STORED, {})[name] = form
+
+
+def stored_in(module: Any) -> dict[str, str]:
+    """Formats of the parameters of a module itself that are marked, by their names."""
+    marked: dict[str, str] = vars(module).get(_STORED, {})
+    return marked

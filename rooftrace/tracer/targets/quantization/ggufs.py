@@ -95,7 +95,7 @@ def mark_gguf(module: nn.Module, tensors: Mapping[str, GgufTensor]) -> str:
             continue
         counts[tensor.kind] += tensor.elements
         path, _, short = place.rpartition(".")
-        vars(module.get_submodule(path)).setdefault(marks.STORED, {})[short] = tensor.precision
+        marks.store(module.get_submodule(path), short, tensor.precision)
     total = sum(tensor.elements for tensor in tensors.values()) or 1
     parts = [f"{kind} {format_share(n / total)}" for kind, n in counts.most_common(6)]
     text = f"GGUF: numbers are stored as {', '.join(parts)}, and widened for products"

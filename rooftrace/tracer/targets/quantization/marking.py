@@ -83,8 +83,7 @@ def _mark(module: nn.Module, said: Declared, scheme: Scheme) -> str:
         inside = scope is None or id(weight.module) in scope or weight.head
         form = _form_of(weight, scheme) if inside else None
         if form is not None:
-            stored = form.name(weight.inner)
-            vars(weight.module).setdefault(marks.STORED, {})[weight.name] = stored
+            marks.store(weight.module, weight.name, form.name(weight.inner))
             counts[_plain(form)] += 0 if id(weight.tensor) in seen else weight.tensor.numel()
             seen.add(id(weight.tensor))
     total = sum(p.numel() for p in module.parameters()) or 1
