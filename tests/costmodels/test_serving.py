@@ -14,6 +14,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.execution.executions import (
+    KERNELS,
     REWRITES as NAMES,
     ExecutionError,
     ExecutionModel,
@@ -399,7 +400,8 @@ def test_serving_is_efficient_with_all_rewrites() -> None:
     serving, efficient = execution_model("serving"), execution_model("efficient")
     same = replace(efficient, name="serving", rewrites=NAMES, attention_library="vllm")
     assert same == serving
-    for name in ("naive", "eager", "compiled", "efficient"):
+    assert efficient.rewrites == KERNELS
+    for name in ("naive", "eager", "compiled"):
         assert execution_model(name).rewrites == ()
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from rooftrace.costmodels.bytefactors import WEIGHTS, ByteFactors
-from rooftrace.costmodels.execution.rewritenames import REWRITES
+from rooftrace.costmodels.execution.rewritenames import KERNELS, REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip, load_chip
@@ -360,7 +360,13 @@ PRESETS: Mapping[str, ExecutionModel] = {
         ExecutionModel("naive", attention="materialised"),
         ExecutionModel("eager"),
         ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
-        ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
+        ExecutionModel(
+            "efficient",
+            fusion="detected",
+            dispatch="graph",
+            kv_append="in-place",
+            rewrites=KERNELS,
+        ),
         ExecutionModel(
             "serving",
             attention_library="vllm",

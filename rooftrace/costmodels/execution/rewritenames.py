@@ -1,6 +1,10 @@
 """The names of the rewrites that an execution model can ask for; `rewriting` applies them."""
 
+KERNELS: tuple[str, ...] = ()
+"""Rewrites that put the kernel of a library in place of what its fallback writes out."""
+
 REWRITES = (
+    *KERNELS,
     "absorb-latent",
     "routed-experts",
     "fused-qkv",

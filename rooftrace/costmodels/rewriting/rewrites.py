@@ -13,7 +13,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import Access, Cost, Work
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.execution import SUMMARIES, ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting.attention_kernels import (
     flash_from_products,
     with_libraries,
@@ -96,9 +96,12 @@ def _named(
 ) -> tuple[OpGraph, tuple[str, ...]]:
     """The graph after a named rewrite, and a sentence on what was changed and saved.
 
-    Where nothing is changed, a sentence says so unless all rewrites are asked for.
+    Where nothing is changed, a sentence says so, unless the preset of this name asks for it or all
+    rewrites are asked for.
     """
-    silent = execution.rewrites == tuple(other.name for other in REWRITES)
+    own = execution_model(execution.name).rewrites if execution.name in SUMMARIES else ()
+    everything = execution.rewrites == tuple(other.name for other in REWRITES)
+    silent = everything or entry.name in own
     if _left_out(entry, execution):
         return graph, (f"{entry.name}: left out, since attention runs as matrix products",)
     applies = _can_apply(entry, graph)
