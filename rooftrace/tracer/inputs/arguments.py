@@ -67,6 +67,8 @@ def learn(values: Values, tensor: Tensor) -> None:
     value = tensor.__dict__.get(REAL_VALUE)
     if value is not None:
         values.learn(tensor, value.clone())
+    elif (mask := marks.mask_of(tensor)) is not None:
+        values.learn(tensor, mask)
     if marks.UNIFORM in tensor.__dict__:
         values.learn_draw(tensor, tensor.__dict__[marks.UNIFORM])
 

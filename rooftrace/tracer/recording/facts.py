@@ -1,4 +1,4 @@
-"""Counts for cost rules that depend on values: distinct rows read, visible pairs of attention.
+"""Counts for cost rules that depend on values: distinct rows read, groups, packed sequences.
 
 FACTS is the table of ops with such counts; each op has a function that computes them.
 """
@@ -17,9 +17,6 @@ from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import Values, distinct
-
-_MASKED = -1e4
-"""An additive attention mask below this hides its position."""
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 
@@ -174,53 +171,3 @@ def _packed_attention(values: Values, call: Call, facts: dict[str, Any]) -> froz
 def _equal_steps(offsets: Tensor) -> bool:
     steps = offsets.diff()
     return bool((steps == steps[:1]).all())
-
-
-_MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
-"""Where attention has its mask; query and key stand three and two places before it."""
-
-
-@facts_of(*_MASK)
-def _masked_attention(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
-    """The number of pairs that a known mask leaves visible."""
-    position = _MASK[call.name]
-    query, key, mask = (call.args[position - back] for back in (3, 2, 0))
-    if mask is None:
-        return None
-    entry = values.known(mask)
-    if entry is None or entry.value.dim() < 2:
-        return records.NO_TAINT
-    rows, columns = query.shape[-2], key.shape[-2]
-    facts.update(
-        values.results.once(
-            entry.value, (rows, columns), lambda mask: _mask_facts(mask, rows, columns)
-        )
-    )
-    return entry.taint
-
-
-def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
-    """The number of (query, key) pairs of one head that a mask leaves visible, and its kind."""
-    visible = mask if mask.dtype == torch.bool else mask > _MASKED
-    leading = visible.shape[:-2]
-    shown_rows, shown_columns = visible.shape[-2:]  # 1 where it is the same for all
-    pairs = int(visible.sum()) * (rows // shown_rows) * (columns // shown_columns)
-    return {"visible_pairs": pairs // max(1, leading.numel()), "mask": classify(visible)}
-
-
-def classify(visible: Tensor) -> str:
-    """The kind of a boolean mask [..., S, L]: none, causal, sliding-window, padding or full."""
-    if bool(visible.all()):
-        return "none"
-    plane = visible.reshape(-1, *visible.shape[-2:])[0]
-    rows, columns = plane.shape
-    shift = columns - rows
-    causal = torch.ones(rows, columns, dtype=torch.bool).tril(shift)
-    if torch.equal(plane, causal):
-        return "causal"
-    if bool((plane & ~causal).any()):
-        same = bool((plane == plane[:1]).all())
-        return "padding" if same else "full"
-    window = int(plane.sum(1).max())
-    band = causal & ~torch.ones(rows, columns, dtype=torch.bool).tril(shift - window)
-    return "sliding-window" if torch.equal(plane, band) else "full"

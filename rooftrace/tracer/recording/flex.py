@@ -19,17 +19,12 @@ from torch._higher_order_ops.flex_attention import (
     flex_attention_backward as flex_backward,
 )
 from torch.nn.attention import flex_attention as flex
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.patches import current_scope, original_of, replaced, shared
-from rooftrace.tracer.recording.facts import classify
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import META, marks
+from rooftrace.tracer.values import META
 from rooftrace.tracer.whole import define, shown
-
-_MAX_PAIRS = 1 << 26
-"""The most pairs that a mask function is evaluated for; a larger mask is sampled by rows."""
 
 _KERNEL: Any = flex_forward
 _OUTPUTS = len(get_args(get_type_hints(type(_KERNEL).__call__).get("return"))) or 3
@@ -225,47 +220,24 @@ def _visible(
     """The visible pairs of one head, on average, and the kind of the mask; None where unknown."""
     if _name(mask) == flex.noop_mask.__name__:
         return None, "none"
-    heads = list(itertools.product(*map(range, planes)))
-    asked = max(1, min(rows, _MAX_PAIRS // max(len(heads) * columns, 1)))
-    picked = ((torch.arange(asked, device="cpu") + 0.5) * rows / asked).long()
-    at_once = max(1, marks.MAX_INTEGERS // max(columns, 1))
-    pairs = 0
-    first: list[Tensor] = []
+    seen = []
     with tape.paused(), torch.no_grad():
-        keys = torch.arange(columns, device=META)
-        for place in heads:
+        queries, keys = torch.arange(rows, device=META), torch.arange(columns, device=META)
+        for place in itertools.product(*map(range, planes)):
             batch, head = (torch.tensor(i, device=META) for i in place)
-            for part in torch.split(picked, at_once):
-                queries = torch.tensor(part.tolist(), device=META)
-                pairs_shown = _known(tape, mask, batch, head, queries[:, None], keys)
-                if pairs_shown is None:
-                    tape.values.assume(
-                        "mask", "flex_attention's mask is not known: all is taken as visible"
-                    )
-                    return None, "full"
-                pairs_shown = pairs_shown.expand(part.numel(), columns)
-                pairs += int(pairs_shown.sum())
-                if place == heads[0]:
-                    first.append(pairs_shown)
-    pairs = round(pairs / len(heads) * rows / asked)
-    if asked == rows:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            kind = classify(torch.cat(first))
-        return pairs, "block" if kind == "full" else kind  # hidden blocks are always skipped
-    tape.values.assume(
-        "mask", f"flex_attention's mask was asked for {asked} of its {rows} rows", pairs
-    )
-    return pairs, "block"
-
-
-def _known(tape: Tape, mask: Any, *indices: Tensor) -> Tensor | None:
-    """A mask function on whole rows and columns at once; None if its values are unknown."""
-    try:
-        visible = mask(*indices)
-    except (RuntimeError, TypeError, IndexError):  # it may be written for one pair at a time
-        return None
-    entry = tape.values.known(visible) if isinstance(visible, Tensor) else None
-    return None if entry is None else entry.value
+            try:
+                visible = mask(batch, head, queries[:, None], keys)
+            except (RuntimeError, TypeError, IndexError):  # written for one pair at a time
+                visible = torch.empty((), device=META)
+            facts, _ = tape.values.mask_facts(visible, rows, columns)
+            if facts is None:
+                text = "flex_attention's mask is not known: all is taken as visible"
+                tape.values.assume("mask", text)
+                return None, "full"
+            seen.append(facts)
+    pairs = round(sum(facts["visible_pairs"] for facts in seen) / len(seen))
+    kind = seen[0]["mask"]
+    return pairs, "block" if kind == "full" else kind  # hidden blocks are always skipped
 
 
 def _name(function: Any) -> str:

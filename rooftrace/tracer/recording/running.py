@@ -24,6 +24,7 @@ from rooftrace.tracer.recording.exchanged_values import (
 )
 from rooftrace.tracer.recording.facts import learn_facts
 from rooftrace.tracer.recording.kernel_checks import check_kernel
+from rooftrace.tracer.recording.masking import learn_mask_facts
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
@@ -99,6 +100,7 @@ class Runner:
         outputs = [out] if single else trees.listed(out)
         taint = _propagate(tape, call, outputs)
         taint |= learn_facts(tape.values, call, facts)
+        taint |= learn_mask_facts(tape.values, call, outputs, facts)
         taint |= expect_counts(tape, call, facts)
         together = groups.communicates(call.func, call.args, call.kwargs, outputs)
         if together is not None:
@@ -156,7 +158,7 @@ def _same_value(tape: Tape, call: Call) -> Tensor:
     tape.tags.same_as(out, tensor)
     if call.func is _LIFT and tape.recording and not tape.tags.has(out):
         tape.entries.constant(out)
-    entry = tape.values.known(tensor)
+    entry = tape.values.held(tensor)
     if entry is not None:
         tape.values.learn(out, entry.value, entry.taint)
     return out  # type: ignore[no-any-return]
@@ -192,9 +194,10 @@ def _propagate(tape: Tape, call: Call, outputs: Sequence[Tensor]) -> frozenset[i
         taint = values.propagate(call, outputs)
         if taint is not None:
             return taint
-    elif info.mutated:
-        for tensor in call.written():
-            values.forget(tensor)
+    else:
+        taint = values.imply(call, outputs)
+        if taint is not None:
+            return taint
     if info.name in traits.DECIDING and not info.mutated and len(outputs) == 1:
         decided = values.decide(info.name, call.tensors, outputs[0])
         if decided is not None:

@@ -70,10 +70,12 @@ class Arguments:
         return tuple(plain), tuple(kinds), tuple(looks), self._structure
 
     def _value(self, tensor: Tensor) -> Any:
-        entry = self._tape.values.known(tensor)
+        entry = self._tape.values.held(tensor)
         if entry is None:
             return None
         value = tensor if tensor.device.type == "cpu" else entry.value
+        if not isinstance(value, Tensor):
+            return value.signature
         return self._tape.values.results.once(value, "content", _content)
 
     @staticmethod
@@ -100,7 +102,7 @@ class Arguments:
 
     def taints(self) -> list[list[int]]:
         """The assumptions that the arguments rest on."""
-        entries = map(self._tape.values.known, self.tensors)
+        entries = map(self._tape.values.held, self.tensors)
         return [[] if entry is None else sorted(entry.taint) for entry in entries]
 
     def versions(self) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from rooftrace.tracer.ops import written_nodes
 from rooftrace.tracer.paths import pattern_of
@@ -107,7 +107,7 @@ class Recording:
     outside: Outside  # what its functions saw outside of modules
     returned: list[Any]  # copies of the leaves that it returned
     differentiable: list[bool]  # which of these require gradients
-    values: list[tuple[Tensor, frozenset[int]] | None]  # what is known of these
+    values: list[tuple[Any, frozenset[int]] | None]  # what is known of these
     structure: Any  # the tree of these
     numbers: range  # of the autograd nodes that it made
     roots: frozenset[int]  # the numbers of those that made its arguments

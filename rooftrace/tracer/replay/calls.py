@@ -194,7 +194,7 @@ class CallReplay:
             or not differentiable_plainly(returned, call.tensors)
         ):
             return None
-        copies, values = _copies(returned, tape.values.known)
+        copies, values = _copies(returned, tape.values.held)
         return Recording(
             module=start.module,
             block=block,
@@ -356,8 +356,8 @@ def _global_hooks() -> tuple[int, int]:
 def _copies(
     leaves: Sequence[Any],
     known: Callable[[Tensor], Any] | None,
-    contents: Sequence[tuple[Tensor, frozenset[int]] | None] = (),
-) -> tuple[list[Any], list[tuple[Tensor, frozenset[int]] | None]]:
+    contents: Sequence[tuple[Any, frozenset[int]] | None] = (),
+) -> tuple[list[Any], list[tuple[Any, frozenset[int]] | None]]:
     """Copies of the tensors among the leaves, and of their known values (or of `contents`).
 
     Copies share memory, or are one object, where the originals are.

@@ -308,7 +308,7 @@ def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> Non
     """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
     for other in values.tensors():
         if trees.bytes_of(other) == key and tuple(other.shape) == shape:
-            entry = values.known(other)
+            entry = values.held(other)
             if entry is not None and other is not tensor:
                 values.learn(tensor, entry.value, entry.taint)
 

@@ -96,7 +96,7 @@ class Tags:
             else:
                 if entered is None or trees.bytes_of(entered) != trees.bytes_of(tensor):
                     continue  # it has other bytes now
-                entry = self._values.known(entered)
+                entry = self._values.held(entered)
                 if entry is not None and self._values.key not in tensor.__dict__:
                     self._values.learn(tensor, entry.value, entry.taint)
             self.mark(tensor, tag)

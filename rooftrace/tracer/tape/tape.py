@@ -162,7 +162,7 @@ class Tape:
         tensor.__dict__.pop(marks.REAL, None)
         if marks.REAL in other.__dict__:
             tensor.__dict__[marks.REAL] = other.__dict__[marks.REAL]
-        entry = self.values.known(other)
+        entry = self.values.held(other)
         tensor.__dict__.pop(self.values.key, None)
         if entry is not None and tensor.device.type == "meta":
             self.values.learn(tensor, entry.value, entry.taint)

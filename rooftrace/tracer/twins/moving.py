@@ -52,8 +52,9 @@ def _plain_twin(tensor: Tensor) -> Tensor:
         empty.__dict__[REAL_VALUE] = tensor.detach().clone()
     elif REAL_VALUE in tensor.__dict__:
         empty.__dict__[REAL_VALUE] = tensor.__dict__[REAL_VALUE]
-    if marks.UNIFORM in tensor.__dict__:
-        empty.__dict__[marks.UNIFORM] = tensor.__dict__[marks.UNIFORM]
+    for mark in (marks.UNIFORM, marks.IMPLICIT):
+        if mark in tensor.__dict__:
+            empty.__dict__[mark] = tensor.__dict__[mark]
     return empty
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values.marks import KNOWN, REAL_VALUE, Known
+from rooftrace.tracer.values import intervals
+from rooftrace.tracer.values.implicit import Implicit
+from rooftrace.tracer.values.marks import IMPLICIT, KNOWN, REAL_VALUE, Held, Known, small
 from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
@@ -36,17 +38,19 @@ class KnownTensors:
         self._alive: defaultdict[int, weakref.WeakValueDictionary[int, Tensor]]
         self._alive = defaultdict(weakref.WeakValueDictionary)
 
-    def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
-        """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
+    def learn(
+        self, tensor: Tensor, value: Tensor | Implicit, taint: frozenset[int] = frozenset()
+    ) -> None:
+        """Remember that `tensor` holds `value` (of its shape; a tensor is one of the CPU)."""
         place = trees.bytes_of(tensor)
-        tensor.__dict__[self.key] = Known(value, taint, self._epochs.get(place, 0))
+        tensor.__dict__[self.key] = Held(value, taint, self._epochs.get(place, 0))
         self._alive[place][id(tensor)] = tensor
 
     def learn_shared(
         self,
         tensor: Tensor,
-        kept: Sequence[tuple[Tensor, frozenset[int]] | None],
-        copy: Tensor,
+        kept: Sequence[tuple[Tensor | Implicit, frozenset[int]] | None],
+        copy: Tensor | Implicit,
         place: int,
         taint: frozenset[int],
     ) -> None:
@@ -55,9 +59,12 @@ class KnownTensors:
         Whole numbers in memory of their own are shared by all of them, so that what follows from
         them is computed once; else `copy` is learnt.
         """
-        entry, others = kept[place], [entry for entry in kept if entry is not None]
-        memory = Counter(trees.bytes_of(value) for value, _ in others)
+        entry = kept[place]
+        others = [entry[0] for entry in kept if entry is not None]
+        memory = Counter(trees.bytes_of(value) for value in others if isinstance(value, Tensor))
         value = copy if entry is None else entry[0]
+        if isinstance(value, Implicit):
+            return self.learn(tensor, value, taint)
         alone = memory[trees.bytes_of(value)] == 1 and not value.is_inference()
         if value.dtype in (torch.int32, torch.int64) and alone:
             self.results.shared.add(trees.bytes_of(value))
@@ -69,18 +76,44 @@ class KnownTensors:
         return [tensor for views in self._alive.values() for tensor in views.values()]
 
     def known(self, tensor: Tensor) -> Known | None:
-        """The value of `tensor` if it is known and its storage was not overwritten since.
+        """The value of `tensor`, written out, if it is known and its storage was not overwritten
+        since.
 
         A CPU tensor is its own value.
         """
-        entry: Known | None = tensor.__dict__.get(self.key)
+        entry = self.held(tensor)
+        if entry is None:
+            return None
+        value = entry.value
+        if isinstance(value, Implicit):
+            if not (small(tensor) and value.certain):
+                return None
+            value = intervals.written_out(value)
+            self.learn(tensor, value, entry.taint)
+        return Known(value, entry.taint, entry.epoch)
+
+    def held(self, tensor: Tensor) -> Held | None:
+        """What is known of the value of `tensor`, at any size (see `known`)."""
+        entry: Held | None = tensor.__dict__.get(self.key)
         if entry is None:
             if tensor.device.type == "cpu":
-                return Known(tensor.detach(), _NO_TAINT, 0)
+                return Held(tensor.detach(), _NO_TAINT, 0)
             return None
         if entry.epoch != self._epochs.get(trees.bytes_of(tensor), 0):
             return None
         return entry
+
+    def implicit(self, tensor: Tensor) -> Implicit | None:
+        """What is known of `tensor`, as a value that is not written out."""
+        entry = self.held(tensor)
+        if entry is None or isinstance(entry.value, Implicit):
+            return None if entry is None else entry.value
+        self.results.shared.add(trees.bytes_of(entry.value))  # nothing writes to a leaf
+        return Implicit.of(entry.value)
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors in the bytes of `tensor` of which something is known."""
+        return list(self._alive.get(trees.bytes_of(tensor), {}).values())
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""
@@ -94,9 +127,10 @@ class KnownTensors:
         keep: values that rest on no assumption stay as `REAL_VALUE`, for a later capture.
         """
         for tensor in self.tensors():
-            entry = self.known(tensor)
+            entry = self.held(tensor)
             if keep and entry is not None and not entry.taint:
-                tensor.__dict__[REAL_VALUE] = entry.value
+                implicit = isinstance(entry.value, Implicit)
+                tensor.__dict__[IMPLICIT if implicit else REAL_VALUE] = entry.value
             tensor.__dict__.pop(self.key, None)
         self._alive.clear()
 
@@ -109,7 +143,7 @@ class KnownTensors:
         shared = memory in self.results.shared
         storage: Any = entry.value.untyped_storage()
         copied = storage.clone() if shared else None
-        for view in list(self._alive.get(trees.bytes_of(tensor), {}).values()):
+        for view in self.views(tensor):
             known = self.known(view)
             if known is None:
                 continue

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftrace.tracer.values.implicit import Implicit
+
 META = torch.device("meta")
 
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 """Two values in a byte; torch 2.8 cannot copy such a tensor."""
 MAX_INTEGERS = 1 << 22
-"""Integer and boolean tensors up to this many elements are carried along."""
+"""Integer and boolean tensors up to this many elements are written out; larger ones are `Implicit`
+where they are made of such."""
 MAX_ASSUMED = 1 << 24
 """Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
@@ -24,7 +27,8 @@ REAL = "_rooftrace_real"
 """Attribute of a meta tensor made from a real one: the real one, as a `Real`."""
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
-
+IMPLICIT = "_rooftrace_implicit"
+"""Attribute of a meta tensor that is too large for that: its `Implicit` value."""
 
 UNIFORM = "_rooftrace_uniform"
 """Attribute of a meta tensor of whole numbers that were drawn here: among how many, all equally
@@ -54,6 +58,14 @@ class Known(NamedTuple):
     epoch: int
 
 
+class Held(NamedTuple):
+    """What is known of a meta tensor at any size: as `Known`, or as an `Implicit` value."""
+
+    value: Tensor | Implicit
+    taint: frozenset[int]
+    epoch: int
+
+
 def small(tensor: Tensor) -> bool:
     """Whether the values of a tensor are worth carrying: few enough, and one to an element."""
     if tensor.dtype is _PACKED:
@@ -71,3 +83,23 @@ def stored_in(module: Any) -> dict[str, str]:
     """Formats of the parameters of a module itself that are marked, by their names."""
     marked: dict[str, str] = vars(module).get(_STORED, {})
     return marked
+
+
+MASKED = -1e4
+"""A number up to this, added to a score of attention, hides its position."""
+
+
+def mask_of(tensor: Tensor) -> Implicit | None:
+    """The value of a meta tensor that is too large to be known by itself, where it may be a mask:
+    it was made of ranges, or it stands for a real one of truths or of very negative numbers."""
+    value: Implicit | None = tensor.__dict__.get(IMPLICIT)
+    real: Real | None = tensor.__dict__.get(REAL)
+    weight = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+    if value is not None or real is None or weight or tensor.dim() < _PLANE:
+        return value
+    data = real.tensor.detach()
+    hides = data.is_floating_point() and bool(data.numel()) and float(data.min()) <= MASKED
+    return Implicit.of(data) if data.dtype == torch.bool or hides else None
+
+
+_PLANE = 2  # dimensions

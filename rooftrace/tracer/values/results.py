@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.ops import Call, traits
 from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values.implicit import Implicit
+
+Value = TypeVar("Value", Tensor, Implicit)
 
 _CPU = torch.device("cpu")
 _SAME = frozenset({"aten.arange"})
@@ -35,11 +38,15 @@ class ResultMemo:
         whole = not takes and not any(t.dtype.is_floating_point for t in outputs)
         return self._generator is not None and whole
 
-    def once(self, value: Tensor, what: Any, compute: Callable[[Tensor], Any]) -> Any:
+    def once(self, value: Value, what: Any, compute: Callable[[Value], Any]) -> Any:
         """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
-        if value.is_inference():
+        key: tuple[Any, ...]
+        if isinstance(value, Implicit):
+            key = ("once", value.signature, what)
+        elif value.is_inference():
             return compute(value)
-        key = ("once", id(value), self._state(value), what)
+        else:
+            key = ("once", id(value), self._state(value), what)
         kept = self.memo.get(key)
         if kept is None:
             kept = self.memo[key] = (compute(value), value)

@@ -16,8 +16,10 @@ from torch import Tensor
 from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.ops import Call, groups, traits
 from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import implying, masks
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
+from rooftrace.tracer.values.implicit import Implicit
 from rooftrace.tracer.values.known import KnownTensors
 from rooftrace.tracer.values.marks import MAX_ASSUMED, MAX_INTEGERS, Known, small
 from rooftrace.tracer.values.results import ResultMemo
@@ -173,16 +175,16 @@ class Values(Assumptions, KnownTensors):
         Returns the assumptions that they rest on; None if they are unknown.
         """
         written = call.written()
-        entries = self._followed(call, outputs)
+        entries = None if self._in_implicit(written) else self._followed(call, outputs)
         if entries is None:
-            self._forget_all(written)
-            return None
+            return self.imply(call, outputs)
         for tensor in written:
             entries[id(tensor)] = self.to_write(tensor, entries[id(tensor)])
         by_id = {key: entry.value for key, entry in entries.items()}
         result = self.results.of(call, by_id)
         if result is None:
-            self._forget_all(written)
+            for tensor in written:
+                self.forget(tensor)
             return None
         taint: frozenset[int] = frozenset().union(*(entry.taint for entry in entries.values()))
         for output, value in zip(outputs, trees.listed(result), strict=False):
@@ -204,6 +206,83 @@ class Values(Assumptions, KnownTensors):
             entries[id(tensor)] = entry
         return entries if all(small(output) for output in outputs) else None
 
-    def _forget_all(self, written: Sequence[Tensor]) -> None:
-        for tensor in written:
-            self.forget(tensor)
+    # -- values that are not written out -----------------------------------------------------------
+
+    def imply(self, call: Call, outputs: Sequence[Tensor]) -> frozenset[int] | None:
+        """Learn the outputs of a call as `Implicit` values, where it is an elementwise op on such.
+
+        Operands may be unknown if another says which positions are masked.  Returns the assumptions
+        that the outputs rest on; None if they are unknown.
+        """
+        written = call.written()
+        taint = self._implied(call, written or outputs)
+        if taint is None:
+            for tensor in written:
+                self.forget(tensor)
+        return taint
+
+    def _implied(self, call: Call, outputs: Sequence[Tensor]) -> frozenset[int] | None:
+        if groups.is_collective(call.func) or traits.is_random(call.func) or not outputs:
+            return None
+        entries = {id(tensor): self.held(tensor) for tensor in call.tensors}
+        if None in entries.values() and not masks.may_decide(call):
+            return None
+        operands = {
+            id(tensor): self.implicit(tensor) or Implicit.unknown(tensor.shape, tensor.dtype)
+            for tensor in call.tensors
+        }
+        if None in entries.values() and not masks.decides(call, operands.values()):
+            return None
+        held = implying.holder(operands)
+        taint: frozenset[int] = frozenset().union(*(e.taint for e in entries.values() if e))
+        made: list[tuple[Tensor, Tensor | Implicit]] = []
+        for position, output in enumerate(outputs):
+            value = implying.implied(call, held, output, position)
+            reduced = None if value is not None else masks.reduced(call, held, output)
+            if value is None and reduced is None:
+                return None
+            made.append((output, reduced if value is None else value))
+        for output, learnt in made:
+            if call.info.mutated and isinstance(learnt, Implicit):
+                self._overwrite(output, learnt)
+            self.learn(output, learnt, taint)
+        return taint
+
+    def mask_facts(
+        self, mask: Tensor, rows: int, columns: int
+    ) -> tuple[dict[str, Any] | None, frozenset[int]]:
+        """What a mask of attention says (see `masks.facts_of`), and what that rests on."""
+        entry, value = self.held(mask), self.implicit(mask)
+        facts = None
+        if value is not None:
+            facts = self.results.once(
+                value, ("mask", rows, columns), lambda mask: masks.facts_of(mask, rows, columns)
+            )
+        taint = _NO_TAINT if entry is None else entry.taint
+        if value is None or facts is None:
+            unsure = value is not None or mask.dtype == torch.bool
+        else:
+            unsure = masks.unsure(value)
+        if unsure:
+            taint |= {self.assume("mask", masks.UNSURE)}
+        return facts, taint
+
+    def _in_implicit(self, written: Sequence[Tensor]) -> bool:
+        """Whether a tensor that is written to has views that are not written out."""
+        views = (self.held(view) for tensor in written for view in self.views(tensor))
+        return any(entry is not None and isinstance(entry.value, Implicit) for entry in views)
+
+    def _overwrite(self, tensor: Tensor, value: Implicit) -> None:
+        """Change what is known of the other tensors in the bytes of one that is written to."""
+        for view in self.views(tensor):
+            entry, before = self.held(view), self.implicit(view)
+            if view is tensor or entry is None or before is None:
+                continue
+            outer, inner = implying.boxed(view, tensor), implying.boxed(tensor, view)
+            if outer is not None:
+                self.learn(view, implying.placed(before, value, outer), entry.taint)
+            elif inner is not None:
+                box = tuple(slice(s, s + n) for s, n in zip(inner, view.shape, strict=True))
+                self.learn(view, value.viewed(lambda leaf, box=box: leaf[box]), entry.taint)
+            else:
+                view.__dict__.pop(self.key)

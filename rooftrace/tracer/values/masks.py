@@ -1,0 +1,286 @@
+"""Masks of attention as facts: which pairs of queries and keys they show, and in what pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.values.implicit import LEAF, UNKNOWN, Implicit
+from rooftrace.tracer.values.implying import Held
+from rooftrace.tracer.values.marks import MASKED
+from rooftrace.tracer.values.pairs import NoPatternError, ShownPairs, shown_pairs
+
+_TRUE, _FALSE = Implicit.of(True), Implicit.of(False)
+
+
+# -- what hides a position -----------------------------------------------------------------------
+
+
+def shown(mask: Implicit) -> Implicit:
+    """Which positions a mask shows: those where a boolean one is true, or one of numbers is not
+    very negative.  What is unknown of it shows all.
+    """
+    if mask.dtype == torch.bool:
+        return _settled(mask, True)
+    return _settled(_not(hidden(mask)), True)
+
+
+def hidden(mask: Implicit) -> Implicit:
+    """Where numbers that are added to scores hide a position: one of the terms is very negative.
+
+    A term that falls with the distance (ALiBi) hides nothing, however far.
+    """
+    if mask.op == LEAF:
+        leaf = mask.leaf
+        if leaf is None or not leaf.numel() or float(leaf.min()) > MASKED:
+            return _FALSE
+        return _bool("le", mask, Implicit.of(MASKED))
+    if mask.op == UNKNOWN:
+        return _FALSE
+    if mask.op in ("to", "trunc"):
+        return hidden(mask.parts[0])
+    if mask.op in ("add", "minimum"):
+        return _either(*map(hidden, mask.parts))
+    if mask.op == "maximum":
+        return _both(*map(hidden, mask.parts))
+    if mask.op == "sub":
+        return _either(hidden(mask.parts[0]), _very_positive(mask.parts[1]))
+    if mask.op == "where":
+        condition, first, second = mask.parts
+        return _either(_both(condition, hidden(first)), _both(_not(condition), hidden(second)))
+    if mask.op == "mul":
+        return _product(*mask.parts)
+    if mask.op == "neg":
+        return _very_positive(mask.parts[0])
+    if mask.op == "log":
+        return _bool("eq", mask.parts[0], Implicit.of(0))
+    return _FALSE
+
+
+def _product(first: Implicit, second: Implicit) -> Implicit:
+    """Where a product is very negative: one factor is, and the other is above 0.
+
+    Of a very large number and truths, (1 - mask) * -1e9, the number decides.
+    """
+    for factor, other in ((_number(first), second), (_number(second), first)):
+        if factor is not None:
+            if factor <= MASKED:
+                return _bool("gt", other, Implicit.of(0))
+            if factor <= 0:
+                return _very_positive(other) if factor else _FALSE
+            return hidden(other)
+    sides = []
+    for side, other in ((first, second), (second, first)):
+        here = hidden(side)
+        if here is not _FALSE:
+            sides.append(_both(here, _bool("gt", other, Implicit.of(0))))
+    return _either(*sides) if sides else _FALSE
+
+
+def _number(value: Implicit) -> float | None:
+    """The number that a value is everywhere; None where it is no number."""
+    if value.op in ("to", "trunc"):
+        return _number(value.parts[0])
+    return float(value.leaf) if value.leaf is not None and value.leaf.numel() == 1 else None
+
+
+def _very_positive(value: Implicit) -> Implicit:
+    """Where a number hides a position once it is subtracted."""
+    if value.op in ("to", "trunc"):
+        return _very_positive(value.parts[0])
+    if value.op == "where":
+        condition, first, second = value.parts
+        sides = _very_positive(first), _very_positive(second)
+        return _either(_both(condition, sides[0]), _both(_not(condition), sides[1]))
+    if value.op == "mul":
+        for factor, other in zip(map(_number, value.parts), value.parts[::-1], strict=True):
+            if factor is not None:
+                return _bool("gt", other, Implicit.of(0)) if factor >= -MASKED else _FALSE
+    if value.op != LEAF or value.leaf is None or not value.leaf.numel():
+        return _FALSE
+    large = float(value.leaf.max()) >= -MASKED
+    return _bool("ge", value, Implicit.of(-MASKED)) if large else _FALSE
+
+
+def _bool(op: str, *parts: Implicit) -> Implicit:
+    return Implicit.applied(op, *parts, dtype=torch.bool)
+
+
+def _not(value: Implicit) -> Implicit:
+    if value in (_TRUE, _FALSE):
+        return _FALSE if value is _TRUE else _TRUE
+    return _bool("logical_not", value)
+
+
+def _both(first: Implicit, second: Implicit) -> Implicit:
+    if _FALSE in (first, second):
+        return _FALSE
+    if _TRUE in (first, second):
+        return second if first is _TRUE else first
+    return _bool("logical_and", first, second)
+
+
+def _either(*parts: Implicit) -> Implicit:
+    hiding = [part for part in parts if part is not _FALSE]
+    return reduce(lambda a, b: _bool("logical_or", a, b), hiding) if hiding else _FALSE
+
+
+def _settled(value: Implicit, wanted: bool) -> Implicit:
+    """A truth with its unknown parts such that it is `wanted` where they can make it so."""
+    if value.certain:
+        return value
+    if value.op == "logical_not":
+        return _bool("logical_not", _settled(value.parts[0], not wanted))
+    if value.op in ("logical_and", "logical_or"):
+        return _bool(value.op, *(_settled(part, wanted) for part in value.parts))
+    if value.op == "where" and value.dtype == torch.bool:
+        condition, first, second = value.parts
+        if condition.certain:
+            sides = _settled(first, wanted), _settled(second, wanted)
+            return _bool("where", condition, *sides)
+    return (_TRUE if wanted else _FALSE).expanded(value.shape)
+
+
+UNSURE = "what is not known of a mask of attention is taken as visible"
+
+
+def unsure(mask: Implicit) -> bool:
+    """Whether part of a mask is a truth that nobody knows."""
+    return any(leaf.op == UNKNOWN and leaf.dtype == torch.bool for leaf in mask.leaves)
+
+
+# -- facts ---------------------------------------------------------------------------------------
+
+_PARTLY = frozenset({"add", "sub", "rsub", "where", "masked_fill"})
+"""Ops of numbers that keep what one operand hides, whatever the other is."""
+_LOGICAL = frozenset(
+    {"bitwise_and", "bitwise_or", "logical_and", "logical_or", "__and__", "__or__"}
+)
+_PLANE = 2  # dimensions
+
+
+def may_decide(call: Call) -> bool:
+    """Whether an op keeps something of a known mask where its other operands are unknown."""
+    return call.short_name.removesuffix("_") in _PARTLY | _LOGICAL
+
+
+def decides(call: Call, operands: Collection[Implicit]) -> bool:
+    """Whether a call with unknown operands makes something that is known to mask positions."""
+    name = call.short_name.removesuffix("_")
+    values = [value for value in operands if len(value.shape) >= _PLANE and value.op != UNKNOWN]
+    if name in _LOGICAL:
+        return any(value.dtype == torch.bool for value in values)
+    if name not in _PARTLY:
+        return False
+    if name in ("where", "masked_fill"):
+        numbers = [item for item in call.args if isinstance(item, float | int)]
+        numbers += [_number(v) for v in operands if v.dtype.is_floating_point]
+        if any(number is not None and number <= MASKED for number in numbers):
+            return True
+    floats = [value for value in values if value.dtype.is_floating_point]
+    return any(hidden(value) is not _FALSE for value in floats)
+
+
+def facts_of(mask: Implicit, rows: int, columns: int) -> dict[str, Any] | None:
+    """What a mask [..., rows or 1, columns or 1] of attention says: `visible_pairs` of one head,
+    mean over heads and batch; the pattern; `window`, the most keys that a query sees; and
+    `visible_keys`, those that some query sees.  None where it has no pattern and is too large to
+    count.
+    """
+    try:
+        pairs = shown_pairs(shown(mask), rows, columns)
+    except NoPatternError:
+        return None
+    window = int(pairs.counts.max()) if pairs.counts.numel() else 0
+    return {
+        "visible_pairs": pairs.pairs,
+        "mask": pattern(pairs),
+        "window": window,
+        "visible_keys": pairs.seen,
+    }
+
+
+def pattern(pairs: ShownPairs) -> str:
+    """The kind of a mask: none, causal, sliding-window, chunked, packed, prefix, padding or full.
+
+    causal: a query sees the keys up to its own, which the last query has last; padding may hide the
+    first or the last of them.  chunked and packed: it sees those of its chunk or document.  prefix:
+    it also sees the keys of a prompt.  padding: all queries see the same keys.  full: none of these
+    holds for all planes.
+    """
+    kinds = {_pattern(pairs, plane) for plane in range(len(pairs.counts))}
+    if len(kinds) > 1:
+        kinds -= {"none"}  # a batch of which some rows are padded
+    return kinds.pop() if len(kinds) == 1 else "full"
+
+
+def _pattern(pairs: ShownPairs, plane: int) -> str:
+    counts, first, last = (item[plane] for item in (pairs.counts, pairs.first, pairs.last))
+    rows, columns = pairs.rows, pairs.columns
+    if bool((counts == columns).all()):
+        return "none"
+    if len(counts) == 1 and rows > 1:
+        return "padding"
+    used = counts > 0
+    if not bool(used.any()) or bool((counts != last - first + 1)[used].any()):
+        return "full"
+    own = (torch.arange(rows, device="cpu") + columns - rows)[used]
+    counts, first, last = counts[used], first[used], last[used]
+    start, end = int(first.min()), int(last.max())
+    if bool((last == own.clamp(max=end)).all()):  # causal, with a padded end at most
+        width = int(counts.max())
+        if bool((first == start).all()):
+            return "causal"
+        if bool((first == (own - width + 1).clamp(min=start)).all()):
+            return "sliding-window"
+        begins = first[1:] != first[:-1]
+        if not bool((first[1:] == own[1:])[begins].all()):
+            return "full"
+        lengths = torch.cat([first[:1], first[1:][begins]]).diff()
+        return "chunked" if bool((lengths == lengths[:1]).all()) else "packed"
+    if bool((first == start).all()) and bool((last == own.clamp(min=int(last[0]))).all()):
+        return "prefix" if not bool((last == end).all()) else "padding"
+    ahead, behind = int((last - own).max()), int((own - first).max())
+    band = (last == (own + ahead).clamp(max=end)) & (first == (own - behind).clamp(min=start))
+    if bool(band.all()):
+        return "sliding-window"
+    changes = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
+    apart = first[1:] > last[:-1]
+    return "packed" if bool((changes == apart).all()) else "full"
+
+
+# -- questions about a value ---------------------------------------------------------------------
+
+
+def reduced(call: Call, held: Held, output: Tensor) -> Tensor | None:
+    """`all`, `any`, `sum` or `count_nonzero` of a truth, over all or the last dimension."""
+    name = call.short_name
+    value = held(call.args[0]) if call.args and isinstance(call.args[0], Tensor) else None
+    if name not in ("all", "any", "sum", "count_nonzero") or value is None or not value.certain:
+        return None
+    if value.dtype != torch.bool or len(value.shape) < _PLANE:
+        return None
+    dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    whole = not dims
+    if not whole and [dim % len(value.shape) for dim in dims] != [len(value.shape) - 1]:
+        return None
+    try:
+        pairs = shown_pairs(value, *value.shape[-2:])
+    except NoPatternError:
+        return None
+    lead = [
+        max(leaf.leaf.shape[dim] for leaf in value.leaves if leaf.leaf is not None)
+        for dim in range(len(value.shape) - 2)
+    ]
+    counts = pairs.counts.reshape(*lead, -1).expand(*value.shape[:-1])
+    if whole:
+        counts = counts.sum()
+    size = value.elements if whole else value.shape[-1]
+    result = counts == size if name == "all" else counts > 0 if name == "any" else counts
+    return result.reshape(output.shape).to(output.dtype)
