@@ -72,7 +72,7 @@ def pairs(shown: Callable[[int, int], bool]) -> int:
     [
         (causal, "causal", lambda i, j: i >= j),
         (window, "sliding-window", lambda i, j: i - 32 < j <= i),
-        ("document", "block", lambda i, j: i // DOCUMENT == j // DOCUMENT and i >= j),
+        ("document", "chunked", lambda i, j: i // DOCUMENT == j // DOCUMENT and i >= j),
     ],
 )
 def test_flex_attention_knows_the_pairs_that_its_mask_shows(
@@ -91,12 +91,12 @@ def test_flex_attention_without_a_mask_shows_all() -> None:
     assert op.facts == {"mask": "none"}
 
 
-def test_a_mask_that_rests_on_unknown_values_shows_all_and_says_so() -> None:
+def test_what_a_mask_takes_from_unknown_values_is_visible_and_said() -> None:
     module = Attention("document")
     module.register_buffer("document", torch.empty(LENGTH, dtype=torch.long, device="meta"))
     graph = traced(module.to("meta"))
     (op,) = kernels(graph)
-    assert op.facts == {"mask": "full"}
+    assert op.facts == {"mask": "causal", "visible_pairs": pairs(lambda i, j: i >= j)}
     assert "mask" in [a.kind for a in graph.assumptions]
 
 

@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.recording.facts import classify
 from rooftrace.tracer.values import distinct
 from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
 from rooftrace.tracer.values.drawing import drawn
@@ -292,29 +291,8 @@ def test_an_embedding_knows_how_many_rows_it_reads() -> None:
     assert graph.ops[0].facts == {"rows_touched": 3}
 
 
-def _mask(rows: int, columns: int, visible: Callable[[int, int], bool]) -> Tensor:
-    return torch.tensor(
-        [[visible(row, column) for column in range(columns)] for row in range(rows)]
-    )
-
-
-@pytest.mark.parametrize(
-    ("mask", "kind"),
-    [
-        (_mask(4, 4, lambda r, c: True), "none"),
-        (_mask(4, 4, lambda r, c: c <= r), "causal"),
-        (_mask(2, 5, lambda r, c: c <= r + 3), "causal"),
-        (_mask(6, 6, lambda r, c: r - 2 < c <= r), "sliding-window"),
-        (_mask(4, 4, lambda r, c: c < 3), "padding"),
-        (_mask(4, 4, lambda r, c: (r + c) % 2 == 0), "full"),
-    ],
-)
-def test_attention_masks_are_classified(mask: Tensor, kind: str) -> None:
-    assert classify(mask) == kind
-
-
 def test_attention_counts_the_pairs_that_its_mask_leaves(module: Callable[..., nn.Module]) -> None:
-    mask = _mask(4, 4, lambda r, c: c <= r)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
 
     def forward(self: Any, q: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)

@@ -36,7 +36,7 @@ def learn_mask_facts(
         if scores.is_floating_point() and scores.dim() >= _PLANE:
             value = values.implicit(scores)
             if value is not None and not value.certain:
-                return _learnt(values, scores, *scores.shape[-2:], facts)
+                return _learnt(values, scores, scores.shape[-2], scores.shape[-1], facts)
     return records.NO_TAINT
 
 

@@ -77,8 +77,8 @@ class Implicit:
         """What is equal for values that are built alike from equal leaves."""
         inside: tuple[Any, ...] = tuple(part.signature for part in self.parts)
         if self.leaf is not None:
-            plain = self.leaf.contiguous().reshape(-1).view(torch.uint8)
-            inside = tuple(self.leaf.shape), hash(bytes(plain.numpy()))
+            plain = self.leaf.reshape(-1).clone(memory_format=torch.contiguous_format)
+            inside = tuple(self.leaf.shape), hash(bytes(plain.view(torch.uint8).numpy()))
         return self.shape, self.dtype, self.op, inside
 
     # -- views -------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def boxed(base: Tensor, view: Tensor) -> Sequence[int] | None:
         if (view.shape[dim] > 1 and view.stride(dim) != stride) or stride <= 0 or offset < 0:
             return None
         if base.shape[dim] > 1:
-            starts[dim], offset = divmod(offset, stride)
+            starts[dim], offset = divmod(int(offset), stride)
     inside = all(s + n <= size for s, n, size in zip(starts, view.shape, base.shape, strict=True))
     return starts if inside and not offset else None
 

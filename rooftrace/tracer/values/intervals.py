@@ -19,6 +19,7 @@ Bounds = tuple[Tensor, Tensor]
 Interval = Callable[..., Bounds]
 
 _INF = float("inf")
+_broadcast: Any = torch.broadcast_tensors
 
 
 def bounds_of(value: Implicit, leaf: Callable[[Implicit], Bounds]) -> Bounds:
@@ -51,7 +52,7 @@ def written_out(value: Implicit) -> Tensor:
 
 def _hull(*corners: Tensor) -> Bounds:
     """The least and the largest of some numbers; anything where one of them is not a number."""
-    stacked = torch.stack(torch.broadcast_tensors(*corners))
+    stacked = torch.stack(_broadcast(*corners))
     low, high = stacked.nan_to_num(-_INF, _INF, -_INF), stacked.nan_to_num(_INF, _INF, -_INF)
     exact = (stacked == stacked[:1]).all(0)
     return (

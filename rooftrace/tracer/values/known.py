@@ -106,8 +106,10 @@ class KnownTensors:
     def implicit(self, tensor: Tensor) -> Implicit | None:
         """What is known of `tensor`, as a value that is not written out."""
         entry = self.held(tensor)
-        if entry is None or isinstance(entry.value, Implicit):
-            return None if entry is None else entry.value
+        if entry is None:
+            return None
+        if isinstance(entry.value, Implicit):
+            return entry.value
         self.results.shared.add(trees.bytes_of(entry.value))  # nothing writes to a leaf
         return Implicit.of(entry.value)
 

@@ -18,6 +18,8 @@ from rooftrace.tracer.values.pairs import NoPatternError, ShownPairs, shown_pair
 _TRUE, _FALSE = Implicit.of(True), Implicit.of(False)
 
 
+_FAR = 1e3
+
 # -- what hides a position -----------------------------------------------------------------------
 
 
@@ -35,12 +37,9 @@ def hidden(mask: Implicit) -> Implicit:
 
     A term that falls with the distance (ALiBi) hides nothing, however far.
     """
-    if mask.op == LEAF:
-        leaf = mask.leaf
-        if leaf is None or not leaf.numel() or float(leaf.min()) > MASKED:
-            return _FALSE
+    if mask.op == LEAF and mask.leaf is not None and _falls_off(mask.leaf):
         return _bool("le", mask, Implicit.of(MASKED))
-    if mask.op == UNKNOWN:
+    if mask.op in (LEAF, UNKNOWN):
         return _FALSE
     if mask.op in ("to", "trunc"):
         return hidden(mask.parts[0])
@@ -91,6 +90,8 @@ def _number(value: Implicit) -> float | None:
 
 def _very_positive(value: Implicit) -> Implicit:
     """Where a number hides a position once it is subtracted."""
+    if not value.dtype.is_floating_point:
+        return _FALSE
     if value.op in ("to", "trunc"):
         return _very_positive(value.parts[0])
     if value.op == "where":
@@ -101,10 +102,20 @@ def _very_positive(value: Implicit) -> Implicit:
         for factor, other in zip(map(_number, value.parts), value.parts[::-1], strict=True):
             if factor is not None:
                 return _bool("gt", other, Implicit.of(0)) if factor >= -MASKED else _FALSE
-    if value.op != LEAF or value.leaf is None or not value.leaf.numel():
-        return _FALSE
-    large = float(value.leaf.max()) >= -MASKED
-    return _bool("ge", value, Implicit.of(-MASKED)) if large else _FALSE
+    if value.op == LEAF and value.leaf is not None and _falls_off(-1.0 * value.leaf):
+        return _bool("ge", value, Implicit.of(-MASKED))
+    return _FALSE
+
+
+def _falls_off(numbers: Tensor) -> bool:
+    """Whether some numbers hide positions: they lie far below all others, where the distance to a
+    key falls step by step."""
+    if not numbers.is_floating_point() or not numbers.numel() or float(numbers.min()) > MASKED:
+        return False
+    low = numbers <= MASKED
+    if bool(low.all()):
+        return bool((numbers == numbers.reshape(-1)[0]).all())
+    return float(numbers[~low].min()) - float(numbers[low].max()) >= _FAR
 
 
 def _bool(op: str, *parts: Implicit) -> Implicit:
@@ -178,7 +189,7 @@ def decides(call: Call, operands: Collection[Implicit]) -> bool:
     if name not in _PARTLY:
         return False
     if name in ("where", "masked_fill"):
-        numbers = [item for item in call.args if isinstance(item, float | int)]
+        numbers: list[float | None] = [i for i in call.args if isinstance(i, float | int)]
         numbers += [_number(v) for v in operands if v.dtype.is_floating_point]
         if any(number is not None and number <= MASKED for number in numbers):
             return True
@@ -232,6 +243,8 @@ def _pattern(pairs: ShownPairs, plane: int) -> str:
     own = (torch.arange(rows, device="cpu") + columns - rows)[used]
     counts, first, last = counts[used], first[used], last[used]
     start, end = int(first.min()), int(last.max())
+    if bool((first == start).all()) and bool((last == end).all()):
+        return "padding"
     if bool((last == own.clamp(max=end)).all()):  # causal, with a padded end at most
         width = int(counts.max())
         if bool((first == start).all()):
@@ -241,10 +254,10 @@ def _pattern(pairs: ShownPairs, plane: int) -> str:
         begins = first[1:] != first[:-1]
         if not bool((first[1:] == own[1:])[begins].all()):
             return "full"
-        lengths = torch.cat([first[:1], first[1:][begins]]).diff()
-        return "chunked" if bool((lengths == lengths[:1]).all()) else "packed"
+        *lengths, rest = torch.cat([first[:1], first[1:][begins], own[-1:] + 1]).diff().tolist()
+        return "chunked" if len(set(lengths)) == 1 and rest <= lengths[0] else "packed"
     if bool((first == start).all()) and bool((last == own.clamp(min=int(last[0]))).all()):
-        return "prefix" if not bool((last == end).all()) else "padding"
+        return "prefix"
     ahead, behind = int((last - own).max()), int((own - first).max())
     band = (last == (own + ahead).clamp(max=end)) & (first == (own - behind).clamp(min=start))
     if bool(band.all()):
@@ -266,7 +279,7 @@ def reduced(call: Call, held: Held, output: Tensor) -> Tensor | None:
     if value.dtype != torch.bool or len(value.shape) < _PLANE:
         return None
     dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
     whole = not dims
     if not whole and [dim % len(value.shape) for dim in dims] != [len(value.shape) - 1]:
         return None

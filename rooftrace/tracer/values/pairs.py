@@ -1,8 +1,7 @@
 """Which pairs of rows and columns an `Implicit` truth shows, exactly and at any size.
 
 The plane is cut into four again and again.  Bounds of the value over a square say that all of its
-pairs are shown, or none; only squares with both are cut further.  A causal mask of S rows takes
-about 4 S of them.
+pairs are shown, or none; only squares with both are cut further, down to a few pairs.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from torch import Tensor
 from rooftrace.tracer.values.implicit import Implicit
 from rooftrace.tracer.values.intervals import Bounds, bounds_of
 
-_MOST_SQUARES = 1 << 27
-"""How many squares are looked at before a truth counts as unknown: it has no pattern, and squares
-of a few elements all differ."""
+_MOST_SQUARES = 1 << 21
+"""How many squares are looked at before a truth counts as unknown: it has no pattern.  They are
+enough to look at each of half a billion pairs."""
+_DENSE = 4
+"""Squares of side 2**_DENSE are not cut further: their pairs are looked at."""
 _AT_ONCE = 1 << 20
 
 
@@ -68,9 +69,7 @@ def shown_pairs(value: Implicit, rows: int, columns: int) -> ShownPairs:
         for key, leaf in leaves.items()
     }
     sizes = [max((leaf.shape[dim] for leaf in flat.values()), default=1) for dim in (1, 2)]
-    search = _Search(value, flat, planes, sizes[0], sizes[1])
-    search.run()
-    counts, first, last, seen = search.gathered()
+    counts, first, last, seen = _Search(value, flat, planes, sizes[0], sizes[1]).run()
     if sizes[1] == 1:  # each row shows all columns or none
         counts, last = counts * columns, torch.where(last >= 0, columns - 1, last)
         first, seen = torch.where(counts > 0, 0, columns), seen * columns
@@ -84,74 +83,89 @@ class _Search:
         self, value: Implicit, leaves: dict[int, Tensor], planes: int, rows: int, columns: int
     ) -> None:
         self.value, self.planes, self.rows, self.columns = value, planes, rows, columns
-        self.levels = (max(rows, columns, 1) - 1).bit_length() + 1
-        self.bounds = {
-            key: list(_pyramid(leaf.double(), self.levels)) for key, leaf in leaves.items()
-        }
-        self.shown: list[
-            tuple[Tensor, ...]
-        ] = []  # by level, from the whole: squares that are shown
+        self.leaves = {key: leaf.double() for key, leaf in leaves.items()}
+        self.top = max((max(rows, columns, 1) - 1).bit_length(), _DENSE)
+        self.shown: dict[int, list[tuple[Tensor, ...]]] = {}  # whole squares, by their level
         self.looked = 0
 
-    def run(self) -> None:
-        """Find the squares that are shown."""
-        at = tuple(torch.arange(self.planes) * step for step in (1, 0, 0))
-        for level in reversed(range(self.levels)):
-            whole, cut = [], []
-            for part in zip(*(torch.split(item, _AT_ONCE) for item in at), strict=True):
-                low, high = self._bounds(level, part)
-                whole.append(tuple(item[low > 0] for item in part))
-                cut.append(tuple(item[(low <= 0) & (high > 0)] for item in part))
-            self.shown.append(tuple(torch.cat(items) for items in zip(*whole, strict=True)))
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """By plane and row: shown columns, the first and the last; by plane: columns seen."""
+        at: tuple[Tensor, ...] = tuple(torch.arange(self.planes) * step for step in (1, 0, 0))
+        levels = {key: list(_pyramid(leaf, self.top + 1)) for key, leaf in self.leaves.items()}
+        for level in range(self.top, _DENSE, -1):
+            cut = []
+            for part in _parts(at, _AT_ONCE):
+                low, high = self._bounds({key: item[level] for key, item in levels.items()}, part)
+                low, high = low.expand(part[0].shape), high.expand(part[0].shape)
+                whole = low > 0
+                self.shown.setdefault(level, []).append(tuple(item[whole] for item in part))
+                mixed = (low <= 0) & (high > 0)
+                cut.append(tuple(item[mixed] for item in part))
             at = self._quarters(tuple(torch.cat(items) for items in zip(*cut, strict=True)), level)
+        return self._gathered(at)
 
-    def _bounds(self, level: int, at: tuple[Tensor, ...]) -> Bounds:
-        self.looked += len(at[0])
-        if self.looked > _MOST_SQUARES:
-            raise NoPatternError("a mask has no pattern, and too many pairs to look at each")
+    def _bounds(self, leaves: dict[int, Bounds], at: tuple[Tensor, ...]) -> Bounds:
+        """Bounds of the value at places of these leaves: of squares, or of single pairs."""
 
         def leaf(part: Implicit) -> Bounds:
-            low, high = self.bounds[id(part.leaf)][level]
+            low, high = leaves[id(part.leaf)]
             places = tuple(
-                item if size > 1 else torch.zeros((), dtype=torch.int64)
+                item if size > 1 else item.new_zeros(())
                 for item, size in zip(at, low.shape, strict=True)
             )
             return low[places], high[places]
 
-        low, high = bounds_of(self.value, leaf)
-        return low.expand(at[0].shape), high.expand(at[0].shape)
+        return bounds_of(self.value, leaf)
 
     def _quarters(self, at: tuple[Tensor, ...], level: int) -> tuple[Tensor, ...]:
         """The squares of half the side in squares of this level."""
-        if not level:
-            return tuple(item[:0] for item in at)
         plane, row, column = at
         rows = torch.cat([2 * row, 2 * row, 2 * row + 1, 2 * row + 1])
         columns = torch.cat([2 * column, 2 * column + 1] * 2)
         side = 1 << (level - 1)
         inside = (rows * side < self.rows) & (columns * side < self.columns)
+        self.looked += int(inside.sum())
+        if self.looked > _MOST_SQUARES:
+            raise NoPatternError("a mask has no pattern, and too many pairs to look at each")
         return plane.repeat(4)[inside], rows[inside], columns[inside]
 
-    def gathered(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """By plane and row: shown columns, the first and the last; by plane: columns seen."""
-        shape = (self.planes, 1)
-        counts = torch.zeros(shape, dtype=torch.int64)
+    def _gathered(self, rest: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What all squares show; the pairs of the smallest ones, `rest`, are looked at singly."""
+        counts = torch.zeros((self.planes, 1), dtype=torch.int64)
         first, last = torch.full_like(counts, self.columns), torch.full_like(counts, -1)
-        seen = torch.zeros(shape, dtype=torch.bool)
-        for level, (plane, row, column) in zip(
-            reversed(range(self.levels)), self.shown, strict=True
-        ):
+        seen = torch.zeros((self.planes, 1), dtype=torch.bool)
+        for level in range(self.top, -1, -1):
             side = 1 << level
             height, width = (-(-size // side) for size in (self.rows, self.columns))
             counts, first, last = (_halved(item, height) for item in (counts, first, last))
             seen = _halved(seen, width)
-            start, end = column * side, ((column + 1) * side).clamp(max=self.columns)
-            place = plane * height + row
-            counts.view(-1).index_add_(0, place, end - start)
-            first.view(-1).scatter_reduce_(0, place, start, "amin")
-            last.view(-1).scatter_reduce_(0, place, end - 1, "amax")
-            seen.view(-1)[plane * width + column] = True
+            for plane, row, column in self.shown.get(level, ()):
+                start, end = column * side, ((column + 1) * side).clamp(max=self.columns)
+                place = plane * height + row
+                counts.view(-1).index_add_(0, place, end - start)
+                first.view(-1).scatter_reduce_(0, place, start, "amin")
+                last.view(-1).scatter_reduce_(0, place, end - 1, "amax")
+                seen.view(-1)[plane * width + column] = True
+        leaves = {key: (leaf, leaf) for key, leaf in self.leaves.items()}
+        steps = torch.arange(1 << _DENSE)
+        for plane, row, column in _parts(rest, _AT_ONCE >> 2 * _DENSE):
+            rows, columns = (item[:, None] * len(steps) + steps for item in (row, column))
+            inside = (rows < self.rows)[:, :, None] & (columns < self.columns)[:, None]
+            rows, columns = rows.clamp(max=self.rows - 1), columns.clamp(max=self.columns - 1)
+            at = plane[:, None, None], rows[:, :, None], columns[:, None]
+            shows = (self._bounds(leaves, at)[0] > 0) & inside
+            place = (plane[:, None] * self.rows + rows).view(-1)
+            counts.view(-1).index_add_(0, place, shows.sum(2).view(-1))
+            least = torch.where(shows, columns[:, None], self.columns).amin(2)
+            most = torch.where(shows, columns[:, None], -1).amax(2)
+            first.view(-1).scatter_reduce_(0, place, least.view(-1), "amin")
+            last.view(-1).scatter_reduce_(0, place, most.view(-1), "amax")
+            seen.view(-1)[(plane[:, None] * self.columns + columns)[shows.any(1)]] = True
         return counts, first, last, seen.sum(1)
+
+
+def _parts(at: tuple[Tensor, ...], count: int) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(item, count) for item in at), strict=True)
 
 
 def _halved(item: Tensor, size: int) -> Tensor:

@@ -8,10 +8,12 @@ weights or activations is chosen by a named policy, which records an `Assumption
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.ops import Call, groups, traits
@@ -237,11 +239,11 @@ class Values(Assumptions, KnownTensors):
         taint: frozenset[int] = frozenset().union(*(e.taint for e in entries.values() if e))
         made: list[tuple[Tensor, Tensor | Implicit]] = []
         for position, output in enumerate(outputs):
-            value = implying.implied(call, held, output, position)
-            reduced = None if value is not None else masks.reduced(call, held, output)
-            if value is None and reduced is None:
+            value: Tensor | Implicit | None = implying.implied(call, held, output, position)
+            value = masks.reduced(call, held, output) if value is None else value
+            if value is None:
                 return None
-            made.append((output, reduced if value is None else value))
+            made.append((output, value))
         for output, learnt in made:
             if call.info.mutated and isinstance(learnt, Implicit):
                 self._overwrite(output, learnt)
@@ -255,9 +257,10 @@ class Values(Assumptions, KnownTensors):
         entry, value = self.held(mask), self.implicit(mask)
         facts = None
         if value is not None:
-            facts = self.results.once(
-                value, ("mask", rows, columns), lambda mask: masks.facts_of(mask, rows, columns)
-            )
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                facts = self.results.once(
+                    value, ("mask", rows, columns), lambda mask: masks.facts_of(mask, rows, columns)
+                )
         taint = _NO_TAINT if entry is None else entry.taint
         if value is None or facts is None:
             unsure = value is not None or mask.dtype == torch.bool
@@ -283,6 +286,10 @@ class Values(Assumptions, KnownTensors):
                 self.learn(view, implying.placed(before, value, outer), entry.taint)
             elif inner is not None:
                 box = tuple(slice(s, s + n) for s, n in zip(inner, view.shape, strict=True))
-                self.learn(view, value.viewed(lambda leaf, box=box: leaf[box]), entry.taint)
+                self.learn(view, value.viewed(partial(_cut, box)), entry.taint)
             else:
                 view.__dict__.pop(self.key)
+
+
+def _cut(box: tuple[slice, ...], leaf: Tensor) -> Tensor:
+    return leaf[box]
