@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import intervals
 from rooftrace.tracer.values.implicit import Implicit
-from rooftrace.tracer.values.marks import IMPLICIT, KNOWN, REAL_VALUE, Held, Known, small
+from rooftrace.tracer.values.marks import IMPLICIT, KNOWN, REAL_VALUE, Known, LearntValue, small
 from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
@@ -43,7 +43,7 @@ class KnownTensors:
     ) -> None:
         """Remember that `tensor` holds `value` (of its shape; a tensor is one of the CPU)."""
         place = trees.bytes_of(tensor)
-        tensor.__dict__[self.key] = Held(value, taint, self._epochs.get(place, 0))
+        tensor.__dict__[self.key] = LearntValue(value, taint, self._epochs.get(place, 0))
         self._alive[place][id(tensor)] = tensor
 
     def learn_shared(
@@ -92,12 +92,12 @@ class KnownTensors:
             self.learn(tensor, value, entry.taint)
         return Known(value, entry.taint, entry.epoch)
 
-    def held(self, tensor: Tensor) -> Held | None:
+    def held(self, tensor: Tensor) -> LearntValue | None:
         """What is known of the value of `tensor`, at any size (see `known`)."""
-        entry: Held | None = tensor.__dict__.get(self.key)
+        entry: LearntValue | None = tensor.__dict__.get(self.key)
         if entry is None:
             if tensor.device.type == "cpu":
-                return Held(tensor.detach(), _NO_TAINT, 0)
+                return LearntValue(tensor.detach(), _NO_TAINT, 0)
             return None
         if entry.epoch != self._epochs.get(trees.bytes_of(tensor), 0):
             return None

@@ -58,7 +58,7 @@ class Known(NamedTuple):
     epoch: int
 
 
-class Held(NamedTuple):
+class LearntValue(NamedTuple):
     """What is known of a meta tensor at any size: as `Known`, or as an `Implicit` value."""
 
     value: Tensor | Implicit

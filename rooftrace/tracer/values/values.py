@@ -8,7 +8,6 @@ weights or activations is chosen by a named policy, which records an `Assumption
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.ops import Call, groups, traits
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import implying, masks
+from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
-from rooftrace.tracer.values.implicit import Implicit
-from rooftrace.tracer.values.known import KnownTensors
+from rooftrace.tracer.values.implied import ImpliedTensors
 from rooftrace.tracer.values.marks import MAX_ASSUMED, MAX_INTEGERS, Known, small
 from rooftrace.tracer.values.results import ResultMemo
 
@@ -33,7 +31,7 @@ class UnknownValueError(RuntimeError):
     """The code asked for a value that is unknown and too large to assume."""
 
 
-class Values(Assumptions, KnownTensors):
+class Values(Assumptions, ImpliedTensors):
     """Known values of the meta tensors of one capture, and assumptions about unknown ones.
 
     draws: random integers are drawn with a fixed seed (while a user's function makes inputs)
@@ -50,7 +48,7 @@ class Values(Assumptions, KnownTensors):
     ) -> None:
         Assumptions.__init__(self, branches=branches, assume=assume, number=number, turned=turned)
         drawing = torch.Generator().manual_seed(0) if draws else None
-        KnownTensors.__init__(self, ResultMemo(drawing))
+        ImpliedTensors.__init__(self, ResultMemo(drawing))
         self.computed = 0  # how many values were computed from real data
         self.routed: dict[int, set[tuple[int, ...]]] = {}  # shapes of weights read by a choice
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
@@ -177,7 +175,7 @@ class Values(Assumptions, KnownTensors):
         Returns the assumptions that they rest on; None if they are unknown.
         """
         written = call.written()
-        entries = None if self._in_implicit(written) else self._followed(call, outputs)
+        entries = None if self.in_implicit(written) else self._followed(call, outputs)
         if entries is None:
             return self.imply(call, outputs)
         for tensor in written:
@@ -208,48 +206,6 @@ class Values(Assumptions, KnownTensors):
             entries[id(tensor)] = entry
         return entries if all(small(output) for output in outputs) else None
 
-    # -- values that are not written out -----------------------------------------------------------
-
-    def imply(self, call: Call, outputs: Sequence[Tensor]) -> frozenset[int] | None:
-        """Learn the outputs of a call as `Implicit` values, where it is an elementwise op on such.
-
-        Operands may be unknown if another says which positions are masked.  Returns the assumptions
-        that the outputs rest on; None if they are unknown.
-        """
-        written = call.written()
-        taint = self._implied(call, written or outputs)
-        if taint is None:
-            for tensor in written:
-                self.forget(tensor)
-        return taint
-
-    def _implied(self, call: Call, outputs: Sequence[Tensor]) -> frozenset[int] | None:
-        if groups.is_collective(call.func) or traits.is_random(call.func) or not outputs:
-            return None
-        entries = {id(tensor): self.held(tensor) for tensor in call.tensors}
-        if None in entries.values() and not masks.may_decide(call):
-            return None
-        operands = {
-            id(tensor): self.implicit(tensor) or Implicit.unknown(tensor.shape, tensor.dtype)
-            for tensor in call.tensors
-        }
-        if None in entries.values() and not masks.decides(call, operands.values()):
-            return None
-        held = implying.holder(operands)
-        taint: frozenset[int] = frozenset().union(*(e.taint for e in entries.values() if e))
-        made: list[tuple[Tensor, Tensor | Implicit]] = []
-        for position, output in enumerate(outputs):
-            value: Tensor | Implicit | None = implying.implied(call, held, output, position)
-            value = masks.reduced(call, held, output) if value is None else value
-            if value is None:
-                return None
-            made.append((output, value))
-        for output, learnt in made:
-            if call.info.mutated and isinstance(learnt, Implicit):
-                self._overwrite(output, learnt)
-            self.learn(output, learnt, taint)
-        return taint
-
     def mask_facts(
         self, mask: Tensor, rows: int, columns: int
     ) -> tuple[dict[str, Any] | None, frozenset[int]]:
@@ -269,27 +225,3 @@ class Values(Assumptions, KnownTensors):
         if unsure:
             taint |= {self.assume("mask", masks.UNSURE)}
         return facts, taint
-
-    def _in_implicit(self, written: Sequence[Tensor]) -> bool:
-        """Whether a tensor that is written to has views that are not written out."""
-        views = (self.held(view) for tensor in written for view in self.views(tensor))
-        return any(entry is not None and isinstance(entry.value, Implicit) for entry in views)
-
-    def _overwrite(self, tensor: Tensor, value: Implicit) -> None:
-        """Change what is known of the other tensors in the bytes of one that is written to."""
-        for view in self.views(tensor):
-            entry, before = self.held(view), self.implicit(view)
-            if view is tensor or entry is None or before is None:
-                continue
-            outer, inner = implying.boxed(view, tensor), implying.boxed(tensor, view)
-            if outer is not None:
-                self.learn(view, implying.placed(before, value, outer), entry.taint)
-            elif inner is not None:
-                box = tuple(slice(s, s + n) for s, n in zip(inner, view.shape, strict=True))
-                self.learn(view, value.viewed(partial(_cut, box)), entry.taint)
-            else:
-                view.__dict__.pop(self.key)
-
-
-def _cut(box: tuple[slice, ...], leaf: Tensor) -> Tensor:
-    return leaf[box]
