@@ -98,8 +98,9 @@ def mask_of(tensor: Tensor) -> Implicit | None:
     if value is not None or real is None or weight or tensor.dim() < _PLANE:
         return value
     data = real.tensor.detach()
-    hides = data.is_floating_point() and bool(data.numel()) and float(data.min()) <= MASKED
+    hides = data.dtype in _FLOATS and bool(data.numel()) and float(data.min()) <= MASKED
     return Implicit.of(data) if data.dtype == torch.bool or hides else None
 
 
 _PLANE = 2  # dimensions
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
