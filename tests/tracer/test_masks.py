@@ -371,3 +371,21 @@ def test_planes_count_once_each(batch: int, heads: int) -> None:
         dtype=torch.bool,
     )
     assert shown_pairs(value, 9, 9).pairs == round(int(real.sum()) / (batch * heads))
+
+
+def test_a_buffer_that_is_overwritten_is_known_from_then_on() -> None:
+    size = 3_000
+
+    def mask() -> Tensor:
+        made = torch.empty(size, size, device="meta")
+        made.fill_(float("-inf"))
+        return made.triu_(1)
+
+    assert attended(mask, rows=size, columns=size).facts["visible_pairs"] == causal(size)
+
+    def half() -> Tensor:
+        made = torch.empty(size, size, dtype=torch.bool, device="meta")
+        made[: size // 2] = True
+        return made
+
+    assert "visible_pairs" not in attended(half, rows=size, columns=size).facts

@@ -172,7 +172,7 @@ def _triangle(bound: _Bound) -> Implicit:
 # -- numbers everywhere --------------------------------------------------------------------------
 
 
-@_by("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty")
+@_by("zeros", "zeros_like", "new_zeros", "zero")
 def _zeros(bound: _Bound) -> Implicit:
     return Implicit.of(0)
 

@@ -172,18 +172,21 @@ _PARTLY = frozenset({"add", "sub", "rsub", "where", "masked_fill"})
 _LOGICAL = frozenset(
     {"bitwise_and", "bitwise_or", "logical_and", "logical_or", "__and__", "__or__"}
 )
+_OVERWRITES = frozenset({"fill", "zero", "copy"})
 _PLANE = 2  # dimensions
 
 
 def may_decide(call: Call) -> bool:
     """Whether an op keeps something of a known mask where its other operands are unknown."""
-    return call.short_name.removesuffix("_") in _PARTLY | _LOGICAL
+    return call.short_name.removesuffix("_") in _PARTLY | _LOGICAL | _OVERWRITES
 
 
 def decides(call: Call, operands: Collection[Implicit]) -> bool:
     """Whether a call with unknown operands makes something that is known to mask positions."""
     name = call.short_name.removesuffix("_")
     values = [value for value in operands if len(value.shape) >= _PLANE and value.op != UNKNOWN]
+    if name in _OVERWRITES:
+        return all(value.op != UNKNOWN for value in list(operands)[1:])
     if name in _LOGICAL:
         return any(value.dtype == torch.bool for value in values)
     if name not in _PARTLY:
