@@ -389,3 +389,49 @@ def test_a_buffer_that_is_overwritten_is_known_from_then_on() -> None:
         return made
 
     assert "visible_pairs" not in attended(half, rows=size, columns=size).facts
+
+
+def test_masks_that_modules_keep_are_known() -> None:
+    size, kept = 2_100, 2_500
+
+    class Kept(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            ones = torch.ones(kept, kept, dtype=dtype)
+            self.register_buffer("bias", ones.tril().view(1, 1, kept, kept))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = x @ x.mT
+            hidden = self.bias[:, :, :size, :size] == 0
+            return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ x
+
+    for dtype in (torch.bool, torch.float32):
+        graph = rt.trace(Kept(dtype), torch.empty(1, 2, size, 8))
+        assert _masked(graph) == [causal(size)]
+        assert not graph.assumptions
+
+
+def _masked(graph: OpGraph) -> list[int]:
+    return [op.facts["visible_pairs"] for op in graph.ops if "visible_pairs" in op.facts]
+
+
+def test_masks_of_torch_s_own_layers_are_known() -> None:
+    size, lengths = 2_100, (2_100, 700)
+    padded = torch.stack([torch.arange(size) >= n for n in lengths])
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+            self.inner = nn.TransformerEncoder(layer, 2)
+            self.outer = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(size, device=x.device)
+            x = self.inner(x, mask=mask, src_key_padding_mask=hidden)
+            return self.outer(x, x, x, attn_mask=mask)[0]
+
+    with pytest.warns(UserWarning, match="mismatched"):
+        graph = rt.trace(Encoder(), torch.empty(2, size, 16), padded)
+    both = causal(size) + causal(lengths[1]) + (size - lengths[1]) * lengths[1]
+    assert _masked(graph) == [both // 2, both // 2, causal(size)]

@@ -14,7 +14,7 @@ from rooftrace.tracer.values import Values
 _MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
 """Where attention has its mask; query and key stand three and two places before it."""
 _SCORES = frozenset(
-    f"aten.{name}" for name in ("add", "add_", "where", "masked_fill", "masked_fill_")
+    f"aten.{name}" for name in ("add", "add_", "where", "masked_fill", "masked_fill_", "baddbmm")
 )
 """Ops that put a mask on scores that are written out."""
 _PLANE = 2  # dimensions

@@ -127,6 +127,13 @@ def _sum(bound: _Bound) -> Implicit:
     return bound.applied("sub" if "sub" in bound.call.name else "add", first, second)
 
 
+@_by("baddbmm")
+def _added(bound: _Bound) -> Implicit:
+    """What a product is added to: the product itself is unknown."""
+    product = Implicit.unknown(bound.output.shape, bound.output.dtype)
+    return bound.applied("add", bound.value("self"), product)
+
+
 @_by("div", "true_divide", "divide")
 def _divided(bound: _Bound) -> Implicit:
     quotient = bound.applied("div", bound.value("self"), bound.value("other"))

@@ -91,15 +91,19 @@ MASKED = -1e4
 
 def mask_of(tensor: Tensor) -> Implicit | None:
     """The value of a meta tensor that is too large to be known by itself, where it may be a mask:
-    it was made of ranges, or it stands for a real one of truths or of very negative numbers."""
+    it was made of ranges, or it stands for a real one of truths (also as 0 and 1) or of very negative
+    numbers."""
     value: Implicit | None = tensor.__dict__.get(IMPLICIT)
     real: Real | None = tensor.__dict__.get(REAL)
     weight = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
     if value is not None or real is None or weight or tensor.dim() < _PLANE:
         return value
     data = real.tensor.detach()
-    hides = data.dtype in _FLOATS and bool(data.numel()) and float(data.min()) <= MASKED
-    return Implicit.of(data) if data.dtype == torch.bool or hides else None
+    if data.dtype in _FLOATS and data.numel():
+        masks = float(data.min()) <= MASKED or bool(((data == 0) | (data == 1)).all())
+    else:
+        masks = data.dtype == torch.bool
+    return Implicit.of(data) if masks else None
 
 
 _PLANE = 2  # dimensions

@@ -110,9 +110,9 @@ def _very_positive(value: Implicit) -> Implicit:
 def _falls_off(numbers: Tensor) -> bool:
     """Whether some numbers hide positions: they lie far below all others, where the distance to a
     key falls step by step."""
-    if not numbers.is_floating_point() or not numbers.numel() or float(numbers.min()) > MASKED:
-        return False
     low = numbers <= MASKED
+    if not numbers.is_floating_point() or not bool(low.any()):
+        return False
     if bool(low.all()):
         return bool((numbers == numbers.reshape(-1)[0]).all())
     return float(numbers[~low].min()) - float(numbers[low].max()) >= _FAR
@@ -167,7 +167,7 @@ def unsure(mask: Implicit) -> bool:
 
 # -- facts ---------------------------------------------------------------------------------------
 
-_PARTLY = frozenset({"add", "sub", "rsub", "where", "masked_fill"})
+_PARTLY = frozenset({"add", "sub", "rsub", "where", "masked_fill", "baddbmm"})
 """Ops of numbers that keep what one operand hides, whatever the other is."""
 _LOGICAL = frozenset(
     {"bitwise_and", "bitwise_or", "logical_and", "logical_or", "__and__", "__or__"}
