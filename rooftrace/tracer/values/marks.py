@@ -13,6 +13,9 @@ _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 """Two values in a byte; torch 2.8 cannot copy such a tensor."""
 MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are carried along."""
+MAX_CHOSEN = 1 << 28
+"""Whole numbers up to this many that follow from a choice (of experts) are carried along: the rows
+of each expert depend on them.  Equal layers share them."""
 MAX_ASSUMED = 1 << 24
 """Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
@@ -60,6 +63,12 @@ def small(tensor: Tensor) -> bool:
         return False
     inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)
+
+
+def fits_chosen(tensor: Tensor) -> bool:
+    """The same of what follows from a choice."""
+    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    return small(tensor) or (whole and tensor.numel() <= MAX_CHOSEN)
 
 
 def store(module: Any, name: str, form: str) -> None:
