@@ -100,4 +100,6 @@ def _looped(values: Values, condition: Any, body: Any, carried: Any, more: Any =
         if not go_on:
             break
         carried = body(*carried, *more)
+    else:
+        values.assume("branch", f"while_loop ends after {_MAX_LOOPS:,} turns", _MAX_LOOPS)
     return carried
