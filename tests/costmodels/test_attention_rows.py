@@ -93,6 +93,7 @@ def test_the_sizes_of_an_attention_are_in_its_row() -> None:
         "heads": 32, "kv_heads": 8, "width": 64, "value_width": 64, "kv_size": 2, "masked": 0,
         "paged": 0, "backward": 0, "size": 2, "rate": H100.peak("matrix", "bf16"),
         "library": LIBRARIES.index("flash2"),
+        "long": 0, "long_queries": 0, "long_keys": 0, "long_visible": 0,
     }  # fmt: skip
 
 

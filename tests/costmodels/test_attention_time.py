@@ -300,3 +300,23 @@ def test_chips_without_sms_have_no_engine() -> None:
     assert attention_engine(replace(load_chip("h100-sxm"), sm_count=None)) is None
     for chip, lanes in (("a100-sxm-80", 64), ("h100-sxm", 128), ("rtx-4090", 128)):
         assert engine(chip).lanes / engine(chip).clocks == pytest.approx(lanes, rel=0.01)
+
+
+def test_blocks_of_unequal_requests_are_those_that_a_loop_over_them_makes() -> None:
+    lengths = [4096] + 63 * [64]
+    mean = sum(lengths) / len(lengths)
+    pairs = {n: n * (n + 1) // 2 for n in lengths}
+    sizes = case(
+        batch=64, queries=mean, keys=mean, visible=sum(pairs[n] for n in lengths) / 64, kv_heads=32,
+        long=1, long_queries=4096, long_keys=4096, long_visible=pairs[4096],
+    )  # fmt: skip
+    for kernel in (FLASH3, SPLIT2, EFFICIENT):
+        together = attention_blocks(sizes, 132, kernel)
+        each = [
+            attention_blocks(case(batch=1, queries=n, keys=n, kv_heads=32), 1, kernel)
+            for n in lengths
+        ]
+        assert together.count[0] == pytest.approx(sum(one.count[0] for one in each))
+        walked = sum(one.count[0] * one.mean[0] for one in each)
+        assert together.count[0] * together.mean[0] == pytest.approx(walked)
+        assert together.longest[0] == max(one.longest[0] for one in each)

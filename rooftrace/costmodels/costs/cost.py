@@ -27,7 +27,9 @@ class AttentionSizes(Struct, frozen=True):
     key) pairs of one head and request that are computed.  heads, kv_heads: of queries, and of keys
     and values.  width: of query and key.
     kv_size: bytes of an element of key and value.  masked: the mask is a tensor of numbers, so it
-    follows no known pattern.  paged: key and value lie in pages of a cache.
+    follows no known pattern.  paged: key and value lie in pages of a cache.  long: as many of the
+    requests are as long as `long_queries` and `long_keys` say, of which `long_visible` pairs are
+    computed each, and the others alike; 0 where all requests are.
     """
 
     batch: int
@@ -42,6 +44,10 @@ class AttentionSizes(Struct, frozen=True):
     masked: bool = False
     paged: bool = False
     backward: bool = False
+    long: float = 0.0
+    long_queries: float = 0.0
+    long_keys: float = 0.0
+    long_visible: float = 0.0
 
     @property
     def flop(self) -> float:

@@ -137,6 +137,48 @@ def attention_blocks(
     """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`)."""
     import numpy as np
 
+    short, long = (_walked(part, kernel) for part in _alike(sizes))
+    uneven = long.batch > 0
+    count = short.count + long.count
+    mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
+    steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
+    can = (np.maximum(short.packed, long.packed) > 1) | kernel.splits
+    split = np.where(can, np.clip(np.minimum(units // count, steps), 1, MOST_SPLITS), 1.0)
+    longest = np.ceil(steps / split) * kernel.keys
+    tiles = np.where(uneven, np.maximum(short.tiles, long.tiles), short.tiles)
+    return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
+
+
+def _alike(sizes: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
+    """The sizes of all requests but the long ones, then of those: none where all are alike."""
+    import numpy as np
+
+    batch = sizes["batch"]
+    long = sizes.get("long", np.zeros(len(batch)))
+    names = ("queries", "keys", "visible")
+    most = {name: np.where(long > 0, sizes.get(f"long_{name}", 0.0), sizes[name]) for name in names}
+    rest = {
+        name: sizes[name] + (sizes[name] - most[name]) * long / (batch - long) for name in names
+    }
+    yield {**sizes, **rest, "batch": batch - long}
+    yield {**sizes, **most, "batch": long}
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """The blocks of requests of one size, before any are split: arrays by case."""
+
+    batch: Array
+    packed: Array  # heads that share a tile of rows
+    tiles: Array
+    count: Array
+    mean: Array  # keys that a block walks over
+    steps: Array  # of the longest block
+
+
+def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
+    import numpy as np
+
     queries, packed = sizes["queries"], _packed(sizes, kernel)
     tiles = np.ceil(queries * packed / kernel.rows)
     count = sizes["batch"] * sizes["heads"] / packed * tiles
@@ -146,10 +188,7 @@ def attention_blocks(
     more = (tiles * span - queries) / 2 + (span - 1) / 2 + np.maximum(kernel.keys - span, 0) / 2
     mean = np.clip(sizes["visible"] / queries + more, kernel.keys, whole)
     steps = np.ceil(np.minimum(_most_seen(sizes) + span - 1, sizes["keys"]) / kernel.keys)
-    can = (packed > 1) | kernel.splits
-    split = np.where(can, np.clip(np.minimum(units // count, steps), 1, MOST_SPLITS), 1.0)
-    longest = np.ceil(steps / split) * kernel.keys
-    return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
+    return _Walked(sizes["batch"], packed, tiles, count, mean, steps)
 
 
 def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
@@ -202,7 +241,8 @@ def attention_seconds(
     of one head that are computed), heads, kv_heads, width (of query and key), value_width, size and
     kv_size (bytes of what is multiplied, and of an element of key and value), rate (FLOP/s of the
     products), bytes (through HBM), masked (a mask of numbers: no flash kernel takes one), paged (a
-    cache in pages), library (of LIBRARIES; without it the newest flash kernel of the chip).
+    cache in pages), library (of LIBRARIES; without it the newest flash kernel of the chip), long
+    (how many requests have long_queries, long_keys and long_visible, while the others are alike).
     compute, memory, overlap: those of `Knobs`.
     """
     import numpy as np

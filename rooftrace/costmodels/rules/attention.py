@@ -13,6 +13,7 @@ L2.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.costs import AttentionSizes, Cost
@@ -20,11 +21,15 @@ from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rewriting import marks
 from rooftrace.costmodels.rules.common import product_precision, share, vector
+from rooftrace.costmodels.rules.sequences import Band, Packed, together
 from rooftrace.hardware.precisions import precision as format_of
 from rooftrace.tracer.asking import RequestLengths
 
-BOTTOM_RIGHT = 2
-"""`custom_mask_type` of _efficient_attention_forward: 1 is causal from the top left corner."""
+TOP_LEFT, BOTTOM_RIGHT = 1, 2
+"""`custom_mask_type` of _efficient_attention_forward: causal from one of the corners."""
+_OFFSETS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
+_PACKAGE = ("flash_attn", "flashattn")
+"""What flash_attn calls its ops, from 2.7 on (github.com/Dao-AILab/flash-attention)."""
 SOFTMAX = 5
 """Flop per visible pair: scale, compare with the running maximum, subtract it, exp, add to the sum.
 
@@ -33,7 +38,8 @@ add, are counted apart or not at all: the former depends on the tile size.
 """
 
 
-QKV = ("query", "key", "value")
+_QUERY, _KEY, _VALUE = ("query", "q"), ("key", "k"), ("value", "v")
+QKV = ("query", "key", "value", "q", "k", "v")
 UNSTRUCTURED = "full"
 """What the tracer calls a mask that has no pattern for a kernel to skip by."""
 _PATTERNED = ("none", "causal", "sliding-window", "padding")
@@ -68,27 +74,14 @@ def causal_pairs(queries: int, length: int) -> int:
     return steps * (steps + 1) // 2 + (queries - steps) * length
 
 
-def _sizes(op: OpView, heads_first: bool = True) -> AttentionShape:
-    """Sizes from query[..., Hq, S, E], key[..., Hk, L, E], value[..., Hk, L, Ev].
-
-    With heads_first=False they are [B, S, H, E], or [S of all sequences, H, E] with `cum_seq_q`:
-    then all sequences count as equally long, since offsets are data.
-    """
+def _sizes(op: OpView) -> AttentionShape:
+    """Sizes from query[..., Hq, S, E], key[..., Hk, L, E], value[..., Hk, L, Ev]."""
     query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
-    e, ev = query.shape[-1], value.shape[-1]
-    if heads_first:
-        queries, length = query.shape[-2], key.shape[-2]
-        q_heads = query.shape[-3] if query.dim > 2 else 1
-        k_heads = key.shape[-3] if key.dim > 2 else 1
-        batch = math.prod(map(max, query.shape[:-3], key.shape[:-3]))
-    else:
-        offsets = op.first("cum_seq_q", "cu_seqlens_q")
-        parts = 1 if offsets is None else max(offsets.elements - 1, 1)
-        queries, length = query.shape[-3] // parts, key.shape[-3] // parts
-        q_heads, k_heads = query.shape[-2], key.shape[-2]
-        batch = parts * math.prod(query.shape[:-3])
-    return _shape(op, queries=queries, length=length, batch=int(batch), heads=(q_heads, k_heads),
-                  widths=(e, ev), stored=key)
+    q_heads = query.shape[-3] if query.dim > 2 else 1
+    k_heads = key.shape[-3] if key.dim > 2 else 1
+    batch = math.prod(map(max, query.shape[:-3], key.shape[:-3]))
+    return _shape(op, queries=query.shape[-2], length=key.shape[-2], batch=int(batch),
+                  heads=(q_heads, k_heads), widths=(query.shape[-1], value.shape[-1]), stored=key)
 
 
 def _shape(
@@ -115,47 +108,108 @@ def _shape(
         pairs = min(int(visible), queries * length)
         keys = min(length, pairs) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
-    kernel = None if op.fact(marks.WRITTEN_OUT) else AttentionSizes(
-        batch=batch,
-        queries=queries,
-        keys=length,
-        visible=pairs if skips else queries * length,
-        heads=q_heads,
-        kv_heads=k_heads,
-        width=e,
-        value_width=ev,
-        kv_size=float(format_of(stored.dtype).bits / 8),
-        masked=op.fact(marks.LIBRARY) == marks.EFFICIENT
-        or (_mask(op) is not None and op.fact("mask") not in _PATTERNED),
-        backward="backward" in op.target,
-    )  # fmt: skip
+    kernel = None if op.fact(marks.WRITTEN_OUT) else _kernel(
+        op, (Packed(batch, queries, length, pairs if skips else queries * length),),
+        heads, widths, stored)  # fmt: skip
     return AttentionShape(
         heads=batch * q_heads, e=e, ev=ev, queries=queries, length=length,
         dense=queries * length, visible=pairs, keys=keys, rows=rows, skips=skips, kernel=kernel,
     )  # fmt: skip
 
 
-def _packed_shape(
+def _kernel(
+    op: OpView, kinds: Sequence[Packed], heads: tuple[int, int], widths: tuple[int, int],
+    stored: TensorView,
+) -> AttentionSizes:  # fmt: skip
+    """What the time of a kernel needs.  kinds: its sequences."""
+    return AttentionSizes(
+        **together(kinds),  # type: ignore[arg-type]
+        heads=heads[0],
+        kv_heads=heads[1],
+        width=widths[0],
+        value_width=widths[1],
+        kv_size=float(format_of(stored.dtype).bits / 8),
+        masked=op.fact(marks.LIBRARY) == marks.EFFICIENT
+        or (_mask(op) is not None and op.fact("mask") not in _PATTERNED),
+        paged=op.first("block_table") is not None,
+        backward="backward" in op.target,
+    )  # fmt: skip
+
+
+def _heads_last(op: OpView) -> AttentionShape:
+    """Sizes from query[B, S, Hq, E], key[B, L, Hk, E], or packed [S of all sequences, H, E].
+
+    The tracer tells how long packed sequences are (`sequences`); else they count as equally long.
+    """
+    query, key, value = _operands(op)
+    sequences = op.fact("sequences")
+    if sequences is None:
+        offsets = op.first(*_OFFSETS)
+        parts = 1 if offsets is None else max(offsets.elements - 1, 1)
+        batch = parts * math.prod(query.shape[:-3])
+        sequences = ((batch, query.shape[-3] // parts, key.shape[-3] // parts),)
+    return _of_sequences(
+        op,
+        [Packed(count, n, m, _band(op).pairs(n, m)) for count, n, m in sequences],
+        seen=sum(count * _band(op).seen(n, m) for count, n, m in sequences),
+        heads=(query.shape[-2], key.shape[-2]),
+        widths=(query.shape[-1], value.shape[-1]),
+        stored=math.prod(key.shape[:-2]),
+    )  # fmt: skip
+
+
+def _of_sequences(
+    op: OpView, kinds: Sequence[Packed], *, seen: int, heads: tuple[int, int],
+    widths: tuple[int, int], stored: int,
+) -> AttentionShape:  # fmt: skip
+    """Sizes of sequences that one kernel runs, of which each sees its own keys.
+
+    seen: keys that are read, of all that are stored.
+    """
+    dense = sum(kind.count * kind.queries * kind.keys for kind in kinds)
+    shared = heads[0] // max(heads[1], 1)
+    rows = kinds[0].queries if len(kinds) == 1 else (
+        sum(kind.count * kind.queries**2 * kind.keys for kind in kinds) / max(dense, 1))
+    return AttentionShape(
+        heads=heads[0], e=widths[0], ev=widths[1],
+        queries=sum(kind.count * kind.queries for kind in kinds), length=stored, dense=dense,
+        visible=sum(kind.count * kind.visible for kind in kinds), keys=seen,
+        rows=rows * max(shared, 1), skips=True,
+        kernel=_kernel(op, kinds, heads, widths, op.needed(*_KEY, "latent")),
+    )  # fmt: skip
+
+
+def _band(op: OpView) -> Band:
+    """Which keys the arguments of a kernel let a query see; the corners are the kernels' own."""
+    kind = op.attribute("custom_mask_type", None)
+    if kind is not None:  # the memory-efficient kernel: its window has the query's own key
+        window = int(op.attribute("window_size", None) or 0)
+        ahead = 0 if kind else None
+        return Band(window - 1 if window > 0 else None, ahead, kind != TOP_LEFT, least_shift=0)
+    behind, ahead = op.attribute("window_size", None) or (
+        op.attribute("window_size_left", None), op.attribute("window_size_right", None))  # fmt: skip
+    if op.attribute("is_causal", op.attribute("causal", False)):
+        ahead = 0
+    return Band(*(None if end is None or end < 0 else int(end) for end in (behind, ahead)))
+
+
+def _of_requests(
     op: OpView, heads: int, widths: tuple[int, int], key: TensorView
 ) -> AttentionShape:
     """Sizes of requests packed in one row: each sees its own rows.
 
-    heads: of queries.  widths: of query and key, and of value.  key: the keys [1, H, L, E].  The
-    kernel's time is that of as many equal requests, with the mean of their sizes.
+    heads: of queries.  widths: of query and key, and of value.  key: the keys [1, H, L, E].
     """
     lengths = RequestLengths(tuple(op.attribute("cached")), tuple(op.attribute("new")))
-    window, count = int(op.attribute("window")), len(lengths.new)
-    tokens, length, visible = lengths.tokens, lengths.keys(window), lengths.visible(window)
-    kernel = AttentionSizes(
-        batch=count, queries=tokens / count, keys=length / count, visible=visible / count,
-        heads=heads, kv_heads=key.shape[1], width=widths[0], value_width=widths[1],
-        kv_size=float(format_of(key.dtype).bits / 8),
-    )  # fmt: skip
-    return AttentionShape(
-        heads=heads, e=widths[0], ev=widths[1], queries=tokens, length=length,
-        dense=lengths.pairs(window), visible=visible, keys=length,
-        rows=max(1, tokens // count * heads // key.shape[1]), skips=True, kernel=kernel,
-    )  # fmt: skip
+    window = int(op.attribute("window"))
+    kinds = [
+        Packed(count, new, min(held, window - 1) + new if window else held + new,
+               RequestLengths((held,), (new,)).visible(window))
+        for held, new, count in lengths.groups()
+    ]  # fmt: skip
+    length = lengths.keys(window)
+    return _of_sequences(op, kinds, seen=length, heads=(heads, key.shape[1]), widths=widths,
+                         stored=length)
 
 
 def _products(s: AttentionShape, flop_per_pair: int, precision: str) -> Cost:
@@ -183,28 +237,36 @@ def _per_pair_extras(op: OpView) -> int:
     return (1 if additive else 0) + (2 if op.attribute("dropout_p", 0.0) > 0 else 0)
 
 
-def _forward(op: OpView, s: AttentionShape) -> Cost:
-    query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
-    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
-    return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
-            + vector(op, softmax)
-            + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + op.read_all((t for _, t in op.operands(but=QKV)))
+def _operands(op: OpView) -> tuple[TensorView, TensorView, TensorView]:
+    """Query, key and value, as torch or flash_attn name them."""
+    return op.needed(*_QUERY), op.needed(*_KEY), op.needed(*_VALUE)
+
+
+def _moved(op: OpView, s: AttentionShape, written: tuple[str, ...]) -> Cost:
+    """Operands and results.  written: operands that the kernel writes and does not read."""
+    query, key, value = _operands(op)
+    others = list(op.operands(but=QKV))
+    return (op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
+            + op.read_all(tensor for name, tensor in others if name not in written)
+            + op.write_all(tensor for name, tensor in others if name in written)
             + op.write_all(op.outputs))
 
 
+def _forward(op: OpView, s: AttentionShape) -> Cost:
+    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
+    return (_products(s, 2 * s.e + 2 * s.ev, product_precision(*_operands(op)))
+            + vector(op, softmax) + _moved(op, s, ("out",)))
+
+
 def _backward(op: OpView, s: AttentionShape) -> Cost:
-    query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
-    precision = product_precision(query, key, value)
+    precision = product_precision(*_operands(op))
     per_pair = 3 + _per_pair_extras(op)
     again = Cost.of(matmul=2 * s.heads * s.computed * s.e, precision=precision, rows=s.rows,
                     count="recompute")
     return (_products(s, 4 * s.e + 4 * s.ev, precision) + again
             + vector(op, 3 * s.heads * s.computed, count="recompute")
             + vector(op, per_pair * s.heads * s.computed + 2 * s.heads * s.queries * s.ev)
-            + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + op.read_all((t for _, t in op.operands(but=QKV)))
-            + op.write_all(op.outputs))
+            + _moved(op, s, ("dq", "dk", "dv")))
 
 
 @builtin("rooftrace.attention", kind="attention", label="flash attention")
@@ -260,7 +322,7 @@ def packed_attention(op: OpView) -> Cost:
     """
     query, value = op.needed("query"), op.needed("value")
     widths = query.shape[-1], value.shape[-1]
-    return _forward(op, _packed_shape(op, query.shape[1], widths, op.needed("key")))
+    return _forward(op, _of_requests(op, query.shape[1], widths, op.needed("key")))
 
 
 @builtin("rooftrace.packed_latent_attention", kind="attention", label="packed latent attention")
@@ -268,16 +330,20 @@ def packed_latent_attention(op: OpView) -> Cost:
     """`latent_attention` of several requests in one kernel; pairs as in `packed_attention`."""
     query, rope, latent = op.needed("query"), op.needed("query_rope"), op.needed("latent")
     widths = query.shape[-1] + rope.shape[-1], latent.shape[-1]
-    return _latent(op, _packed_shape(op, query.shape[1], widths, latent))
+    return _latent(op, _of_requests(op, query.shape[1], widths, latent))
 
 
-@builtin("aten._flash_attention_forward", "aten._efficient_attention_forward", kind="attention")
+@builtin("torch_attn._varlen_attn", "torch_attn._varlen_attn_out",
+         *(f"{name}._flash_attn{kind}_forward" for name in _PACKAGE for kind in ("", "_varlen")),
+         kind="attention", label="flash attention")
+@builtin("aten._flash_attention_forward", "aten._flash_attention_forward_no_dropout_inplace",
+         "aten._efficient_attention_forward", kind="attention")
 def attention_heads_last(op: OpView) -> Cost:
     """`attention` on [B, S, H, E], or on packed sequences [T, H, E] with their offsets.
 
     torch.utils.flop_counter reads these shapes as [B, H, S, E] and so counts H for S here.
     """
-    return _forward(op, _sizes(op, heads_first=False))
+    return _forward(op, _heads_last(op))
 
 
 @builtin("rooftrace.attention_backward", kind="attention", label="flash attention backward")
@@ -300,10 +366,13 @@ def attention_backward(op: OpView) -> Cost:
     return _backward(op, _sizes(op))
 
 
+@builtin("torch_attn._varlen_attn_backward",
+         *(f"{name}._flash_attn{kind}_backward" for name in _PACKAGE for kind in ("", "_varlen")),
+         kind="attention", label="flash attention backward")
 @builtin("aten._flash_attention_backward", "aten._efficient_attention_backward", kind="attention")
 def attention_backward_heads_last(op: OpView) -> Cost:
     """`attention_backward` on [B, S, H, E], or on packed sequences."""
-    return _backward(op, _sizes(op, heads_first=False))
+    return _backward(op, _heads_last(op))
 
 
 @builtin("aten._fill_mem_eff_dropout_mask_")

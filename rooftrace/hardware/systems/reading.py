@@ -216,11 +216,15 @@ def _inner_fact(table: FactTable, key: str, unit: str, needed: bool = True) -> F
     return None
 
 
+_LARGEST = 1 << 40
+"""Chips, links or bytes: more of them is a slip."""
+
+
 def _whole(table: FactTable, key: str, default: int | None = None) -> int:
     if key not in table.rest and default is not None:
         return default
     value = table.rest.pop(key, None)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 40:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         raise table.error(key, "" if value is None else value, "expected a whole number above 0")
     return value
 

@@ -458,7 +458,7 @@ def _decode_argument(item: Any) -> Argument:
             return _NUMBERS[item[_NUMBER]]
         ref = record_of(_Ref, item, "an argument", _KIND)
         return Ref(ref.ref, _neighbour(ref.then), ref.every)
-    if isinstance(item, list):
+    if isinstance(item, (list, tuple)):
         return tuple(_decode_argument(x) for x in item)
     return _one_nan(item)
 

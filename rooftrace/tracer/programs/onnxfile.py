@@ -25,7 +25,7 @@ from rooftrace.tracer.programs.onnxmodule import Initializer, OnnxModule, OnnxSt
 KIND = FileKind("ONNX model", TargetError)
 _MOST_BYTES = 1 << 31
 """Bytes of a file: what the format itself allows."""
-_MOST_KNOWN = 1 << 16
+_MOST_KNOWN = 1 << 22
 """Whole numbers whose values are read."""
 _MOST_FLOATS = 1
 """Floating-point numbers whose values are read: a constant of a formula, no weights."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy
 
+_FARTHEST = 1 << 30
+"""An end of a slice further before the start than this stands for the start."""
 _MOST = 1 << 16
 """Numbers that a result may have; a larger one is made as a tensor."""
 Attributes = Mapping[str, Any]
@@ -48,7 +50,7 @@ def slices(
     strides = [1] * len(starts) if steps is None else [int(step) for step in steps]
     cut = [slice(None)] * rank
     for axis, start, end, stride in zip(places, starts, ends, strides, strict=True):
-        stop = None if stride < 0 and int(end) < -(1 << 30) else int(end)
+        stop = None if stride < 0 and int(end) < -_FARTHEST else int(end)
         cut[axis] = slice(int(start), stop, stride)
     return tuple(cut)
 

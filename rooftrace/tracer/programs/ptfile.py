@@ -27,7 +27,7 @@ from rooftrace.tracer.programs.expressions import ExpressionError, checked, eval
 
 KIND = FileKind("exported program", TargetError)
 _MOST_ENTRIES = 1_000_000
-_MOST_CONSTANT = 1 << 20
+_MOST_CONSTANT = 1 << 25
 """Bytes of a buffer or constant whose values are read; of a larger one only the sizes are known."""
 _TARGET = re.compile(
     r"torch\.ops(?!\.(?:load_library|import_module|loaded_libraries)\b)(?:\.(?!__)\w+){2,3}"

@@ -260,9 +260,18 @@ def _counted(tape: Tape, call: Call) -> Any:
 
 @answers("aten.repeat_interleave")
 def _interleaved(tape: Tape, call: Call) -> Any:
-    """repeat_interleave with repeats in a tensor: they decide the size of the output."""
+    """repeat_interleave with repeats in a tensor: they decide the size of the output, unless the
+    call says it."""
     by_tensor = len(call.args) == 1 or isinstance(call.args[1], Tensor)
-    return _counted(tape, call) if by_tensor else NotImplemented
+    if not by_tensor:
+        return NotImplemented
+    size = call.kwargs.get("output_size")
+    if size is None or all(tape.values.exact(t) is not None for t in call.tensors):
+        return _counted(tape, call)
+    repeats = call.args[0]  # aten.repeat_interleave.Tensor(repeats): indices of the rows
+    out = torch.empty((int(size),), dtype=repeats.dtype, device=META)
+    tape.record(call, [out], single=True)
+    return out
 
 
 @answers("aten._padded_dense_to_jagged_forward")

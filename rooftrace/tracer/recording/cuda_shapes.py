@@ -1,4 +1,4 @@
-"""What ops return that only a GPU runs, and that have no meta kernel: those of SyncBatchNorm.
+"""What ops return that have no meta kernel: those of SyncBatchNorm, which only a GPU runs, and CTC.
 
 Statistics are in FP32 where the input is in a shorter type; what is normalised keeps its layout.
 """
@@ -46,6 +46,10 @@ def _like_second(grad: Tensor, x: Tensor, *others: Any, **more: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _contiguous_like_second(grad: Tensor, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _reduced(
     grad: Tensor,
     x: Tensor,
@@ -70,4 +74,5 @@ _SHAPES: Mapping[str, Callable[..., Any]] = {
     "aten.batch_norm_elemt": _like_input,
     "aten.batch_norm_backward_reduce": _reduced,
     "aten.batch_norm_backward_elemt": _like_second,
+    "aten._ctc_loss_backward": _contiguous_like_second,
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.patches import current_scope
 from rooftrace.tracer.recording.by_value import is_mask
+from rooftrace.tracer.recording.sequences import PACKED, sequence_facts
 from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import Values, distinct
@@ -151,23 +152,4 @@ def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
     return records.NO_TAINT
 
 
-_OFFSETS = {"aten._flash_attention_forward": 3, "aten._flash_attention_backward": 6}
-"""Where the offsets of the sequences stand."""
-
-
-@facts_of(*_OFFSETS)
-def _packed_attention(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
-    """Packed sequences of different or unknown lengths count as equally long, by assumption."""
-    if len(call.args) <= _OFFSETS[call.name]:
-        return None
-    offsets = call.args[_OFFSETS[call.name]]
-    entry = values.known(offsets) if isinstance(offsets, Tensor) else None
-    if isinstance(offsets, Tensor) and (entry is None or not _equal_steps(entry.value)):
-        text = "attention over packed sequences counts them as equally long"
-        return frozenset([values.assume("lengths", text)])
-    return records.NO_TAINT if entry is None else entry.taint
-
-
-def _equal_steps(offsets: Tensor) -> bool:
-    steps = offsets.diff()
-    return bool((steps == steps[:1]).all())
+facts_of(*PACKED)(sequence_facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -89,7 +90,7 @@ def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
 
 def _looped(values: Values, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:
     """The result of a while_loop; the body runs once if the condition is unknown."""
-    for turn in range(_MAX_LOOPS):
+    for turn in itertools.count():
         go_on = condition(*carried, *more)
         if isinstance(go_on, Tensor):
             entry = values.exact(go_on)
@@ -97,7 +98,8 @@ def _looped(values: Values, condition: Any, body: Any, carried: Any, more: Any =
                 values.assume("branch", "while_loop runs its body once", 1)
                 return body(*carried, *more) if turn == 0 else carried
             go_on = bool(entry.value)
-        if not go_on:
-            break
+        if go_on and turn == _MAX_LOOPS:
+            values.assume("branch", f"while_loop ends after {turn:,} turns", turn)
+        if not go_on or turn == _MAX_LOOPS:
+            return carried
         carried = body(*carried, *more)
-    return carried

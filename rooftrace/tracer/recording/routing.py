@@ -39,7 +39,7 @@ def route(tape: Tape, call: Call, index: Tensor, position: int) -> frozenset[int
 
 def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -> bool:
     """Learn indices from the real tensors, as an assumption; False if they give none."""
-    if index.numel() > marks.MAX_INTEGERS:
+    if index.numel() > marks.MAX_CHOSEN:
         return False
     values, exact = tape.values, {}
     for tensor in trees.listed(call.args):

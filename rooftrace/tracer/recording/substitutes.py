@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ _BF16_ONLY = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 _TYPED_SUMS = frozenset({"aten.addmm.dtype", "aten.baddbmm.dtype"})
 """Products with a type of the output, whose meta kernels multiply by it: addmm until torch 2.13."""
 _MAX_ZEROS = 1 << 24
-"""The most elements of inputs that are made for real to learn an op's output shape."""
+"""The most elements of inputs that are made for real to learn an op's output shape; of more, the
+shape is told by two runs on fewer."""
+_FEW = (33, 65)
+"""The least size that stands for a larger one in each of these runs."""
 _NO_FAKE = "no fake impl registered"
 """The text of torch's error for a custom op of Python without a shape function."""
 _REFUSED = (NotImplementedError, RuntimeError, TypeError)
@@ -65,6 +69,8 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
     """Ways to run an op that give its exact shapes; only those that apply."""
     yield lambda: cuda_shapes.returned(call)
+    if call.name == "aten._ctc_loss":
+        yield lambda: _ctc_loss(tape, *call.args[:4])
     if call.func.namespace == "c10d":
         yield lambda: _to_wait_for(call)
     if {"cpu", "meta"} <= {t.device.type for t in call.tensors}:
@@ -87,6 +93,23 @@ def _to_wait_for(call: Call) -> Any:
     return barrier(torch.empty(1), call.args[names.index("process_group")], [], timeout=-1)
 
 
+def _ctc_loss(tape: Tape, scores: Tensor, targets: Tensor, _: Any, lengths: Any) -> Any:
+    """The loss [B] and log alpha [B, T, 2 longest target + 1] of scores[T, B, C] (LossCTC.cu).
+
+    targets[B, S]; or of all rows one after the other, [sum of lengths].
+    """
+    steps, batch = scores.shape[:2]
+    entry = tape.values.exact(lengths) if isinstance(lengths, Tensor) else None
+    if entry is not None:
+        longest = int(entry.value.max()) if batch else 0
+    elif not isinstance(lengths, Tensor):
+        longest = max(lengths, default=0)
+    else:
+        longest = targets.shape[-1] if targets.dim() > 1 else targets.numel() // max(batch, 1)
+        tape.values.assume("lengths", f"the longest target of a CTC loss has {longest} symbols")
+    return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * longest + 1))
+
+
 def _assumed(tape: Tape, call: Call, error: Exception) -> Any:
     """The outputs of an op of unknown shapes; the guess is recorded as an assumption."""
     values, name = tape.values, call.name
@@ -94,12 +117,12 @@ def _assumed(tape: Tape, call: Call, error: Exception) -> Any:
         values.assume("shape", f"{name} has no meta kernel: taken as writing in place")
         written = call.written()
         return written[0] if call.func._schema.returns and written else None
-    if sum(t.numel() for t in call.tensors) <= _MAX_ZEROS:
-        with contextlib.suppress(*_REFUSED):
-            result = _with(call, lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype))
-            text = f"{name} has no meta kernel: its output shape is that of a run on zeros"
-            values.assume("shape", text)
-            return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=META), result)
+    few = sum(t.numel() for t in call.tensors) <= _MAX_ZEROS
+    with contextlib.suppress(*_REFUSED):
+        result = _on_zeros(call) if few else _on_fewer_zeros(call)
+        text = f"{name} has no meta kernel: its output shape is that of a run on zeros"
+        values.assume("shape", text if few else f"{text} of fewer rows")
+        return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=META), result)
     if not call.tensors:
         raise error
     text = f"{name} has no meta kernel: its outputs are taken to be like its first input"
@@ -107,6 +130,37 @@ def _assumed(tape: Tape, call: Call, error: Exception) -> Any:
     returns = call.func._schema.returns
     results = tuple(torch.empty_like(call.tensors[0], device=META) for _ in returns)
     return results[0] if len(results) == 1 else results
+
+
+def _on_zeros(call: Call, sizes: Mapping[int, int] = MappingProxyType({})) -> Any:
+    """The result of an op on zeros.  sizes: others in place of those of its tensors."""
+    return _with(
+        call, lambda t: torch.zeros([sizes.get(size, size) for size in t.shape], dtype=t.dtype)
+    )
+
+
+def _on_fewer_zeros(call: Call) -> Any:
+    """What an op makes of many elements, told by two runs on few: each size that follows one of its
+    inputs' is that one's, and each that is the same in both stays.
+
+    Raises RuntimeError where a size follows none.
+    """
+    large = sorted({size for t in call.tensors for size in t.shape if size > min(_FEW)})
+    fewer = [{size: start + 2 * n for n, size in enumerate(large)} for start in _FEW]
+    runs = [_on_zeros(call, sizes) for sizes in fewer]
+    following = {tuple(sizes[size] for sizes in fewer): size for size in large}
+    others = iter(trees.listed(runs[1]))
+
+    def widened(tensor: Tensor) -> Tensor:
+        shape = []
+        for ends in zip(tensor.shape, next(others).shape, strict=True):
+            size = ends[0] if ends[0] == ends[1] else following.get(ends)
+            if size is None:
+                raise RuntimeError(f"{call.name}: a size is {ends[0]} and {ends[1]}")
+            shape.append(size)
+        return torch.empty(shape, dtype=tensor.dtype, device=META)
+
+    return tree_map_only(Tensor, widened, runs[0])
 
 
 def _off_host(tape: Tape, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import logging
 import random
 import sys
@@ -30,7 +31,7 @@ from rooftrace.tracer.tensors import trees
 _DEPTH = 3
 """How deep objects inside objects are looked into."""
 _MAX_ITEMS = 512
-"""The most items of a container that are compared; of a larger one only the length is."""
+"""The most items of a container that are looked into; those of a larger one are told apart."""
 _HERE = __file__.rpartition("tracer")[0]
 _TORCH = (torch.__file__ or "").rpartition("__init__")[0]
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -309,7 +310,9 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
         _items(value, depth, seen, state)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         state.append(len(value))
-        if len(value) <= _MAX_ITEMS:
+        if len(value) > _MAX_ITEMS:
+            state.extend(value)
+        else:
             for item in value:
                 _collect(item, depth - 1, seen, state)
     held = getattr(value, "__dict__", None)
@@ -319,10 +322,12 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
 
 def _items(held: Mapping[Any, Any], depth: int, seen: set[int], state: State) -> None:
     state.append(len(held))
-    if len(held) <= _MAX_ITEMS:
-        for key, item in held.items():
-            state.append(key)
-            _collect(item, depth - 1, seen, state)
+    if len(held) > _MAX_ITEMS:
+        state.extend(itertools.chain(held, held.values()))
+        return
+    for key, item in held.items():
+        state.append(key)
+        _collect(item, depth - 1, seen, state)
 
 
 _TELLS: dict[type, Callable[[Any], str]] = {

@@ -16,6 +16,9 @@ _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are written out; larger ones are `Implicit`
 where they are made of such."""
+MAX_CHOSEN = 1 << 28
+"""Whole numbers up to this many that follow from a choice (of experts) are carried along: the rows
+of each expert depend on them.  Equal layers share them."""
 MAX_ASSUMED = 1 << 24
 """Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
@@ -74,6 +77,12 @@ def small(tensor: Tensor) -> bool:
     return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)
 
 
+def fits_chosen(tensor: Tensor) -> bool:
+    """The same of what follows from a choice."""
+    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    return small(tensor) or (whole and tensor.numel() <= MAX_CHOSEN)
+
+
 def store(module: Any, name: str, form: str) -> None:
     """Mark a parameter of a module with the format in which a checkpoint stores it."""
     vars(module).setdefault(_STORED, {})[name] = form
@@ -90,9 +99,11 @@ MASKED = -1e4
 
 
 def mask_of(tensor: Tensor) -> Implicit | None:
-    """The value of a meta tensor that is too large to be known by itself, where it may be a mask:
-    it was made of ranges, or it stands for a real one of truths (also as 0 and 1) or of very negative
-    numbers."""
+    """The value of a meta tensor that is too large to be known by itself, where it may be a mask.
+
+    It was made of ranges, or stands for a real one of truths (also as 0 and 1) or of very negative
+    numbers.
+    """
     value: Implicit | None = tensor.__dict__.get(IMPLICIT)
     real: Real | None = tensor.__dict__.get(REAL)
     weight = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ Value = TypeVar("Value", Tensor, Implicit)
 _CPU = torch.device("cpu")
 _SAME = frozenset({"aten.arange"})
 """Ops without inputs that layers ask for over and over."""
+MAX_KEPT = 1 << 30
+"""Bytes of results that are kept for equal calls; those that were asked for longest ago go."""
 
 
 class ResultMemo:
@@ -29,6 +31,8 @@ class ResultMemo:
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
         self.memo: dict[Any, Any] = {}
+        self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()  # each with its bytes
+        self._bytes = 0
         self.shared: set[int] = set()  # storages of values that several tensors hold
         self._writes: Counter[int] = Counter()  # by storage: torch counts none made in a mode
 
@@ -47,9 +51,10 @@ class ResultMemo:
             return compute(value)
         else:
             key = ("once", id(value), self._state(value), what)
-        kept = self.memo.get(key)
+        kept = self._recalled(key)
         if kept is None:
-            kept = self.memo[key] = (compute(value), value)
+            kept = compute(value), value
+            self._keep(key, kept, [] if isinstance(value, Implicit) else [value])
         return kept[0]
 
     def of(self, call: Call, values: Mapping[int, Tensor]) -> Any:
@@ -58,16 +63,8 @@ class ResultMemo:
         values: CPU tensors, by the identity of the meta tensors.  Equal calls are computed once:
         layers make the same masks over and over.
         """
-
-        def swap(item: Any) -> Any:
-            if isinstance(item, Tensor):
-                return values[id(item)]
-            if isinstance(item, (list, tuple)):
-                return [swap(x) for x in item]
-            return _CPU if isinstance(item, torch.device) else item
-
-        args = [swap(item) for item in call.args]
-        kwargs = {name: swap(item) for name, item in call.kwargs.items()}
+        args = [_swapped(item, values) for item in call.args]
+        kwargs = {name: _swapped(item, values) for name, item in call.kwargs.items()}
         key = None
         # What inference mode makes has no version by which a change would be seen.
         untracked = torch.is_inference_mode_enabled() or any(
@@ -78,7 +75,7 @@ class ResultMemo:
             self._writes.update(trees.bytes_of(values[id(t)]) for t in call.written())
         elif repeatable and not untracked:
             key = (call.func, repr(self._fingerprint((*args, *kwargs.items()))))
-            hit = self.memo.get(key)
+            hit = self._recalled(key)
             if hit is not None and all(self._state(t) == state for t, state in hit[1]):
                 own = {trees.bytes_of(value) for value in values.values()}
                 # A view is shared on purpose.
@@ -90,8 +87,23 @@ class ResultMemo:
             return None  # a value that cannot be computed is an unknown value
         if key is not None:
             # The inputs are kept so that their ids stay theirs.
-            self.memo[key] = (result, [(t, self._state(t)) for t in trees.listed(result)], values)
+            made = trees.listed(result)
+            kept = result, [(t, self._state(t)) for t in made], values
+            self._keep(key, kept, [*made, *values.values()])
         return result
+
+    def _recalled(self, key: Any) -> Any:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
+
+    def _keep(self, key: Any, item: Any, held: Sequence[Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        self._bytes += size - self._kept.pop(key, (None, 0))[1]
+        self._kept[key] = item, size
+        while self._bytes > MAX_KEPT:
+            self._bytes -= self._kept.popitem(last=False)[1][1]
 
     def _state(self, value: Tensor) -> tuple[int, int]:
         """Changes when something is written to a value, or to another view of its bytes."""
@@ -107,3 +119,12 @@ class ResultMemo:
             else item
             for item in items
         ]
+
+
+def _swapped(item: Any, values: Mapping[int, Tensor]) -> Any:
+    """An argument with these values in place of its tensors."""
+    if isinstance(item, Tensor):
+        return values[id(item)]
+    if isinstance(item, (list, tuple)):
+        return [_swapped(x, values) for x in item]
+    return _CPU if isinstance(item, torch.device) else item

@@ -21,7 +21,7 @@ from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
 from rooftrace.tracer.values.implied import ImpliedTensors
-from rooftrace.tracer.values.marks import MAX_ASSUMED, MAX_INTEGERS, Known, small
+from rooftrace.tracer.values.marks import MAX_ASSUMED, MAX_CHOSEN, Known, fits_chosen, small
 from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
@@ -129,7 +129,7 @@ class Values(Assumptions, ImpliedTensors):
         The policy is `expected` unless the user decided; a full sort keeps the order (sorts: the op
         is a sort).  Returns the id of the assumption.
         """
-        if not 0 < index.numel() <= MAX_INTEGERS:
+        if not 0 < index.numel() <= MAX_CHOSEN:
             return None
         classes = max(source.shape[dimension] if source.dim() else 1, 1)
         shape = tuple(index.shape)
@@ -201,10 +201,13 @@ class Values(Assumptions, ImpliedTensors):
         entries: dict[int, Known] = {}
         for tensor in call.tensors:
             entry = self.known(tensor)
-            if entry is None or not small(tensor):
+            if entry is None:
                 return None
             entries[id(tensor)] = entry
-        return entries if all(small(output) for output in outputs) else None
+        rests_on = frozenset().union(*(entry.taint for entry in entries.values()))
+        chosen = any("policy" in self.assumptions[number].facts for number in rests_on)
+        carried = fits_chosen if chosen else small
+        return entries if all(map(carried, (*call.tensors, *outputs))) else None
 
     def mask_facts(
         self, mask: Tensor, rows: int, columns: int
