@@ -9,3 +9,6 @@ LIBRARY = "library"
 EFFICIENT = "memory-efficient"
 BESIDE = "beside"
 """Of a kernel that an op launches beside its own: the name of that op."""
+MASK_FACTS = ("visible_pairs", "mask", "window")
+"""What is known of a mask: pairs of one head that it shows (mean of the batch and the heads), its
+kind, and the most keys that one query sees.  Of attention, or of the op that puts the mask on."""

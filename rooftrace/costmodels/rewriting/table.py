@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rooftrace.costmodels.rewriting.attention_kernels import attention_kernels
+from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, share_heads
 from rooftrace.costmodels.rewriting.caches import append_in_place
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
@@ -31,6 +33,24 @@ class Rewrite:
 
 
 REWRITES = (
+    Rewrite(
+        name="written-attention",
+        meaning="Attention that is written out, with sinks and soft caps too, is one kernel.",
+        apply=attention_kernels,
+        noun="attention",
+    ),
+    Rewrite(
+        name="shared-heads",
+        meaning="Query heads that share keys and values read them as stored, not a copy for each.",
+        apply=share_heads,
+        noun="attention",
+    ),
+    Rewrite(
+        name="mask-numbers",
+        meaning="Masks that a kernel knows by a number (causal, a window, a chunk) are not read.",
+        apply=masks_as_numbers,
+        noun="attention",
+    ),
     Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "

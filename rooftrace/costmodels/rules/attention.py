@@ -113,7 +113,8 @@ def _shape(
     skips = op.fact("mask") != UNSTRUCTURED
     if visible is not None:
         pairs = min(int(visible), queries * length)
-        keys = min(length, pairs) if skips else length
+        most = int(op.fact("window") or length)  # keys that one query sees
+        keys = min(length, pairs, most + queries - 1) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
     kernel = None if op.fact(marks.WRITTEN_OUT) else AttentionSizes(
         batch=batch,
@@ -177,15 +178,26 @@ def _mask(op: OpView) -> TensorView | None:
 
 
 def _per_pair_extras(op: OpView) -> int:
-    """An additive mask is one add per pair; dropout compares with a random number and scales."""
+    """An additive mask is one add per pair; dropout compares with a random number and scales.
+
+    A soft cap is tanh and a product; what it divides by is in the scale.
+    """
     mask = _mask(op)
     additive = mask is not None and mask.floating
-    return (1 if additive else 0) + (2 if op.attribute("dropout_p", 0.0) > 0 else 0)
+    capped = bool(op.attribute("softcap", 0.0))
+    return additive + 2 * (op.attribute("dropout_p", 0.0) > 0) + 2 * capped
+
+
+def _per_row(op: OpView, s: AttentionShape) -> int:
+    """The division of each output; a sink is subtracted from, exp, added to the sum."""
+    return s.ev + (3 if op.first("sinks") is not None else 0)
 
 
 def _forward(op: OpView, s: AttentionShape) -> Cost:
     query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
-    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
+    softmax = s.heads * (
+        (SOFTMAX + _per_pair_extras(op)) * s.computed + s.queries * _per_row(op, s)
+    )
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
             + vector(op, softmax)
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
