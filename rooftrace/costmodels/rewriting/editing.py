@@ -29,7 +29,7 @@ class Editor:
         self.repeats = list(graph.repeats)
         self.replaced: dict[int, int] = {}
         """What comes from outside or leaves the step in place of another value."""
-        self._causal: dict[tuple[int, int], int] = {}
+        self._masks: dict[str, int] = {}
 
     def rewrite(
         self,
@@ -160,14 +160,12 @@ class Editor:
         self.emit(like, target, arguments, (out,), facts=facts)
         return Ref(out)
 
-    def causal_mask(self, queries: int, length: int) -> int:
-        """A constant bool[S, L], the same one for every attention of this size."""
-        mask = self._causal.get((queries, length))
-        if mask is None:
-            mask = self._causal[queries, length] = self.value(
-                (queries, length), "bool", "constants", (), f"causal_mask_{queries}x{length}"
-            )
-        return mask
+    def known_mask(self, name: str, *sizes: int) -> int:
+        """A constant bool[S, L] of this name and sizes, the same one for every attention of them."""
+        named = f"{name}_mask_{'x'.join(map(str, sizes))}"
+        if named not in self._masks:
+            self._masks[named] = self.value(sizes[:2], "bool", "constants", (), named)
+        return self._masks[named]
 
     def turned(self, like: Op, item: Ref) -> Ref:
         """The [H, b, a] view of an [H, a, b] value."""

@@ -163,17 +163,19 @@ def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[C
     """
     priced = [
         {
-            (op.target, op.outputs): (cost, side.times(op))
+            (op.target, op.outputs): (cost, cost.flops(), cost.bytes(), side.times(op))
             for op, cost in zip(side.ops, price(side), strict=True)
         }
         for side in (graph, result)
     ]
-    same = {key for key, cost in priced[0].items() if priced[1].get(key) == cost}
+    same = {
+        key for key, (_, *sizes) in priced[0].items() if sizes == list(priced[1].get(key, ()))[1:]
+    }
     sums = []
     for side in priced:
         work: Counter[Work] = Counter()
         traffic: Counter[Access] = Counter()
-        for cost, times in (side[key] for key in side.keys() - same):
+        for cost, _, _, times in (side[key] for key in side.keys() - same):
             for kind, flop in cost.work.items():
                 work[kind] += flop * times
             for access, size in cost.traffic.items():
