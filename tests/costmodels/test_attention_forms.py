@@ -252,7 +252,7 @@ def test_hand_written_attention_becomes_flash(style):
     (attention,) = (op for op in flash.ops if op.name == "rooftrace.attention")
     assert count == 1 and not any(op.name in ("aten.bmm", "aten._softmax") for op in flash.ops)
     assert attention.arguments["scale"] == pytest.approx(1 / math.sqrt(E // H))
-    assert flash.values[attention.arguments["key"].id].shape == (B * H, S, E // H)
+    assert flash.values[attention.arguments["key"].id].shape == (B, H, S, E // H)
     assert flops(flash) == flops(graph)
     assert sum(c.bytes() for c in price_ops(flash)[0]) < sum(c.bytes() for c in price_ops(graph)[0])
     assert plan(graph, "efficient").bytes.total < plan(graph, "eager").bytes.total

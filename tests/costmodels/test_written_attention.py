@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import MATRIX
+from rooftrace.costmodels.planning.plans import plan
+from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.rewriting.attention_kernels import (
     attention_kernels,
     flash_from_products,
@@ -17,7 +22,7 @@ from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, 
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.rebuilding.rebuild import to_fx
-from tests.costmodels.attention_support import CAP, E, B, H, S, KV, SCALE, Written, shown, told
+from tests.costmodels.attention_support import CAP, KV, SCALE, B, E, H, S, Written, shown, told
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
 SINKS = ("column", "shifted column", "first column", "denominator", "bare denominator")
@@ -126,10 +131,14 @@ def test_masks_with_a_number_are_not_read(kind: str, number: int, options: Any, 
     check(result, model, inputs)
 
 
-@pytest.mark.parametrize("facts", [{"visible_pairs": 20}, {"mask": "full"}, {"mask": "padding"}, {"window": 2, "mask": "sliding-window"}])  # fmt: skip
-def test_masks_that_no_number_says_are_read(facts: dict[str, Any]) -> None:
-    from msgspec.structs import replace
+OTHERS: list[dict[str, Any]] = [
+    {"visible_pairs": 20}, {"mask": "full"}, {"mask": "padding"},
+    {"window": 2, "mask": "sliding-window"},
+]  # fmt: skip
 
+
+@pytest.mark.parametrize("facts", OTHERS)
+def test_masks_that_no_number_says_are_read(facts: dict[str, Any]) -> None:
     graph, _ = step(Written())
     graph, _ = attention_kernels(graph)
     ops = [
@@ -226,7 +235,7 @@ def test_flops_and_bytes_by_hand() -> None:
     assert cost.flops(MATRIX, ("useful",)) == B * H * pairs * (2 * E + 2 * E)
     assert cost.flops(MATRIX, ("masked",)) == B * H * (S * S - pairs) * (2 * E + 2 * E)
     # scale, maximum, subtract, exp, add; tanh and its product; a sink's three, divisions
-    assert cost.flops(VECTOR) == B * H * (pairs * (5 + 2) + S * (3 + E))
+    assert cost.flops(("vector",)) == B * H * (pairs * (5 + 2) + S * (3 + E))
     query, shared, rows = B * H * S * E, B * KV * S * E, B * H * S
     # query, keys, values, sinks read; the result written, and fp32 log-sum-exps
     assert cost.bytes() == 8 * (query + 2 * shared + H + query) + 4 * rows
@@ -234,7 +243,7 @@ def test_flops_and_bytes_by_hand() -> None:
 
 def test_one_query_reads_the_rows_of_its_window() -> None:
     rows, window = 50, 7
-    op = "rooftrace::attention"
+
     class Last(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, mask)
@@ -252,10 +261,10 @@ def test_products_that_stay_say_which_pairs_a_mask_shows() -> None:
     graph, _ = step(Written(sinks="read again"), "sliding-window", 3)
     pairs = 1 + 2 + 3 + 3 + 3 + 3
     for execution in ("naive", "eager", "efficient"):
-        matrix = plan(graph, execution).flops_causal
-        assert matrix == flops_causal
-    products = [op for op in with_pairs(graph).ops if op.name == "aten.bmm"]
-    assert [op.facts for op in products] == [{"useful_pairs": pairs, "all_pairs": S * S}] * 2
+        rewritten = plan(graph, execution)
+        work = [rewritten.op_costs[op.id] for op in rewritten.graph.ops if op.name == "aten.bmm"]
+        assert [c.flops(MATRIX, ("useful",)) for c in work] == [2 * B * H * pairs * E] * 2
+        assert [c.flops(MATRIX) for c in work] == [2 * B * H * S * S * E] * 2
 
 
 # -- other structures ------------------------------------------------------------------------------

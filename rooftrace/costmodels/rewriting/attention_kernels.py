@@ -18,11 +18,8 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
 )
 from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, MASK_FACTS, WRITTEN_OUT
-from rooftrace.costmodels.rewriting.written_attention import (
-    WrittenAttention,
-    WrittenMask,
-    written_attentions,
-)
+from rooftrace.costmodels.rewriting.written_attention import written_attentions
+from rooftrace.costmodels.rewriting.written_parts import WrittenAttention, WrittenMask
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor

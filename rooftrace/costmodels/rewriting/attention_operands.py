@@ -24,13 +24,15 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
         if op.target != ATTENTION or op.part != "forward":
             edit.ops.append(op)
             continue
-        shared = [_stored(places, op, name) for name in ("key", "value")]
-        if shared[0] is None or shared[1] is None:
+        key, value = (_stored(places, op, name) for name in ("key", "value"))
+        if key is None or value is None:
             edit.ops.append(op)
             continue
-        arguments = dict(op.arguments)
-        for name, item in zip(("key", "value"), shared, strict=True):
-            arguments[name] = _first_of_group(edit, op, item)
+        arguments: dict[str, Argument] = {
+            **op.arguments,
+            "key": _first_of_group(edit, op, key),
+            "value": _first_of_group(edit, op, value),
+        }
         edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
         count += graph.times(op)
     return (without_left_behind(edit.done(), graph), count) if count else (graph, 0)

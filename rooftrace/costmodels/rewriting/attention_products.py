@@ -205,10 +205,11 @@ class _Attention:
         if not isinstance(mask, Ref):
             sizes = self.queries, self.length
             numbers = [(n, int(arguments.get(n, 0))) for n in ("window", "chunk")]
-            known = [(n, *sizes, number) for n, number in numbers if number]
+            known = [(n, (*sizes, number)) for n, number in numbers if number]
             if not known and not arguments.get("is_causal", False):
                 return scores
-            mask = Ref(self.edit.known_mask(*(known or [("causal", *sizes)])[0]))
+            name, of = known[0] if known else ("causal", sizes)
+            mask = Ref(self.edit.known_mask(name, *of))
         fill = arguments.get("fill")
         wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
         masked = self._scores()

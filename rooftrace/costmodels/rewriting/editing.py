@@ -161,7 +161,7 @@ class Editor:
         return Ref(out)
 
     def known_mask(self, name: str, *sizes: int) -> int:
-        """A constant bool[S, L] of this name and sizes, the same one for every attention of them."""
+        """A constant bool[S, L] of this name and sizes, the same for all attention of them."""
         named = f"{name}_mask_{'x'.join(map(str, sizes))}"
         if named not in self._masks:
             self._masks[named] = self.value(sizes[:2], "bool", "constants", (), named)

@@ -185,7 +185,8 @@ def _per_pair_extras(op: OpView) -> int:
     mask = _mask(op)
     additive = mask is not None and mask.floating
     capped = bool(op.attribute("softcap", 0.0))
-    return additive + 2 * (op.attribute("dropout_p", 0.0) > 0) + 2 * capped
+    dropped = bool(op.attribute("dropout_p", 0.0) > 0)
+    return additive + 2 * dropped + 2 * capped
 
 
 def _per_row(op: OpView, s: AttentionShape) -> int:
