@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rooftrace.costmodels.rewriting.attention_kernels import attention_kernels
 from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, share_heads
-from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.caches import static_caches
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
@@ -87,7 +87,7 @@ REWRITES = (
     Rewrite(
         name="static-cache",
         meaning="New rows are written into a cache that has room, where a `cat` copies the cache.",
-        apply=append_in_place,
+        apply=static_caches,
         noun="cache append",
         phases=("prefill", "decode", "requests"),
     ),
