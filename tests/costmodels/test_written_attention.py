@@ -23,6 +23,7 @@ from rooftrace.costmodels.rewriting.attention_products import materialise_attent
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.rebuilding.rebuild import to_fx
 from tests.costmodels.attention_support import CAP, KV, SCALE, B, E, H, S, Written, shown, told
+from tests.costmodels.serving_support import Latent, changed, differences, filled, traced
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
 SINKS = ("column", "shifted column", "first column", "denominator", "bare denominator")
@@ -221,6 +222,22 @@ def test_it_is_found_in_models_of_several_authors(name: str) -> None:
     # All but gpt-oss have their softmax in fp32.
     tolerance = EXACT if name == "gpt-oss" else dict(rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, model(*inputs), **tolerance)
+
+
+def test_latents_are_absorbed_with_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sunk(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * scale
+        sinks = torch.arange(q.shape[1], dtype=q.dtype, device=q.device).view(1, -1, 1, 1)
+        both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+        return both.softmax(-1)[..., :-1] @ v
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sunk)
+    model = filled(Latent(), torch.float64)
+    graph = traced(model, "decode")
+    result, notes = changed(graph, "written-attention", "absorb-latent")
+    names = [op.name for op in result.ops if "attention" in op.name]
+    assert names == ["rooftrace.latent_attention"] * 2 and len(notes) == 2
+    assert differences(graph, result, model) < 1e-12
 
 
 # -- what it costs ---------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ A pass takes a verified OpGraph and returns one, with the number of attentions t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -18,6 +20,7 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
 )
 from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, MASK_FACTS, WRITTEN_OUT
+from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.written_attention import written_attentions
 from rooftrace.costmodels.rewriting.written_parts import WrittenAttention, WrittenMask
 from rooftrace.hardware.precisions import precision
@@ -49,10 +52,12 @@ def _as_kernels(graph: OpGraph, library: bool) -> tuple[OpGraph, int]:
     chosen = [w for w in written_attentions(graph) if w.alone and (library or w.plain)]
     if not chosen:
         return graph, 0
-    edit = Editor(graph)
+    edit, places = Editor(graph), Places(graph)
     last = {written.last.id: written for written in chosen}
+    copies = {id_: _copy_of_result(places, written) for id_, written in last.items()}
     inner = {op for written in chosen for op in written.inner}
-    edit.rewrite(last, partial(_emit, edit, library), dropped=inner)
+    inner |= {op for copy in copies.values() if copy is not None for op in copy.gone}
+    edit.rewrite(last, partial(_emit, edit, library, places, copies), dropped=inner)
     return edit.done(), sum(graph.times(written.last) for written in chosen)
 
 
@@ -100,7 +105,50 @@ def with_libraries(graph: OpGraph) -> tuple[OpGraph, int]:
 _HALF = 16  # bits
 
 
-def _emit(edit: Editor, library: bool, written: WrittenAttention) -> None:
+@dataclass(frozen=True, slots=True)
+class _ResultCopy:
+    """The rows of all heads side by side, as kernels write them: [B, S, H, Ev], copied from
+    [B, H, S, Ev].  gone: the copy, and the views that lead to it."""
+
+    value: int
+    gone: frozenset[int]
+
+
+def _copy_of_result(places: Places, written: WrittenAttention) -> _ResultCopy | None:
+    """The copy that puts the result in the order in which kernels write it; None without one."""
+    graph, (out,) = places.graph, written.last.outputs
+    readers = [op for op in places.readers[out] if op.id > written.last.id]
+    kernels = [op for op in readers if op.kind != "view"]
+    if len(written.lead) != 2 or out in places.shared or len(kernels) != 1:
+        return None
+    (copy,) = kernels
+    if copy.name != "aten.clone" or copy.repeats != written.last.repeats:
+        return None
+    source, result = graph.values[copy.inputs[0]], graph.values[copy.outputs[0]]
+    (batch, heads), (_, queries, width) = written.lead, graph.values[out].shape
+    turned = (heads * queries * width, width, queries * width, 1)
+    alike = source.shape == (batch, queries, heads, width) == result.shape
+    if not alike or copy.outputs[0] in places.shared or not all(
+        _same_steps(tensor, stride)
+        for tensor, stride in ((source, turned), (result, Tensor.contiguous(result.shape)))
+    ):  # fmt: skip
+        return None
+    return _ResultCopy(copy.outputs[0], frozenset(op.id for op in readers))
+
+
+def _same_steps(tensor: Tensor, stride: tuple[int, ...]) -> bool:
+    return all(
+        n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride, stride, strict=True)
+    )
+
+
+def _emit(
+    edit: Editor,
+    library: bool,
+    places: Places,
+    copies: Mapping[int, _ResultCopy | None],
+    written: WrittenAttention,
+) -> None:
     first, last, lead = written.first, written.last, written.lead
     query = _led(edit, first, _as_stored(edit, first, operand(first, "self")), lead)
     for op, tensor in written.scales:
@@ -127,14 +175,42 @@ def _emit(edit: Editor, library: bool, written: WrittenAttention) -> None:
         arguments["sinks"] = edit.viewed(first, written.sinks, lead[-1:], tuple(step))
     if written.softcap:
         arguments["softcap"] = written.softcap
-    (out,) = last.outputs
-    *_, queries, width = edit.values[out].shape
-    shape = (*lead, queries, width)
-    made = edit.view(Ref(out), shape, Tensor.contiguous(shape), last.repeats)
+    made = _result(edit, places, written, copies[last.id])
+    *_, queries, _ = edit.values[made].shape
     logsumexp = edit.value((*lead, queries), "fp32", "activations", last.repeats)
     edit.emit(last, ATTENTION, arguments, (made, logsumexp), facts=facts)
+    _hand_on(edit, last, made, copies[last.id])
+
+
+def _result(
+    edit: Editor, places: Places, written: WrittenAttention, copy: _ResultCopy | None
+) -> int:
+    """The value that attention makes, as [.., H, S, Ev]; what was made lies in it."""
+    (out,) = written.last.outputs
+    *_, queries, width = edit.values[out].shape
+    shape, repeats = (*written.lead, queries, width), written.last.repeats
+    if out in places.shared:
+        return edit.view(Ref(out), shape, Tensor.contiguous(shape), repeats)
+    stride = Tensor.contiguous(shape)
+    if copy is not None:
+        outer, row, _, last = Tensor.contiguous((shape[0], queries, shape[1], width))
+        stride = (outer, width, row, last)
+    old = out if copy is None else copy.value
+    role = edit.values[old].role
+    made = edit.value(shape, edit.values[out].dtype, role, repeats, stride=stride)
+    edit.moved[old] = made
+    return made
+
+
+def _hand_on(edit: Editor, like: Op, made: int, copy: _ResultCopy | None) -> None:
+    """What comes after reads the result as it did."""
+    (out,) = like.outputs
+    if copy is not None:
+        turn: dict[str, Argument] = {"self": Ref(made), "dim0": 1, "dim1": 2}
+        edit.emit(like, "aten.transpose.int", turn, (copy.value,), kind="view")
+        return
     whole: dict[str, Argument] = {"self": Ref(made), "shape": edit.values[out].shape}
-    edit.emit(last, "aten.reshape.default", whole, (out,), kind="view")
+    edit.emit(like, "aten.reshape.default", whole, (out,), kind="view")
 
 
 def _layout(edit: Editor, item: Ref) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -29,6 +29,8 @@ class Editor:
         self.repeats = list(graph.repeats)
         self.replaced: dict[int, int] = {}
         """What comes from outside or leaves the step in place of another value."""
+        self.moved: dict[int, int] = {}
+        """Storages whose values lie in another one now."""
         self._masks: dict[str, int] = {}
 
     def rewrite(
@@ -179,8 +181,12 @@ class Editor:
     def done(self) -> OpGraph:
         """The new graph."""
         graph, other = self.graph, self.replaced
+        moved = self.moved
         fields = {
-            "values": tuple(self.values),
+            "values": tuple(
+                replace(t, storage=moved[t.storage]) if t.storage in moved else t
+                for t in self.values
+            ),
             "repeats": tuple(self.repeats),
             "inputs": tuple(other.get(value, value) for value in graph.inputs),
             "outputs": tuple(other.get(value, value) for value in graph.outputs),

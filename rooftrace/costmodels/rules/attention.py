@@ -189,18 +189,17 @@ def _per_pair_extras(op: OpView) -> int:
     return additive + 2 * dropped + 2 * capped
 
 
-def _per_row(op: OpView, s: AttentionShape) -> int:
-    """The division of each output; a sink is subtracted from, exp, added to the sum."""
-    return s.ev + (3 if op.first("sinks") is not None else 0)
+def _softmax_flop(op: OpView, s: AttentionShape) -> int:
+    """Of each pair, and of each row: a division of each output; a sink is subtracted from, exp,
+    added to the sum."""
+    per_row = s.ev + (3 if op.first("sinks") is not None else 0)
+    return s.heads * ((SOFTMAX + _per_pair_extras(op)) * s.computed + s.queries * per_row)
 
 
 def _forward(op: OpView, s: AttentionShape) -> Cost:
     query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
-    softmax = s.heads * (
-        (SOFTMAX + _per_pair_extras(op)) * s.computed + s.queries * _per_row(op, s)
-    )
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
-            + vector(op, softmax)
+            + vector(op, _softmax_flop(op, s))
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
             + op.read_all((t for _, t in op.operands(but=QKV)))
             + op.write_all(op.outputs))
@@ -256,10 +255,9 @@ def latent_attention(op: OpView) -> Cost:
 def _latent(op: OpView, s: AttentionShape) -> Cost:
     query, turned = op.needed("query"), op.needed("query_rope")
     latent, rope = op.needed("latent"), op.needed("rope")
-    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, turned, latent, rope))
-            + vector(op, softmax)
-            + op.read_all((query, turned, _mask(op)))
+            + vector(op, _softmax_flop(op, s))
+            + op.read_all((query, turned, _mask(op), op.first("sinks")))
             + _keys_read(op, s, latent) + _keys_read(op, s, rope)
             + op.write_all(op.outputs))
 

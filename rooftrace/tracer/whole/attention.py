@@ -32,6 +32,12 @@ _broadcast: Any = torch.broadcast_shapes
 _LOW = (torch.float16, torch.bfloat16)
 
 
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
+OPTIONS = "float dropout_p, bool is_causal, float scale"
+_PLAIN = 3
+MORE = "Tensor? sinks=None, float softcap=0.0, float? fill=None, int window=0, int chunk=0"
+
+
 def _attention_meta(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -101,13 +107,20 @@ def _written(
     return torch.dropout(probabilities, dropout_p, dropout_p > 0) @ value
 
 
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
+) -> Tensor:
+    """Attention on real tensors, with the options of OPTIONS and, where there are any, of MORE."""
+    if len(options) == _PLAIN:
+        return composed(query, key, value, mask, *options)
+    rest: tuple[Any, ...] = (None, 0.0, None, 0, 0)
+    return _written(query, key, value, mask, *options, *rest[len(options) - _PLAIN :])
+
+
 def _attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    plain = len(options) == _PLAIN
-    if not plain:
-        options = (*options, *(None, 0.0, None, 0, 0)[len(options) - _PLAIN :])
-    result = (composed if plain else _written)(query, key, value, mask, *options)
+    result = attended(query, key, value, mask, *options)
     # The strides that the graph was captured with: CPU kernels choose others, by their case.
     out, logsumexp = _attention_meta(query, key, value, mask)
     # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
@@ -149,17 +162,13 @@ def _backward_cpu(
     return strided[0], strided[1], strided[2], grad_mask
 
 
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
-_OPTIONS = "float dropout_p, bool is_causal, float scale"
-_PLAIN = 3
-_MORE = "Tensor? sinks=None, float softcap=0.0, float? fill=None, int window=0, int chunk=0"
 define(
-    f"attention({_OPERANDS}, {_OPTIONS}, {_MORE}) -> (Tensor, Tensor)",
+    f"attention({_OPERANDS}, {OPTIONS}, {MORE}) -> (Tensor, Tensor)",
     Meta=_attention_meta,
     CPU=_attention_cpu,
 )
 define(
-    f"attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor logsumexp, {_OPTIONS}) "
+    f"attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor logsumexp, {OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     Meta=_backward_meta,
     CPU=_backward_cpu,
