@@ -20,7 +20,8 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
 )
 from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, MASK_FACTS, WRITTEN_OUT
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import Places, merged
+from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.costmodels.rewriting.written_attention import written_attentions
 from rooftrace.costmodels.rewriting.written_parts import WrittenAttention, WrittenMask
 from rooftrace.hardware.precisions import precision
@@ -58,7 +59,8 @@ def _as_kernels(graph: OpGraph, library: bool) -> tuple[OpGraph, int]:
     inner = {op for written in chosen for op in written.inner}
     inner |= {op for copy in copies.values() if copy is not None for op in copy.gone}
     edit.rewrite(last, partial(_emit, edit, library, places, copies), dropped=inner)
-    return edit.done(), sum(graph.times(written.last) for written in chosen)
+    result = without_left_behind(edit.done(), graph)
+    return result, sum(graph.times(written.last) for written in chosen)
 
 
 def with_pairs(graph: OpGraph) -> OpGraph:
@@ -150,16 +152,19 @@ def _emit(
     written: WrittenAttention,
 ) -> None:
     first, last, lead = written.first, written.last, written.lead
-    query = _led(edit, first, _as_stored(edit, first, operand(first, "self")), lead)
+    query = _read(edit, places, written, first, "self")
+    key = _read(edit, places, written, first, "mat2")
+    value = _read(edit, places, written, last, "mat2")
     for op, tensor in written.scales:
         like = edit.values[query.id]
         operands: dict[str, Argument] = {"self": query, "other": tensor}
         query = edit.made(first, op.target.replace("_.", "."), operands, like.shape, like.dtype)
-    key = edit.turned(first, _as_stored(edit, first, operand(first, "mat2")))
+    dims = range(len(lead))
+    key = edit.permuted(first, key, (*dims, len(lead) + 1, len(lead)))
     arguments: dict[str, Argument] = {
         "query": query,
-        "key": _led(edit, first, key, lead),
-        "value": _led(edit, last, _as_stored(edit, last, operand(last, "mat2")), lead),
+        "key": key,
+        "value": value,
         "mask": None,
         "dropout_p": written.dropout,
         "is_causal": False,
@@ -217,13 +222,27 @@ def _layout(edit: Editor, item: Ref) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return edit.values[item.id].shape, edit.values[item.id].stride
 
 
-def _led(edit: Editor, like: Op, item: Ref, lead: tuple[int, ...]) -> Ref:
-    """An operand [H, a, b] with the dimensions that the heads stand for."""
-    (_, *shape), (step, *stride) = _layout(edit, item)
+def _read(edit: Editor, places: Places, written: WrittenAttention, op: Op, name: str) -> Ref:
+    """An operand [H, a, b] of a product with the dimensions that the heads stand for.
+
+    A kernel takes any strides: a copy that only puts the elements in order is not read.
+    """
+    item, lead, values = operand(op, name), written.lead, edit.graph.values
+    copy = places.kernel_of(item.id)
+    if copy is not None and copy.name == "aten.clone" and copy.repeats == op.repeats:
+        source, whole = values[copy.inputs[0]], values[copy.outputs[0]]
+        same = whole.storage == values[item.id].storage and merged(whole) == merged(values[item.id])
+        plain = not any(ref.then or ref.every for ref in (item, *copy.reads))
+        shape = (*lead, *values[item.id].shape[1:])
+        kept = not places.overwritten(copy.inputs[0], copy.id, written.last.id)
+        if same and plain and kept and source.shape == shape and 0 not in source.stride:
+            return Ref(copy.inputs[0])
+    item = _as_stored(edit, op, item)
+    (_, *sizes), (step, *stride) = _layout(edit, item)
     if len(lead) == 1:
         return item
     steps = tuple(step * n for n in Tensor.contiguous(lead))
-    return edit.viewed(like, item, (*lead, *shape), (*steps, *stride))
+    return edit.viewed(op, item, (*lead, *sizes), (*steps, *stride))
 
 
 def _mask(edit: Editor, mask: WrittenMask) -> dict[str, Argument]:

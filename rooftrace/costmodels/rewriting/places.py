@@ -120,6 +120,9 @@ class Places:
         """
         values = self.graph.values
         while True:
+            place = self.place(value)
+            if place is not None and place == self.place(place.storage):
+                value = place.storage
             op = self.made_by(value)
             if op is None or len(op.inputs) != 1 or _neighbours(op):
                 return value
