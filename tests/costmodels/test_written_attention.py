@@ -133,7 +133,7 @@ def test_masks_with_a_number_are_not_read(kind: str, number: int, options: Any, 
 
 
 OTHERS: list[dict[str, Any]] = [
-    {"visible_pairs": 20}, {"mask": "full"}, {"mask": "padding"},
+    {"visible_pairs": 20}, {"mask": "full"}, {"mask": "prefix"},
     {"window": 2, "mask": "sliding-window"},
 ]  # fmt: skip
 
@@ -148,6 +148,21 @@ def test_masks_that_no_number_says_are_read(facts: dict[str, Any]) -> None:
     ]
     other = graph.replace(ops=tuple(ops))
     assert masks_as_numbers(other) == (other, 0)
+
+
+@pytest.mark.parametrize("kind", ["padding", "packed", "chunked"])
+def test_masks_that_stand_for_lengths_stay_and_no_kernel_reads_them(kind: str) -> None:
+    model = Written(sinks="column")
+    graph, inputs = step(model)
+    ops = [
+        replace(op, facts={**op.facts, "mask": kind}) if "mask" in op.facts else op
+        for op in graph.ops
+    ]
+    read = attention_kernels(graph.replace(ops=tuple(ops)))[0]
+    result, count = masks_as_numbers(read)
+    costs = [price_ops(g)[0][kernel(g).id].bytes() for g in (read, result)]
+    assert (count, costs[0] - costs[1]) == (1, S * S * 8)
+    check(result, model, inputs)
 
 
 @pytest.mark.parametrize("kind, number, options", [("none", 0, {}), *MASKS])

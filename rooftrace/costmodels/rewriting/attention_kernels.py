@@ -19,7 +19,13 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, MASK_FACTS, WRITTEN_OUT
+from rooftrace.costmodels.rewriting.marks import (
+    BY_LENGTHS,
+    EFFICIENT,
+    LIBRARY,
+    MASK_FACTS,
+    WRITTEN_OUT,
+)
 from rooftrace.costmodels.rewriting.places import Places, merged
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.costmodels.rewriting.written_attention import written_attentions
@@ -96,7 +102,7 @@ def with_libraries(graph: OpGraph) -> tuple[OpGraph, int]:
     for op in graph.ops:
         if op.target in (ATTENTION, ATTENTION_BACKWARD) and WRITTEN_OUT not in op.facts:
             wide = precision(graph.values[operand(op, "query").id].dtype).bits > _HALF
-            masked = isinstance(op.arguments.get("mask"), Ref)
+            masked = isinstance(op.arguments.get("mask"), Ref) and BY_LENGTHS not in op.facts
             if wide or (masked and op.facts.get("mask") not in _PATTERNED):
                 op = replace(op, facts={**op.facts, LIBRARY: EFFICIENT})
                 count += graph.times(op)

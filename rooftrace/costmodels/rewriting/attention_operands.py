@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import ATTENTION, Editor, operand
+from rooftrace.costmodels.rewriting.marks import BY_LENGTHS
 from rooftrace.costmodels.rewriting.places import Places, merged
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref, refs
@@ -72,11 +73,16 @@ def _first_of_group(edit: Editor, like: Op, item: Ref) -> Ref:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Masks that a kernel knows by a number (causal, a window, a chunk) are not read as tensors.
+_SEQUENCES = ("padding", "packed", "chunked")
+"""Masks that say where sequences begin and end: kernels for sequences of any lengths take these."""
 
-    It does so where all that is known of the mask fits the number: its kind, the most keys that a
-    query sees, and the pairs that it shows.
+
+def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not read.
+
+    One of a single number leaves the graph where all that is known of it fits the number: its kind,
+    the most keys that a query sees, and the pairs that it shows.  Lengths are data, so a mask that
+    stands for them stays an operand, with the fact that no kernel reads it.
     """
     ops, count = [], 0
     for op in graph.ops:
@@ -86,6 +92,9 @@ def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
                 kept = {name: a for name, a in op.arguments.items() if name != "fill"}
                 arguments: dict[str, Argument] = {**kept, "mask": None, **numbers}
                 op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
+                count += graph.times(op)
+            elif op.facts.get("mask") in _SEQUENCES:
+                op = replace(op, facts={**op.facts, BY_LENGTHS: True})
                 count += graph.times(op)
         ops.append(op)
     if not count:
@@ -105,6 +114,8 @@ def _numbers(graph: OpGraph, op: Op) -> dict[str, Argument] | None:
     if kind == "none":
         return {} if pairs == queries * length else None
     if queries > length or kind not in ("causal", "sliding-window", "chunked"):
+        return None
+    if kind == "chunked" and queries < length:  # nothing says where the first chunk begins
         return None
     number = length if kind == "causal" else window
     if not isinstance(number, int) or number < 1:

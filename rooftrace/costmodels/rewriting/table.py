@@ -47,7 +47,7 @@ REWRITES = (
     ),
     Rewrite(
         name="mask-numbers",
-        meaning="Masks that a kernel knows by a number (causal, a window, a chunk) are not read.",
+        meaning="Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not read.",
         apply=masks_as_numbers,
         noun="attention",
     ),

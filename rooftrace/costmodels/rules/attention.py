@@ -113,8 +113,8 @@ def _shape(
     skips = op.fact("mask") != UNSTRUCTURED
     if visible is not None:
         pairs = min(int(visible), queries * length)
-        most = int(op.fact("window") or length)  # keys that one query sees
-        keys = min(length, pairs, most + queries - 1) if skips else length
+        most = int(op.fact("window") or length) + queries - 1  # keys that some query sees
+        keys = min(length, pairs, int(op.fact("visible_keys") or most)) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
     kernel = None if op.fact(marks.WRITTEN_OUT) else AttentionSizes(
         batch=batch,
@@ -174,6 +174,9 @@ def _keys_read(op: OpView, s: AttentionShape, tensor: TensorView) -> Cost:
 
 
 def _mask(op: OpView) -> TensorView | None:
+    """The mask that a kernel reads."""
+    if op.fact(marks.BY_LENGTHS):
+        return None
     return op.first("mask", "attn_mask", "attn_bias", "bias")
 
 
@@ -198,10 +201,11 @@ def _softmax_flop(op: OpView, s: AttentionShape) -> int:
 
 def _forward(op: OpView, s: AttentionShape) -> Cost:
     query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
+    but = (*QKV, "mask") if op.fact(marks.BY_LENGTHS) else QKV
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
             + vector(op, _softmax_flop(op, s))
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + op.read_all((t for _, t in op.operands(but=QKV)))
+            + op.read_all((t for _, t in op.operands(but=but)))
             + op.write_all(op.outputs))
 
 
