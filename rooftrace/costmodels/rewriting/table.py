@@ -47,7 +47,8 @@ REWRITES = (
     ),
     Rewrite(
         name="mask-numbers",
-        meaning="Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not read.",
+        meaning="Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not "
+        "read.",
         apply=masks_as_numbers,
         noun="attention",
     ),
