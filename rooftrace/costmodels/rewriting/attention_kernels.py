@@ -38,25 +38,26 @@ from rooftrace.tracer.graph import Op, OpGraph, Tensor
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     """Hand-written attention as compilers know it as one op, without sinks and soft caps.
 
-    Its tiles are not known.  What else holds of it is said at `written_attention`.
+    What holds of it is said at `attention_kernels`.
     """
-    return _as_kernels(graph, library=False)
+    return _as_kernels(graph, plain=True)
 
 
 def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Attention that is written out, with sinks and soft caps or without, as a library's kernel.
+    """Attention that is written out, with sinks and soft caps or without, as one op.
 
+    With them it is the kernel of a library, whose tiles are known; without, that of a compiler.
     It does so only where nothing else reads the values in between, so that the score matrix can
     stay on the chip.  In training backward reads the probabilities, so the attention stays as it
     was written.  Results are the same, but for rows of which a mask hides all keys by a number that
     the graph does not know.  Attention that PyTorch itself takes apart, since it has no kernel for
     it, stays so.
     """
-    return _as_kernels(graph, library=True)
+    return _as_kernels(graph, plain=False)
 
 
-def _as_kernels(graph: OpGraph, library: bool) -> tuple[OpGraph, int]:
-    chosen = [w for w in written_attentions(graph) if w.alone and (library or w.plain)]
+def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
+    chosen = [w for w in written_attentions(graph) if w.alone and (w.plain or not plain)]
     if not chosen:
         return graph, 0
     edit, places = Editor(graph), Places(graph)
@@ -64,7 +65,7 @@ def _as_kernels(graph: OpGraph, library: bool) -> tuple[OpGraph, int]:
     copies = {id_: _copy_of_result(places, written) for id_, written in last.items()}
     inner = {op for written in chosen for op in written.inner}
     inner |= {op for copy in copies.values() if copy is not None for op in copy.gone}
-    edit.rewrite(last, partial(_emit, edit, library, places, copies), dropped=inner)
+    edit.rewrite(last, partial(_emit, edit, places, copies), dropped=inner)
     result = without_left_behind(edit.done(), graph)
     return result, sum(graph.times(written.last) for written in chosen)
 
@@ -152,7 +153,6 @@ def _same_steps(tensor: Tensor, stride: tuple[int, ...]) -> bool:
 
 def _emit(
     edit: Editor,
-    library: bool,
     places: Places,
     copies: Mapping[int, _ResultCopy | None],
     written: WrittenAttention,
@@ -176,7 +176,7 @@ def _emit(
         "is_causal": False,
         "scale": written.scale,
     }
-    facts: dict[str, Any] = {} if library else {WRITTEN_OUT: True}
+    facts: dict[str, Any] = {WRITTEN_OUT: True} if written.plain else {}
     if written.mask is not None:
         arguments |= _mask(edit, written.mask)
         known = written.mask.op.facts
