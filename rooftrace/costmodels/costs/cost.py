@@ -156,6 +156,15 @@ class Cost(Struct, frozen=True):
             work[key] = vector
         return Cost(work)
 
+    def computed(self) -> dict[Work, int]:
+        """What is computed, by work: what a mask hides is a part of the product that it is in."""
+        computed: dict[Work, int] = {}
+        for work, flop in self.work.items():
+            if work.count in COMPUTED:
+                work = work if work.count == "useful" else replace(work, count="useful")
+                computed[work] = computed.get(work, 0) + flop
+        return computed
+
     def __add__(self, other: Cost) -> Cost:
         if not other.work and not other.traffic:
             return self

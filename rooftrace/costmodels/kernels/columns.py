@@ -189,9 +189,7 @@ def _peak_seconds(
 ) -> Array:
     seconds = np.zeros(kernel.size)
     use = execution.utilization
-    for work in kernel.works:
-        if work.count not in COMPUTED or not np.any(work.flop):
-            continue
+    for work in _computed(kernel):
         rate: Amount
         if work.operation == "vector":
             scalar = use.eta_scalar
@@ -205,6 +203,31 @@ def _peak_seconds(
             rate = rate * _reached(execution, work)
         seconds = seconds + work.flop / rate
     return seconds
+
+
+def _computed(kernel: KernelColumns) -> list[WorkColumns]:
+    """As `Cost.computed`: what a mask hides is a part of the product that it is in."""
+    computed: list[WorkColumns] = []
+    for work in kernel.works:
+        if work.count not in COMPUTED or not np.any(work.flop):
+            continue
+        for place, other in enumerate(computed):
+            if other.count != work.count and _same_product(other, work):
+                computed[place] = replace(other, flop=other.flop + work.flop)
+                break
+        else:
+            computed.append(work)
+    return computed
+
+
+def _same_product(a: WorkColumns, b: WorkColumns) -> bool:
+    if (
+        a.shape is None
+        or b.shape is None
+        or (a.operation, a.precision, a.widths) != (b.operation, b.precision, b.widths)
+    ):
+        return False
+    return all(np.array_equal(m, n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def _reached(execution: ExecutionModel, work: WorkColumns) -> Amount:
@@ -298,9 +321,7 @@ def _work_columns(
     most: Amount = 0.0  # seconds of the largest product so far
     rows_odd: Amount = 0.0  # whether rows of vector work are misaligned
     largest: dict[str, Amount] = {**dict.fromkeys(_PRODUCT, 0.0), "rate": 1.0}
-    for work in kernel.works:
-        if work.count not in COMPUTED or not np.any(work.flop):
-            continue
+    for work in _computed(kernel):
         rate, whole = _rates(work, chip, execution)
         if work.operation not in MATRIX:
             limit = engines.reached(work.rows, work.inner, chip)

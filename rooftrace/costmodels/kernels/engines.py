@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rooftrace.costmodels.costs import COMPUTED, Cost, Work
+from rooftrace.costmodels.costs import Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.utilization import LEAST, matrix_engine, tile_efficiency
 from rooftrace.hardware import Chip
@@ -74,9 +74,7 @@ def compute_seconds(
     """
     seconds = 0.0
     utilization = execution.utilization
-    for work, flop in cost.work.items():
-        if work.count not in COMPUTED:
-            continue
+    for work, flop in cost.computed().items():
         if work.operation == "vector":
             scalar = utilization.eta_scalar
             rate = chip.peak("vector", work.precision) if scalar is None else scalar * headline

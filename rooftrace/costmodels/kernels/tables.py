@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost, Work
+from rooftrace.costmodels.costs import MATRIX, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.attention_rows import (
     NO_ATTENTION,
@@ -120,8 +120,8 @@ def kernel_row(
 ) -> tuple[float, ...]:
     """The numbers of a row of `table` that follow its count."""
     vector = matrix = 0.0
-    for work, flop in cost.work.items():
-        if work.count not in COMPUTED or (work.operation in MATRIX and _has_shape(work)):
+    for work, flop in cost.computed().items():
+        if work.operation in MATRIX and _has_shape(work):
             continue
         rate = chip.peak(*product_engine(work, chip, execution))
         if work.operation in MATRIX:
@@ -150,8 +150,8 @@ def plain_products(
     Each with its FLOP, the FLOP/s of its engine, and whether tiles are computed whole there.
     """
     products = []
-    for work, flop in cost.work.items():
-        if work.operation in MATRIX and work.count in COMPUTED and _has_shape(work):
+    for work, flop in cost.computed().items():
+        if work.operation in MATRIX and _has_shape(work):
             engine, precision = product_engine(work, chip, execution)
             products.append((work, flop, chip.peak(engine, precision), engine == "matrix"))
     return sorted(products, key=lambda product: product[1] / product[2])

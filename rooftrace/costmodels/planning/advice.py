@@ -138,8 +138,9 @@ def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
 def _multiplies(
     graph: OpGraph, op: Op, cached: Mapping[int, int], weights: Mapping[int, int]
 ) -> bool:
-    """Whether the op multiplies weights with as many elements as the cache has, or more."""
-    by_weights = any(i in weights for i in op.inputs)
+    """Whether the op multiplies a matrix of weights with as many elements as the cache has, or
+    more."""
+    by_weights = any(i in weights and len(graph.values[i].shape) > 1 for i in op.inputs)
     return by_weights and any(
         i in cached and graph.values[i].elements >= cached[i] for i in op.inputs
     )

@@ -1,16 +1,15 @@
 """Attention as one kernel: products and a softmax that a model wrote by hand become one flash op.
 
-The pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
-It names ops of torch: several elementary ones make an attention together, and no rule of a single
-op can say so.
+A pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,61 +19,88 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.costmodels.rewriting.marks import EFFICIENT, LIBRARY, UNFUSED, WRITTEN_OUT
+from rooftrace.costmodels.rewriting.marks import (
+    BY_LENGTHS,
+    EFFICIENT,
+    LIBRARY,
+    MASK_FACTS,
+    WRITTEN_OUT,
+)
+from rooftrace.costmodels.rewriting.places import Places, merged
+from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.written_attention import written_attentions
+from rooftrace.costmodels.rewriting.written_parts import WrittenAttention, WrittenMask
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-_SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
-_SCALES = frozenset({"aten.mul", "aten.div", "aten.mul_", "aten.div_"})
-_MASKS = frozenset({"aten.add", "aten.add_", "aten.masked_fill", "aten.masked_fill_", "aten.where"})
-_COPIES = frozenset({"aten._to_copy", "aten.clone"})
-_DROPOUT = "aten.native_dropout"
-_LONGEST_CHAIN = 12
-
 
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Hand-written attention as one op: bmm, scale / mask / cast, softmax, cast / dropout, bmm.
+    """Hand-written attention as compilers know it as one op, without sinks and soft caps.
 
+    What holds of it is said at `attention_kernels`.
+    """
+    return _as_kernels(graph, plain=True)
+
+
+def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Attention that is written out, with sinks and soft caps or without, as one op.
+
+    With them it is the kernel of a library, whose tiles are known; without, that of a compiler.
     It does so only where nothing else reads the values in between, so that the score matrix can
     stay on the chip.  In training backward reads the probabilities, so the attention stays as it
-    was written.  The new graph is for pricing only: it drops a scale that is a tensor, and the
-    number that a mask fills in.  Attention that PyTorch itself takes apart, since it has no kernel
-    for it, stays so: a compiler that meets it has none either.
+    was written.  Results are the same, but for rows of which a mask hides all keys by a number that
+    the graph does not know.  Attention that PyTorch itself takes apart, since it has no kernel for
+    it, stays so.
     """
-    finder = _Finder(graph)
-    inner: set[int] = set()
-    last: dict[int, _Chain] = {}
-    for op in graph.ops:
-        # The last product of an attention cannot be the first of another.
-        if op.name == "aten.bmm" and op.part == "forward" and op.id not in last:
-            chain = finder.chain(op)
-            if chain is not None:
-                inner |= chain.inner
-                last[chain.last.id] = chain
-    if not last:
+    return _as_kernels(graph, plain=False)
+
+
+def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
+    chosen = [w for w in written_attentions(graph) if w.alone and (w.plain or not plain)]
+    if not chosen:
         return graph, 0
-    edit = Editor(graph)
-    edit.rewrite(last, partial(_emit_flash, edit), dropped=inner)
-    return edit.done(), sum(graph.times(chain.last) for chain in last.values())
+    edit, places = Editor(graph), Places(graph)
+    last = {written.last.id: written for written in chosen}
+    copies = {id_: _copy_of_result(places, written) for id_, written in last.items()}
+    inner = {op for written in chosen for op in written.inner}
+    inner |= {op for copy in copies.values() if copy is not None for op in copy.gone}
+    edit.rewrite(last, partial(_emit, edit, places, copies), dropped=inner)
+    result = without_left_behind(edit.done(), graph)
+    return result, sum(graph.times(written.last) for written in chosen)
 
 
-_PATTERNED = ("none", "causal", "sliding-window", "padding")
-"""Masks that a flash kernel skips by."""
+def with_pairs(graph: OpGraph) -> OpGraph:
+    """The products of attention that stays written out say how many of their pairs a mask shows."""
+    told: dict[int, dict[str, Any]] = {}
+    for written in written_attentions(graph):
+        pairs = None if written.mask is None else written.mask.op.facts.get("visible_pairs")
+        if pairs is not None:
+            _, queries, length = graph.values[written.first.outputs[0]].shape
+            facts = {"useful_pairs": int(pairs), "all_pairs": queries * length}
+            told |= dict.fromkeys((written.first.id, written.last.id), facts)
+    if not told:
+        return graph
+    return graph.replace(
+        ops=tuple(
+            replace(op, facts={**op.facts, **told[op.id]}) if op.id in told else op
+            for op in graph.ops
+        )
+    )
 
 
 def with_libraries(graph: OpGraph) -> tuple[OpGraph, int]:
     """Which attentions run on the memory-efficient kernel, as a fact of each op.
 
     Flash attention takes fp16 and bf16 (`check_dtypes_flash_attention` of ATen's sdp_utils.cpp),
-    and no mask of numbers (`check_for_attn_mask`).  Hand-written attention calls no library.
+    and no mask but by numbers (`check_for_attn_mask`).  Hand-written attention calls no library.
     """
     ops, count = [], 0
     for op in graph.ops:
         if op.target in (ATTENTION, ATTENTION_BACKWARD) and WRITTEN_OUT not in op.facts:
             wide = precision(graph.values[operand(op, "query").id].dtype).bits > _HALF
-            masked = isinstance(op.arguments.get("mask"), Ref)
-            if wide or (masked and op.facts.get("mask") not in _PATTERNED):
+            masked = isinstance(op.arguments.get("mask"), Ref) and BY_LENGTHS not in op.facts
+            if wide or masked:
                 op = replace(op, facts={**op.facts, LIBRARY: EFFICIENT})
                 count += graph.times(op)
         ops.append(op)
@@ -85,35 +111,162 @@ _HALF = 16  # bits
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
-    """first: the product of queries and keys.  last: that of probabilities and values.  inner: all
-    ops before the last, views included, none of which anything else reads."""
+class _ResultCopy:
+    """The rows of all heads side by side, as kernels write them: [B, S, H, Ev], copied from
+    [B, H, S, Ev].  gone: the copy, and the views that lead to it."""
 
-    first: Op
-    last: Op
-    inner: frozenset[int]
-    mask: Ref | None
-    scale: float
-    dropout: float
+    value: int
+    gone: frozenset[int]
 
 
-def _emit_flash(edit: Editor, chain: _Chain) -> None:
-    first = chain.first
-    query = _as_stored(edit, first, operand(first, "self"))
-    key = edit.turned(first, _as_stored(edit, first, operand(first, "mat2")))
-    heads, queries, _ = edit.values[query.id].shape
-    logsumexp = edit.value((heads, queries), "fp32", "activations", chain.last.repeats)
+def _copy_of_result(places: Places, written: WrittenAttention) -> _ResultCopy | None:
+    """The copy that puts the result in the order in which kernels write it; None without one."""
+    graph, (out,) = places.graph, written.last.outputs
+    readers = [op for op in places.readers[out] if op.id > written.last.id]
+    kernels = [op for op in readers if op.kind != "view"]
+    if len(written.lead) != 2 or out in places.shared or len(kernels) != 1:
+        return None
+    (copy,) = kernels
+    if copy.name != "aten.clone" or copy.repeats != written.last.repeats:
+        return None
+    source, result = graph.values[copy.inputs[0]], graph.values[copy.outputs[0]]
+    (batch, heads), (_, queries, width) = written.lead, graph.values[out].shape
+    turned = (heads * queries * width, width, queries * width, 1)
+    alike = source.shape == (batch, queries, heads, width) == result.shape
+    if not alike or copy.outputs[0] in places.shared or not all(
+        _same_steps(tensor, stride)
+        for tensor, stride in ((source, turned), (result, Tensor.contiguous(result.shape)))
+    ):  # fmt: skip
+        return None
+    return _ResultCopy(copy.outputs[0], frozenset(op.id for op in readers))
+
+
+def _same_steps(tensor: Tensor, stride: tuple[int, ...]) -> bool:
+    return all(
+        n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride, stride, strict=True)
+    )
+
+
+def _emit(
+    edit: Editor,
+    places: Places,
+    copies: Mapping[int, _ResultCopy | None],
+    written: WrittenAttention,
+) -> None:
+    first, last, lead = written.first, written.last, written.lead
+    query = _read(edit, places, written, first, "self")
+    key = _read(edit, places, written, first, "mat2")
+    value = _read(edit, places, written, last, "mat2")
+    for op, tensor in written.scales:
+        like = edit.values[query.id]
+        operands: dict[str, Argument] = {"self": query, "other": tensor}
+        query = edit.made(first, op.target.replace("_.", "."), operands, like.shape, like.dtype)
+    dims = range(len(lead))
+    key = edit.permuted(first, key, (*dims, len(lead) + 1, len(lead)))
     arguments: dict[str, Argument] = {
         "query": query,
         "key": key,
-        "value": _as_stored(edit, chain.last, operand(chain.last, "mat2")),
-        "mask": chain.mask,
-        "dropout_p": chain.dropout,
+        "value": value,
+        "mask": None,
+        "dropout_p": written.dropout,
         "is_causal": False,
-        "scale": chain.scale,
+        "scale": written.scale,
     }
-    outputs = (chain.last.outputs[0], logsumexp)
-    edit.emit(chain.last, ATTENTION, arguments, outputs, facts={WRITTEN_OUT: True})
+    facts: dict[str, Any] = {WRITTEN_OUT: True} if written.plain else {}
+    if written.mask is not None:
+        arguments |= _mask(edit, written.mask)
+        known = written.mask.op.facts
+        facts |= {name: known[name] for name in MASK_FACTS if name in known}
+    if written.sinks is not None:
+        step = [s for n, s in zip(*_layout(edit, written.sinks), strict=True) if n > 1] or [1]
+        arguments["sinks"] = edit.viewed(first, written.sinks, lead[-1:], tuple(step))
+    if written.softcap:
+        arguments["softcap"] = written.softcap
+    made = _result(edit, places, written, copies[last.id])
+    *_, queries, _ = edit.values[made].shape
+    logsumexp = edit.value((*lead, queries), "fp32", "activations", last.repeats)
+    edit.emit(last, ATTENTION, arguments, (made, logsumexp), facts=facts)
+    _hand_on(edit, last, made, copies[last.id])
+
+
+def _result(
+    edit: Editor, places: Places, written: WrittenAttention, copy: _ResultCopy | None
+) -> int:
+    """The value that attention makes, as [.., H, S, Ev]; what was made lies in it."""
+    (out,) = written.last.outputs
+    *_, queries, width = edit.values[out].shape
+    shape, repeats = (*written.lead, queries, width), written.last.repeats
+    if out in places.shared:
+        return edit.view(Ref(out), shape, Tensor.contiguous(shape), repeats)
+    stride = Tensor.contiguous(shape)
+    if copy is not None:
+        outer, row, _, last = Tensor.contiguous((shape[0], queries, shape[1], width))
+        stride = (outer, width, row, last)
+    old = out if copy is None else copy.value
+    role = edit.values[old].role
+    made = edit.value(shape, edit.values[out].dtype, role, repeats, stride=stride)
+    edit.moved[old] = made
+    return made
+
+
+def _hand_on(edit: Editor, like: Op, made: int, copy: _ResultCopy | None) -> None:
+    """What comes after reads the result as it did."""
+    (out,) = like.outputs
+    if copy is not None:
+        turn: dict[str, Argument] = {"self": Ref(made), "dim0": 1, "dim1": 2}
+        edit.emit(like, "aten.transpose.int", turn, (copy.value,), kind="view")
+        return
+    whole: dict[str, Argument] = {"self": Ref(made), "shape": edit.values[out].shape}
+    edit.emit(like, "aten.reshape.default", whole, (out,), kind="view")
+
+
+def _layout(edit: Editor, item: Ref) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return edit.values[item.id].shape, edit.values[item.id].stride
+
+
+def _read(edit: Editor, places: Places, written: WrittenAttention, op: Op, name: str) -> Ref:
+    """An operand [H, a, b] of a product with the dimensions that the heads stand for.
+
+    A kernel takes any strides: a copy that only puts the elements in order is not read.
+    """
+    item, lead, values = operand(op, name), written.lead, edit.graph.values
+    copy = places.kernel_of(item.id)
+    if copy is not None and copy.name == "aten.clone" and copy.repeats == op.repeats:
+        source, whole = values[copy.inputs[0]], values[copy.outputs[0]]
+        same = whole.storage == values[item.id].storage and merged(whole) == merged(values[item.id])
+        plain = not any(ref.then or ref.every for ref in (item, *copy.reads))
+        shape = (*lead, *values[item.id].shape[1:])
+        kept = not places.overwritten(copy.inputs[0], copy.id, written.last.id)
+        if same and plain and kept and source.shape == shape and 0 not in source.stride:
+            return Ref(copy.inputs[0])
+    item = _as_stored(edit, op, item)
+    (_, *sizes), (step, *stride) = _layout(edit, item)
+    if len(lead) == 1:
+        return item
+    steps = tuple(step * n for n in Tensor.contiguous(lead))
+    return edit.viewed(op, item, (*lead, *sizes), (*steps, *stride))
+
+
+def _mask(edit: Editor, mask: WrittenMask) -> dict[str, Argument]:
+    """The arguments `mask` and `fill` of attention: hidden scores are exactly what they were."""
+    op, tensor, fill = mask.op, mask.tensor, mask.fill
+    shape, dtype = edit.values[tensor.id].shape, edit.values[tensor.id].dtype
+    operands: dict[str, Argument]
+    if fill is None:
+        if mask.factor != 1:
+            operands = {"self": tensor, "other": mask.factor}
+            tensor = edit.made(op, "aten.mul.Tensor", operands, shape, dtype)
+        return {"mask": tensor}
+    if isinstance(fill, Ref):  # a number that nobody knows here is added
+        sides: tuple[Argument, Argument] = (fill, 0.0) if mask.hides else (0.0, fill)
+        operands = {"condition": tensor, "self": sides[0], "other": sides[1]}
+        overload = "ScalarOther" if mask.hides else "ScalarSelf"
+        dtype = edit.values[fill.id].dtype
+        return {"mask": edit.made(op, f"aten.where.{overload}", operands, shape, dtype)}
+    if mask.hides:
+        tensor = edit.made(op, "aten.logical_not.default", {"self": tensor}, shape, "bool")
+    hidden = fill * mask.factor
+    return {"mask": tensor} if hidden == -inf else {"mask": tensor, "fill": hidden}
 
 
 def _as_stored(edit: Editor, like: Op, item: Ref) -> Ref:
@@ -148,110 +301,3 @@ def _widens(before: Tensor, after: Tensor) -> bool:
     narrow, wide = precision(before.dtype), precision(after.dtype)
     floats = narrow.kind == wide.kind == "float"
     return floats and narrow.bits < wide.bits and before.elements == after.elements
-
-
-class _Finder:
-    """Finds hand-written attention by following a product to the next one."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.users: dict[int, list[int]] = defaultdict(list)
-        for op in graph.ops:
-            for storage in {graph.values[i].storage for i in op.inputs}:
-                self.users[storage].append(op.id)
-        # A value that the next iteration or an op outside of the repeat reads is no inner value.
-        handed = [r for op in graph.ops for r in op.reads] if graph.repeats else []
-        handed_on = [r.id for r in handed if r.every] + [r.then.value for r in handed if r.then]
-        self.results = {graph.values[i].storage for i in (*graph.outputs, *handed_on)}
-
-    def chain(self, first: Op) -> _Chain | None:
-        """The attention whose first product this is, if it is one and nothing inside is read."""
-        values = self.graph.values
-        inner = {first.id}
-        current, softmax, scale, dropout = first, False, 1.0, 0.0
-        mask: Ref | None = None
-        scores = values[first.outputs[0]]
-        for _ in range(_LONGEST_CHAIN):
-            storage = values[current.outputs[0]].storage
-            op = self._only_user(current, inner)
-            if op is None or op.repeats != first.repeats:
-                return None
-            if op.name == "aten.bmm":
-                ends = softmax and self._is_scores(operand(op, "self").id, storage, scores)
-                return _Chain(first, op, frozenset(inner), mask, scale, dropout) if ends else None
-            others = [i for i in op.inputs if values[i].storage != storage]
-            alone = all(values[i].elements == 1 for i in others)
-            if UNFUSED in op.facts:
-                return None
-            if op.name in _SOFTMAX and not softmax and self._along_keys(op, scores):
-                softmax = True
-            elif op.name in _SCALES and not softmax and alone:
-                scale *= _factor(op)
-            elif op.name in _MASKS and not softmax and self._masks(op, storage, others):
-                wide = [r for r in op.reads if r.id in others and values[r.id].elements > 1]
-                if wide and mask is not None:
-                    return None
-                mask = wide[0] if wide else mask
-            elif op.name == _DROPOUT and softmax:
-                dropout = float(op.arguments.get("p", 0.0))
-            elif op.name not in _COPIES:
-                return None
-            if values[op.outputs[0]].elements != scores.elements:
-                return None
-            inner.add(op.id)
-            current = op
-        return None
-
-    def _only_user(self, op: Op, inner: set[int]) -> Op | None:
-        """The one kernel that reads what `op` made (views on the way join `inner`)."""
-        ops, values = self.graph.ops, self.graph.values
-        made = [values[i].storage for i in op.outputs]
-        if any(storage in self.results for storage in made) or any(
-            self.users.get(storage) for storage in made[1:]
-        ):
-            return None
-        following = [u for u in self.users.get(made[0], ()) if u > op.id]
-        kernels = [ops[u] for u in following if ops[u].kind != "view"]
-        if not kernels:
-            return None
-        first = kernels[0]
-        overwritten = bool(first.outputs) and values[first.outputs[0]].storage == made[0]
-        if len(kernels) > 1 and not overwritten:
-            return None
-        inner.update(
-            u for u in following if ops[u].kind == "view" and (not overwritten or u < first.id)
-        )
-        return first
-
-    def _is_scores(self, index: int, storage: int, scores: Tensor) -> bool:
-        """Whether a value is all of the scores, heads and rows in their order."""
-        value = self.graph.values[index]
-        return (
-            value.storage == storage
-            and value.shape == scores.shape
-            and value.stride == scores.stride
-        )
-
-    def _along_keys(self, op: Op, scores: Tensor) -> bool:
-        """Whether a softmax goes over the last dimension, and that is the keys'."""
-        value = self.graph.values[op.inputs[0]]
-        return op.arguments.get("dim", -1) in (-1, len(value.shape) - 1) and (
-            value.shape[-1],
-            value.stride[-1],
-        ) == (scores.shape[-1], scores.stride[-1])
-
-    def _masks(self, op: Op, storage: int, others: Iterable[int]) -> bool:
-        """Whether the scores are what is masked, not the mask."""
-        name = {
-            "aten.where": "condition",
-            "aten.masked_fill": "mask",
-            "aten.masked_fill_": "mask",
-        }.get(op.name)
-        return name is None or operand(op, name).id in others
-
-
-def _factor(op: Op) -> float:
-    other = op.arguments.get("other")
-    if not isinstance(other, (int, float)) or not other:
-        return 1.0
-    return 1 / other if op.name.startswith("aten.div") else float(other)

@@ -27,7 +27,7 @@ def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:
     Backward uses the probabilities that forward saved.  Reshapes are taken as free, as if batched
     products took any strides; attention over batches that broadcast stays as it is.  The new graph
     runs (`to_fx`) and gives the same numbers; it holds a causal mask as a constant
-    "causal_mask_SxL".
+    "causal_mask_SxL", one of a window as "window_mask_SxLxW", of chunks as "chunk_mask_SxLxC".
     """
     edit = Editor(graph)
     saved: dict[int, _Saved] = {}
@@ -81,12 +81,7 @@ class _Attention:
         self._product(q, self._transposed(k), scores)
         scaled = self._scores()
         self._kernel("aten.mul.Tensor", {"self": Ref(scores), "other": self.scale}, scaled)
-        probabilities = self._scores()
-        self._kernel(
-            "aten._softmax.default",
-            {"self": Ref(self._masked(scaled)), "dim": -1, "half_to_float": False},
-            probabilities,
-        )
+        probabilities = self._softmax(self._masked(self._capped(scaled)))
         dropped, mask = probabilities, None
         if self.dropout > 0:
             dropped = self._scores()
@@ -166,24 +161,63 @@ class _Attention:
         facts = {"useful_pairs": int(visible), "all_pairs": self.queries * self.length}
         self._kernel("aten.bmm.default", {"self": a, "mat2": b}, out, facts=facts)
 
-    def _scores(self) -> int:
-        """A new [H, S, L] value."""
-        return self._new((self.heads, self.queries, self.length), self.dtype)
+    def _scores(self, more: int = 0) -> int:
+        """A new [H, S, L] value; with so many more columns."""
+        return self._new((self.heads, self.queries, self.length + more), self.dtype)
+
+    def _capped(self, scores: int) -> int:
+        """cap tanh(scores / cap); the scores themselves without a cap."""
+        cap = float(self.op.arguments.get("softcap", 0.0))
+        steps = (("div.Tensor", cap), ("tanh.default", None), ("mul.Tensor", cap)) if cap else ()
+        for name, number in steps:
+            before, scores = scores, self._scores()
+            other: dict[str, Argument] = {} if number is None else {"other": number}
+            self._kernel(f"aten.{name}", {"self": Ref(before), **other}, scores)
+        return scores
+
+    def _softmax(self, scores: int) -> int:
+        """The probabilities; sinks are one more column on the way."""
+        options: dict[str, Argument] = {"dim": -1, "half_to_float": False}
+        sinks = self.op.arguments.get("sinks")
+        if not isinstance(sinks, Ref):
+            out = self._scores()
+            self._kernel("aten._softmax.default", {"self": Ref(scores), **options}, out)
+            return out
+        edit, op, rows = self.edit, self.op, (*self.lead, self.queries)
+        column = edit.viewed(op, sinks, (self.lead[-1], 1, 1))
+        strides = (*(0,) * (len(rows) - 2), edit.values[column.id].stride[0], 0, 1)
+        wide = edit.view(column, (*rows, 1), strides, op.repeats)
+        self._view("aten.expand.default", {"self": column, "size": (*rows, 1)}, wide)
+        parts = (self._reshaped(Ref(scores), (*rows, self.length)), Ref(wide))
+        both, soft = self._scores(1), self._scores(1)
+        shape = (*rows, self.length + 1)
+        self._kernel("aten.cat.default", {"tensors": parts, "dim": -1}, self._as(both, shape))
+        both = edit.ops[-1].outputs[0]
+        out = self._as(soft, shape)
+        self._kernel("aten._softmax.default", {"self": Ref(both), **options}, out)
+        flat = (self.heads, self.queries, self.length + 1)
+        return edit.sliced(op, self._reshaped(Ref(out), flat), 2, 0, self.length).id
 
     def _masked(self, scores: int) -> int:
-        """The scores with the mask on: -inf where it is False, or added to it."""
-        mask = self.op.arguments.get("mask")
+        """The scores with the mask on: -inf (or `fill`) where it is False, or added to it."""
+        arguments = self.op.arguments
+        mask = arguments.get("mask")
         if not isinstance(mask, Ref):
-            if not self.op.arguments.get("is_causal", False):
+            sizes = self.queries, self.length
+            numbers = [(n, int(arguments.get(n, 0))) for n in ("window", "chunk")]
+            known = [(n, (*sizes, number)) for n, number in numbers if number]
+            if not known and not arguments.get("is_causal", False):
                 return scores
-            mask = Ref(self.edit.causal_mask(self.queries, self.length))
+            name, of = known[0] if known else ("causal", sizes)
+            mask = Ref(self.edit.known_mask(name, *of))
+        fill = arguments.get("fill")
         wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
         masked = self._scores()
         out = self._as(masked, self.edit.values[wide.id].shape)
         if self.edit.values[mask.id].dtype == "bool":
             self._kernel(
                 "aten.where.ScalarOther",
-                {"condition": mask, "self": wide, "other": float("-inf")},
+                {"condition": mask, "self": wide, "other": -math.inf if fill is None else fill},
                 out,
             )
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.arguments import Argument, refs
+from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.graph import OpGraph
 
 CACHE_APPEND = "rooftrace.cache_append.default"
@@ -47,3 +48,35 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
         replace(t, storage=moved[t.storage]) if t.storage in moved else t for t in values
     )
     return graph.replace(values=shared, ops=tuple(ops)), count
+
+
+def static_caches(graph: OpGraph) -> tuple[OpGraph, int]:
+    """`append_in_place`; and of a prompt a cache with a window keeps the last rows, not all.
+
+    As it is written what leaves the step is a view, which holds the rows of the whole prompt.
+    """
+    graph, appended = append_in_place(graph)
+    views = {value: graph.producers[value] for value in graph.outputs if _is_window(graph, value)}
+    if not views:
+        return graph, appended
+    edit, count = Editor(graph), 0
+    made = {op: value for value, op in views.items()}
+    for op in graph.ops:
+        edit.ops.append(op)
+        if op.id in made:
+            view = graph.values[made[op.id]]
+            kept = edit.made(op, "aten.clone.default", {"self": Ref(made[op.id])}, view.shape,
+                             view.dtype, "kv")  # fmt: skip
+            edit.replaced[made[op.id]] = kept.id
+            count += graph.times(op)
+    return edit.done(), appended + count
+
+
+def _is_window(graph: OpGraph, value: int) -> bool:
+    """Whether a value is a part of a cache that a `cat` of this step made, and all that leaves."""
+    tensor = graph.values[value]
+    owner = graph.producers.get(tensor.storage)
+    if tensor.role != "kv" or owner is None or graph.ops[owner].name != "aten.cat":
+        return False
+    leaving = [v for v in graph.outputs if graph.values[v].storage == tensor.storage]
+    return leaving == [value] and tensor.elements < graph.values[tensor.storage].elements

@@ -29,7 +29,9 @@ class Editor:
         self.repeats = list(graph.repeats)
         self.replaced: dict[int, int] = {}
         """What comes from outside or leaves the step in place of another value."""
-        self._causal: dict[tuple[int, int], int] = {}
+        self.moved: dict[int, int] = {}
+        """Storages whose values lie in another one now."""
+        self._masks: dict[str, int] = {}
 
     def rewrite(
         self,
@@ -160,14 +162,12 @@ class Editor:
         self.emit(like, target, arguments, (out,), facts=facts)
         return Ref(out)
 
-    def causal_mask(self, queries: int, length: int) -> int:
-        """A constant bool[S, L], the same one for every attention of this size."""
-        mask = self._causal.get((queries, length))
-        if mask is None:
-            mask = self._causal[queries, length] = self.value(
-                (queries, length), "bool", "constants", (), f"causal_mask_{queries}x{length}"
-            )
-        return mask
+    def known_mask(self, name: str, *sizes: int) -> int:
+        """A constant bool[S, L] of this name and sizes, the same for all attention of them."""
+        named = f"{name}_mask_{'x'.join(map(str, sizes))}"
+        if named not in self._masks:
+            self._masks[named] = self.value(sizes[:2], "bool", "constants", (), named)
+        return self._masks[named]
 
     def turned(self, like: Op, item: Ref) -> Ref:
         """The [H, b, a] view of an [H, a, b] value."""
@@ -181,8 +181,12 @@ class Editor:
     def done(self) -> OpGraph:
         """The new graph."""
         graph, other = self.graph, self.replaced
+        moved = self.moved
         fields = {
-            "values": tuple(self.values),
+            "values": tuple(
+                replace(t, storage=moved[t.storage]) if t.storage in moved else t
+                for t in self.values
+            ),
             "repeats": tuple(self.repeats),
             "inputs": tuple(other.get(value, value) for value in graph.inputs),
             "outputs": tuple(other.get(value, value) for value in graph.outputs),

@@ -9,3 +9,9 @@ LIBRARY = "library"
 EFFICIENT = "memory-efficient"
 BESIDE = "beside"
 """Of a kernel that an op launches beside its own: the name of that op."""
+MASK_FACTS = ("visible_pairs", "mask", "window", "visible_keys")
+"""What is known of a mask: pairs of one head that it shows (mean of the batch and the heads), its
+kind, the most keys that one query sees, and the keys that some query sees.  Of attention, or of the
+op that puts the mask on."""
+BY_LENGTHS = "by_lengths"
+"""Of an attention whose kernel is told lengths of sequences in place of its mask."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _SAME_START = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t",
@@ -100,6 +100,13 @@ class Places:
         index = self.graph.producers.get(value)
         return None if index is None else self.graph.ops[index]
 
+    def kernel_of(self, value: int) -> Op | None:
+        """The kernel that made a value, whatever views lie between."""
+        op = self.made_by(value)
+        while op is not None and op.kind == "view" and op.inputs:
+            op = self.made_by(op.inputs[0])
+        return op
+
     def place(self, value: int) -> StoragePlace | None:
         """Where a value lies; None where an unknown view, or a neighbour, is in between."""
         if value not in self._known:
@@ -113,6 +120,9 @@ class Places:
         """
         values = self.graph.values
         while True:
+            place = self.place(value)
+            if place is not None and place == self.place(place.storage):
+                value = place.storage
             op = self.made_by(value)
             if op is None or len(op.inputs) != 1 or _neighbours(op):
                 return value
@@ -167,3 +177,16 @@ def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int |
     if not isinstance(first, int):
         return None
     return step * min(max(first + size if first < 0 else first, 0), size)
+
+
+def merged(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides with those that continue each other put together: the order of elements."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(merged)

@@ -17,6 +17,7 @@ from rooftrace.costmodels.execution import SUMMARIES, ExecutionModel, execution_
 from rooftrace.costmodels.rewriting.attention_kernels import (
     flash_from_products,
     with_libraries,
+    with_pairs,
 )
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.costmodels.rewriting.caches import append_in_place
@@ -27,6 +28,7 @@ from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
 from rooftrace.tracer.graph import OpGraph, Tensor
 
+WRITTEN = "written-attention"
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
 Price = Callable[[OpGraph], Sequence[Cost]]
 """What each op of a graph costs, once."""
@@ -50,17 +52,19 @@ def rewrite(
             noun, verb = (noun, f"{verb}s") if count == 1 else (f"{noun}s", verb)
             notes.append(f"{count} {noun} {verb} {rest}")
 
+    asked = [entry for entry in REWRITES if entry.name in execution.rewrites]
+    named = any(entry.name == WRITTEN and _can_apply(entry, graph) for entry in asked)
     change(
-        execution.attention == "flash" and detected,
+        execution.attention == "flash" and detected and not named,
         flash_from_products,
         "hand-written attention",
         "run",
         "as flash attention",
     )
-    for entry in REWRITES:
-        if entry.name in execution.rewrites:
-            graph, note = _named(graph, entry, execution, price)
-            notes += note
+    for entry in asked:
+        graph, note = _named(graph, entry, execution, price)
+        notes += note
+    graph = with_pairs(graph)
     change(
         execution.attention == "materialised",
         materialise_attention,
@@ -126,7 +130,7 @@ def _named(
 
 def _left_out(entry: Rewrite, execution: ExecutionModel) -> bool:
     """Whether an execution model rules a rewrite out."""
-    return entry.name == "absorb-latent" and execution.attention == "materialised"
+    return entry.name in ("absorb-latent", WRITTEN) and execution.attention == "materialised"
 
 
 def _can_apply(entry: Rewrite, graph: OpGraph) -> bool:
@@ -154,20 +158,28 @@ def applicable(graph: OpGraph, execution: ExecutionModel) -> tuple[str, ...]:
 def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[Cost, Cost]:
     """What the ops cost that a rewrite removed, and those that it put in their place.
 
-    Values keep their ids, so an op is known by its name and by the values that it makes.
+    Values keep their ids, so an op is known by its name and by the values that it makes; one that
+    reads something else is another one where it then costs something else.
     """
-    both = {(op.target, op.outputs) for op in graph.ops}
-    both &= {(op.target, op.outputs) for op in result.ops}
+    priced = [
+        {
+            (op.target, op.outputs): (cost, cost.flops(), cost.bytes(), side.times(op))
+            for op, cost in zip(side.ops, price(side), strict=True)
+        }
+        for side in (graph, result)
+    ]
+    same = {
+        key for key, (_, *sizes) in priced[0].items() if sizes == list(priced[1].get(key, ()))[1:]
+    }
     sums = []
-    for side in (graph, result):
+    for side in priced:
         work: Counter[Work] = Counter()
         traffic: Counter[Access] = Counter()
-        for op, cost in zip(side.ops, price(side), strict=True):
-            if (op.target, op.outputs) not in both:
-                for key, flop in cost.work.items():
-                    work[key] += flop * side.times(op)
-                for access, size in cost.traffic.items():
-                    traffic[access] += size * side.times(op)
+        for cost, _, _, times in (side[key] for key in side.keys() - same):
+            for kind, flop in cost.work.items():
+                work[kind] += flop * times
+            for access, size in cost.traffic.items():
+                traffic[access] += size * times
         sums.append(Cost(work, traffic))
     return sums[0], sums[1]
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.attention_kernels import attention_kernels
+from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, share_heads
+from rooftrace.costmodels.rewriting.caches import static_caches
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
@@ -31,6 +33,25 @@ class Rewrite:
 
 
 REWRITES = (
+    Rewrite(
+        name="written-attention",
+        meaning="Attention that is written out, with sinks and soft caps too, is one kernel.",
+        apply=attention_kernels,
+        noun="attention",
+    ),
+    Rewrite(
+        name="shared-heads",
+        meaning="Query heads that share keys and values read them as stored, not a copy for each.",
+        apply=share_heads,
+        noun="attention",
+    ),
+    Rewrite(
+        name="mask-numbers",
+        meaning="Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not "
+        "read.",
+        apply=masks_as_numbers,
+        noun="attention",
+    ),
     Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "
@@ -67,7 +88,7 @@ REWRITES = (
     Rewrite(
         name="static-cache",
         meaning="New rows are written into a cache that has room, where a `cat` copies the cache.",
-        apply=append_in_place,
+        apply=static_caches,
         noun="cache append",
         phases=("prefill", "decode", "requests"),
     ),

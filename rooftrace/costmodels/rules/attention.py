@@ -1,8 +1,8 @@
 """Scaled dot-product attention as one kernel that never writes its score matrix.
 
 FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and the
-rest: "masked" where the mask has a pattern (causal, window, padding) that a kernel skips by,
-"masked_executed" where it has none.  The execution model decides which kernel runs, and whether the
+rest: "masked" where a kernel is told the pattern of the mask by numbers and skips by it,
+"masked_executed" where it reads a mask, or where that has no pattern.  The execution model decides which kernel runs, and whether the
 scores are materialised.  A kernel skips whole blocks of pairs; here it skips single pairs.
 
 Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
@@ -42,8 +42,6 @@ _QUERY, _KEY, _VALUE = ("query", "q"), ("key", "k"), ("value", "v")
 QKV = ("query", "key", "value", "q", "k", "v")
 UNSTRUCTURED = "full"
 """What the tracer calls a mask that has no pattern for a kernel to skip by."""
-_PATTERNED = ("none", "causal", "sliding-window", "padding")
-"""What the tracer calls the masks that have such a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +101,11 @@ def _shape(
         pairs = causal_pairs(queries, length)
         keys = min(queries, length)
     visible = op.fact("visible_pairs")
-    skips = op.fact("mask") != UNSTRUCTURED
+    skips = op.fact("mask") != UNSTRUCTURED and _mask(op) is None
     if visible is not None:
         pairs = min(int(visible), queries * length)
-        keys = min(length, pairs) if skips else length
+        most = int(op.fact("window") or length) + queries - 1  # keys that some query sees
+        keys = min(length, pairs, int(op.fact("visible_keys") or most)) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
     kernel = None if op.fact(marks.WRITTEN_OUT) else _kernel(
         op, (Packed(batch, queries, length, pairs if skips else queries * length),),
@@ -130,7 +129,7 @@ def _kernel(
         value_width=widths[1],
         kv_size=float(format_of(stored.dtype).bits / 8),
         masked=op.fact(marks.LIBRARY) == marks.EFFICIENT
-        or (_mask(op) is not None and op.fact("mask") not in _PATTERNED),
+        or _mask(op) is not None,
         paged=op.first("block_table") is not None,
         backward="backward" in op.target,
     )  # fmt: skip
@@ -227,14 +226,29 @@ def _keys_read(op: OpView, s: AttentionShape, tensor: TensorView) -> Cost:
 
 
 def _mask(op: OpView) -> TensorView | None:
+    """The mask that a kernel reads."""
+    if op.fact(marks.BY_LENGTHS):
+        return None
     return op.first("mask", "attn_mask", "attn_bias", "bias")
 
 
 def _per_pair_extras(op: OpView) -> int:
-    """An additive mask is one add per pair; dropout compares with a random number and scales."""
+    """An additive mask is one add per pair; dropout compares with a random number and scales.
+
+    A soft cap is tanh and a product; what it divides by is in the scale.
+    """
     mask = _mask(op)
     additive = mask is not None and mask.floating
-    return (1 if additive else 0) + (2 if op.attribute("dropout_p", 0.0) > 0 else 0)
+    capped = bool(op.attribute("softcap", 0.0))
+    dropped = bool(op.attribute("dropout_p", 0.0) > 0)
+    return additive + 2 * dropped + 2 * capped
+
+
+def _softmax_flop(op: OpView, s: AttentionShape) -> int:
+    """Of each pair, and of each row: a division of each output; a sink is subtracted from, exp,
+    added to the sum."""
+    per_row = s.ev + (3 if op.first("sinks") is not None else 0)
+    return s.heads * ((SOFTMAX + _per_pair_extras(op)) * s.computed + s.queries * per_row)
 
 
 def _operands(op: OpView) -> tuple[TensorView, TensorView, TensorView]:
@@ -245,7 +259,7 @@ def _operands(op: OpView) -> tuple[TensorView, TensorView, TensorView]:
 def _moved(op: OpView, s: AttentionShape, written: tuple[str, ...]) -> Cost:
     """Operands and results.  written: operands that the kernel writes and does not read."""
     query, key, value = _operands(op)
-    others = list(op.operands(but=QKV))
+    others = list(op.operands(but=(*QKV, "mask") if op.fact(marks.BY_LENGTHS) else QKV))
     return (op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
             + op.read_all(tensor for name, tensor in others if name not in written)
             + op.write_all(tensor for name, tensor in others if name in written)
@@ -253,9 +267,8 @@ def _moved(op: OpView, s: AttentionShape, written: tuple[str, ...]) -> Cost:
 
 
 def _forward(op: OpView, s: AttentionShape) -> Cost:
-    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(*_operands(op)))
-            + vector(op, softmax) + _moved(op, s, ("out",)))
+            + vector(op, _softmax_flop(op, s)) + _moved(op, s, ("out",)))
 
 
 def _backward(op: OpView, s: AttentionShape) -> Cost:
@@ -305,10 +318,9 @@ def latent_attention(op: OpView) -> Cost:
 def _latent(op: OpView, s: AttentionShape) -> Cost:
     query, turned = op.needed("query"), op.needed("query_rope")
     latent, rope = op.needed("latent"), op.needed("rope")
-    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, turned, latent, rope))
-            + vector(op, softmax)
-            + op.read_all((query, turned, _mask(op)))
+            + vector(op, _softmax_flop(op, s))
+            + op.read_all((query, turned, _mask(op), op.first("sinks")))
             + _keys_read(op, s, latent) + _keys_read(op, s, rope)
             + op.write_all(op.outputs))
 

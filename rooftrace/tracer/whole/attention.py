@@ -4,7 +4,14 @@ On the meta device `scaled_dot_product_attention` becomes some thirty ops with a
 matrix; a GPU runs one kernel.  The CPU kernels let a captured graph run on real tensors.
 
 Operands are query [..., H, S, E], key [..., H or fewer, L, E], value [..., L, Ev] and a mask or
-None.  Options, behind them, are dropout_p, is_causal and scale.
+None.  Options, behind them, are dropout_p, is_causal and scale.  Only rewrites give more:
+
+sinks    [H]: one more column of scores, which takes its share of the softmax and has no value
+softcap  scores x become softcap tanh(x / softcap) before the mask
+fill     what scores become that a boolean mask hides
+window   each query sees the last so many keys up to its own; that of the last query is the last
+chunk    each query sees the keys up to its own from the last multiple of so many positions
+The last two stand in place of a mask.
 """
 
 from __future__ import annotations
@@ -23,6 +30,12 @@ from rooftrace.tracer.whole.library import OPS, define, differentiable
 _aten: Any = torch.ops.aten
 _broadcast: Any = torch.broadcast_shapes
 _LOW = (torch.float16, torch.bfloat16)
+
+
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
+OPTIONS = "float dropout_p, bool is_causal, float scale"
+_PLAIN = 3
+MORE = "Tensor? sinks=None, float softcap=0.0, float? fill=None, int window=0, int chunk=0"
 
 
 def _attention_meta(
@@ -55,10 +68,59 @@ def composed(
     )
 
 
+def _written(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    sinks: Tensor | None,
+    softcap: float,
+    fill: float | None,
+    window: int,
+    chunk: int,
+) -> Tensor:
+    """Attention by its definition, with the options that only rewrites give."""
+    group = query.shape[-3] // key.shape[-3]
+    key, value = (t.repeat_interleave(group, -3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    queries, length = scores.shape[-2:]
+    if is_causal or window or chunk:
+        last = torch.arange(queries)[:, None] + (0 if is_causal else length - queries)
+        first = last - (window or length) + 1
+        if chunk:
+            first = last - last % chunk
+        keys = torch.arange(length)
+        mask = (first <= keys) & (keys <= last)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.where(mask, -math.inf if fill is None else fill)
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    probabilities = torch.softmax(scores, -1)[..., :length]
+    return torch.dropout(probabilities, dropout_p, dropout_p > 0) @ value
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
+) -> Tensor:
+    """Attention on real tensors, with the options of OPTIONS and, where there are any, of MORE."""
+    if len(options) == _PLAIN:
+        return composed(query, key, value, mask, *options)
+    rest: tuple[Any, ...] = (None, 0.0, None, 0, 0)
+    return _written(query, key, value, mask, *options, *rest[len(options) - _PLAIN :])
+
+
 def _attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    result = composed(query, key, value, mask, *options)
+    result = attended(query, key, value, mask, *options)
     # The strides that the graph was captured with: CPU kernels choose others, by their case.
     out, logsumexp = _attention_meta(query, key, value, mask)
     # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
@@ -100,15 +162,13 @@ def _backward_cpu(
     return strided[0], strided[1], strided[2], grad_mask
 
 
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
-_OPTIONS = "float dropout_p, bool is_causal, float scale"
 define(
-    f"attention({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"attention({_OPERANDS}, {OPTIONS}, {MORE}) -> (Tensor, Tensor)",
     Meta=_attention_meta,
     CPU=_attention_cpu,
 )
 define(
-    f"attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor logsumexp, {_OPTIONS}) "
+    f"attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor logsumexp, {OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     Meta=_backward_meta,
     CPU=_backward_cpu,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.whole.attention import composed
+from rooftrace.tracer.whole.attention import MORE, OPTIONS, attended
 from rooftrace.tracer.whole.library import OPS, define
 from rooftrace.tracer.whole.packed import empty_result, packed_attention
 
@@ -23,16 +23,14 @@ def _latent_attention(
     latent: Tensor,
     rope: Tensor,
     mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale (query latent^T + query_rope rope^T) + mask) latent, one latent for all heads.
 
     query [B, H, S, r], query_rope [B, H, S, d_r], latent [B, 1, L, r], rope [B, 1, L, d_r].
     """
     queries, keys = torch.cat((query, query_rope), -1), torch.cat((latent, rope), -1)
-    result = composed(queries, keys, latent, mask, dropout_p, is_causal, scale)
+    result = attended(queries, keys, latent, mask, *options)
     batch, heads, rows, rank = query.shape
     out = query.new_empty((batch, rows, heads, rank)).transpose(1, 2)
     return out.copy_(result), query.new_zeros((batch, heads, rows), dtype=torch.float32)
@@ -82,7 +80,7 @@ def _coalesce_meta(
 
 define(
     "latent_attention(Tensor query, Tensor query_rope, Tensor latent, Tensor rope, Tensor? mask, "
-    "float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor)",
+    f"{OPTIONS}, {MORE}) -> (Tensor, Tensor)",
     Meta=_latent_attention_meta,
     CPU=_latent_attention,
 )
