@@ -14,6 +14,7 @@ from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
+from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.tracer.graph import OpGraph
 
 INFERENCE = ("forward", "prefill", "decode", "requests")
@@ -31,6 +32,13 @@ class Rewrite:
 
 
 REWRITES = (
+    Rewrite(
+        name="fused-routing",
+        meaning="What is written out between the logits of a router and the experts of each token, "
+        "with their weights, is one kernel.",
+        apply=fuse_routing,
+        noun="router",
+    ),
     Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "

@@ -84,3 +84,32 @@ def _each(rows: float, touched: float) -> float:
 
 def _routed(op: OpView, rows: int) -> float:
     return min(number_of(op, "rows_routed", rows), rows)
+
+
+@builtin("rooftrace.route_experts", kind="sort", label="expert routing")
+def route_experts(op: OpView) -> Cost:
+    """k of E experts for each of T tokens: logits[T, E] read, weights[T, k] and indices written.
+
+    Scores of all logits: softmax 5 E - 2, sigmoid 4 E flop a token; E for a bias.  G groups by the
+    sum of their b best: (b - 1) G.  Weights over their sum: k - 1 adds, one of a least number, k
+    divisions; else a softmax or sigmoid of k.  k to scale.  Choosing moves bytes only.
+    """
+    logits, weights = op.needed("logits"), op.outputs[0]
+    experts, k = logits.shape[-1], weights.shape[-1]
+    each = _scored(op.attribute("score"), experts)
+    each += experts if op.tensor("bias") is not None else 0
+    groups = op.attribute("groups")
+    if op.attribute("kept") < groups:
+        each += (op.attribute("best") - 1) * groups
+    after, least = op.attribute("after"), op.attribute("least")
+    if after in ("sum", "clamped sum"):
+        each += 2 * k - 1 + (1 if least else 0)
+    else:
+        each += _scored(after, k)
+    each += k if op.attribute("scale") != 1 else 0
+    return vector(op, logits.elements // experts * each) + op.streamed()
+
+
+def _scored(name: str, n: int) -> int:
+    """Flop of what is made of n logits."""
+    return {"softmax": 5 * n - 2, "sigmoid": 4 * n}.get(name, 0)
