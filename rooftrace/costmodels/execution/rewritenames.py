@@ -1,12 +1,12 @@
 """The names of the rewrites that an execution model can ask for; `rewriting` applies them."""
 
-KERNELS: tuple[str, ...] = ("fused-routing",)
+KERNELS: tuple[str, ...] = ("fused-routing", "fused-experts")
 """Rewrites that put the kernel of a library in place of what its fallback writes out."""
 
 REWRITES = (
+    "routed-experts",  # before the kernels: what it makes runs in these
     *KERNELS,
     "absorb-latent",
-    "routed-experts",
     "fused-qkv",
     "fused-gate-up",
     "last-logits",

@@ -37,7 +37,7 @@ def beside(op: Op) -> bool:
 
 def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
     """The ops that make the values `ends` of the values `start` and of what comes from outside."""
-    graph, inside = places.graph, set[int]()
+    inside = set[int]()
     front = [value for value in ends if value not in start]
     while front:
         op = places.made_by(front.pop())

@@ -25,7 +25,7 @@ ROUTE = "rooftrace.route_experts.default"
 _PRODUCTS = {"aten.mm": "mat2", "aten.addmm": "mat2", "aten.bmm": "mat2", "aten._scaled_mm": "mat2"}
 """Products that make logits, and what they call their weight."""
 _GROUPED = frozenset({"aten._grouped_mm", "rooftrace.expert_mm"})
-_INDEXED = frozenset({"aten.index", "aten.index_select", "aten.index_put", "aten.gather"})
+_INDEXED = frozenset({"aten.index", "aten.index_select", "aten.index_put"})
 _WALK = 32
 """The most ops from the choice to the experts, or from the product to the logits."""
 
@@ -390,8 +390,7 @@ def _reaches_experts(places: Places, chosen: int) -> bool:
                 floats = any(graph.values[i].dtype.startswith(("bf", "fp")) for i in op.inputs)
                 wide = any(len(graph.values[i].shape) > 1 for i in op.outputs)
                 if op.name in _GROUPED or (op.name in _INDEXED and floats and wide):
-                    if op.name != "aten.gather":
-                        return True
+                    return True
                 following += [
                     i for i in op.outputs if graph.values[i].dtype in ("int64", "int32", "bool")
                 ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
@@ -33,6 +34,13 @@ class Rewrite:
 
 REWRITES = (
     Rewrite(
+        name="routed-experts",
+        meaning="Experts that compute every token, and weigh most by zero, compute the tokens "
+        "routed to them.",
+        apply=route_experts,
+        noun="expert layer",
+    ),
+    Rewrite(
         name="fused-routing",
         meaning="What is written out between the logits of a router and the experts of each token, "
         "with their weights, is one kernel.",
@@ -40,18 +48,18 @@ REWRITES = (
         noun="router",
     ),
     Rewrite(
+        name="fused-experts",
+        meaning="Products of routed experts take and put back their rows by number, as the kernels "
+        "of a server.",
+        apply=fuse_experts,
+        noun="expert layer",
+    ),
+    Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "
         "into query and output.",
         apply=absorb_latent,
         noun="attention",
-    ),
-    Rewrite(
-        name="routed-experts",
-        meaning="Experts that compute every token, and weigh most by zero, compute the tokens "
-        "routed to them.",
-        apply=route_experts,
-        noun="expert layer",
     ),
     Rewrite(
         name="fused-qkv",

@@ -113,3 +113,38 @@ def route_experts(op: OpView) -> Cost:
 def _scored(name: str, n: int) -> int:
     """Flop of what is made of n logits."""
     return {"softmax": 5 * n - 2, "sigmoid": 4 * n}.get(name, 0)
+
+
+@builtin("rooftrace.align_experts", kind="sort", label="expert alignment")
+def align_experts(op: OpView) -> Cost:
+    """The rows of each expert: the choice is read, the rows in order and their ends written."""
+    return op.streamed()
+
+
+@builtin("rooftrace.expert_mm", kind="grouped mm", label="expert product")
+def expert_mm(op: OpView) -> Cost:
+    """out[p] = (rows[p // share] W[e] + bias[e]) score[p] for each of the T rows p of expert e.
+
+    rows[R, K], W[E, K, N], out[T, N] with T = share R.  2 T K N flop, as of `_grouped_mm`; N a row
+    for a bias, N for a score.  Each row is read once, and the weights of experts that have some.
+    """
+    a, b = op.needed("rows"), op.needed("mat2")
+    bias, scores = op.tensor("bias"), op.tensor("scores")
+    (out,) = op.outputs
+    groups, k, n = b.shape
+    t = _routed(op, out.shape[0])
+    touched = _touched(op, groups, t)
+    epilogue = sum(item is not None for item in (bias, scores))
+    cost = Cost.of(matmul=round(2 * t * k * n), precision=product_precision(a, b),
+                   rows=max(_each(t, touched), 1), columns=n, inner=k, widths=widths(a, b))
+    cost += op.read_all((a, op.needed("order"), op.needed("offs"), scores)) + op.write_all((out,))
+    for weight in (b, bias):
+        cost += op.read(weight, share(weight, touched, groups)) if weight is not None else Cost()
+    return cost + (vector(op, epilogue * out.elements) if epilogue else Cost())
+
+
+@builtin("rooftrace.combine_experts", kind="reduction", label="expert sum")
+def combine_experts(op: OpView) -> Cost:
+    """out[T, N] = sum over the k rows of a token: k - 1 adds a number, rows read once."""
+    rows, (out,) = op.needed("rows"), op.outputs
+    return vector(op, rows.elements - out.elements) + op.streamed()
