@@ -44,6 +44,7 @@ class _Experts:
     """Experts that compute the rows routed to them, from the tokens to what they add up to."""
 
     end: Op  # adds up what the experts make of a token
+    out: int  # the sum, in the precision that it is read in
     firsts: tuple[_Product, ...]
     second: _Product
     tokens: int  # [T, K]
@@ -101,14 +102,15 @@ def _first(
 
 def _last(edit: Editor, match: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
     """The product that puts its rows back, and the sum over the experts of a token."""
-    second, end = match.second, match.end
-    like = edit.values[second.op.outputs[0]]
-    out = edit.value(like.shape, like.dtype, like.role, second.op.repeats)
+    second, end, values = match.second, match.end, edit.values
+    like, total = values[second.op.outputs[0]], values[match.out]
+    alone = match.count == 1 and total.dtype == like.dtype
+    out = match.out if alone else edit.value(like.shape, like.dtype, like.role, end.repeats)
     _product(edit, second, operand(second.op, "self"), order[end.id], 1, out)
-    arguments: dict[str, Argument] = {
-        "rows": Ref(out), "k": match.count, "dtype": f"dtype:{edit.values[end.outputs[0]].dtype}",
-    }  # fmt: skip
-    edit.emit(end, COMBINE, arguments, end.outputs)
+    if not alone:
+        dtype = f"dtype:{total.dtype}"
+        arguments: dict[str, Argument] = {"rows": Ref(out), "k": match.count, "dtype": dtype}
+        edit.emit(end, COMBINE, arguments, (match.out,))
 
 
 def _product(
@@ -136,11 +138,11 @@ def _whole(edit: Editor, like: Op, value: int) -> Ref:
 
 def _match(places: Places, rows: ExpertRows, end: Op) -> _Experts | None:
     values = places.graph.values
-    back = _added_up(places, rows, end)
-    if back is None:
+    added = _added_up(places, rows, end)
+    if added is None:
         return None
-    value, chosen, count, scores = back
-    second = _weighed(places, rows, value, chosen, scores)
+    chosen, count, scores = added.chosen, added.count, added.scores
+    second = _weighed(places, rows, added.rows, chosen, scores)
     walked = None if second is None else _between(places, rows, second.op, chosen)
     if second is None or walked is None:
         return None
@@ -157,48 +159,77 @@ def _match(places: Places, rows: ExpertRows, end: Op) -> _Experts | None:
     for product in (*firsts, second):
         read = (operand(product.op, "mat2").id, product.bias, product.scores)
         start |= {item for item in read if item is not None}
-    inside = ops_between(places, start, end.outputs)
+    out = _narrowed(places, end.outputs[0])
+    inside = ops_between(places, start, (out,))
     made, starts = places.graph.producers, min(first.op.id for first in firsts)
     late = start - {operand(second.op, "mat2").id, second.bias, second.scores}
     if any(made.get(i, -1) > starts for i in late) or values[tokens].then is not None:
         return None  # they are read by the first product
-    if not can_be_one(places, inside, end.outputs, start):
+    if not can_be_one(places, inside, (out,), start):
         return None
     stay = {op.id for op in between}
     return _Experts(
-        end=end, firsts=firsts, second=second, tokens=tokens, chosen=chosen, count=count,
+        end=end, out=out, firsts=firsts, second=second, tokens=tokens, chosen=chosen, count=count,
         inside=inside - stay,
     )  # fmt: skip
 
 
-def _added_up(places: Places, rows: ExpertRows, end: Op) -> tuple[int, int, int, int | None] | None:
-    """The rows that an op adds up by token, the experts that were chosen, how many of each token,
-    and what weighs the rows, if they are back in order by then."""
+def _narrowed(places: Places, total: int) -> int:
+    """The sum in another precision, if nothing reads it in its own."""
     values = places.graph.values
+    readers = [op for op in places.readers[values[total].storage] if total in op.inputs]
+    alone = len(readers) == 1 and total not in places.graph.outputs
+    return readers[0].outputs[0] if alone and readers[0].name == "aten._to_copy" else total
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """The sorted rows that an op adds up by token."""
+
+    rows: int
+    chosen: int  # the experts of all rows
+    count: int  # k rows of each token
+    scores: int | None = None  # what weighs the rows, if they are back in order by then
+
+
+def _added_up(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
     if end.name in _ADDITIONS:
-        base = places.made_by(operand(end, "self").id)
-        zero = base is not None and base.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-        said = rows.says(_row_index(places, operand(end, "index").id))
-        whole = end.arguments.get("dim") == 0 and end.arguments.get("alpha", 1) == 1
-        if said is None or said.word != "token" or not zero or not whole:
-            return None
-        back = operand(end, _ADDITIONS[end.name]).id, said.chosen, said.count, None
-        return back if _all_rows(places, *back[1:3], values[end.outputs[0]].shape[0]) else None
-    value = operand(end, "self").id if end.name == "aten.sum" else end.outputs[0]
-    wide = values[value].shape
-    along = end.arguments.get("dim") in ((1,), (-2,), 1, -2)
-    if end.name != "aten.sum" or len(wide) != 3 or not along or end.arguments.get("keepdim", False):
+        added = _added_by_number(places, rows, end)
+    else:
+        added = _summed(places, rows, end) if end.name == "aten.sum" else None
+    if added is None:
         return None
-    scores, split = None, times_rows(places, straight(places, value))
-    if split is not None and values[split[1]].elements == wide[0] * wide[1]:
-        back_in_order = straight(places, split[0])
-        value, scores = (split[0], straight(places, split[1])) if _put(
-            places, rows, back_in_order
-        ) else (value, None)  # fmt: skip
-    put = _put(places, rows, straight(places, value))
-    if put is None or not _all_rows(places, put[1], wide[1], wide[0]):
+    sizes = places.graph.values
+    tokens = sizes[end.outputs[0]].shape[0]
+    return added if sizes[added.chosen].elements == added.count * tokens else None
+
+
+def _added_by_number(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
+    """Rows that are added to zeros by the numbers of their tokens."""
+    base = places.made_by(operand(end, "self").id)
+    zero = base is not None and base.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+    said = rows.says(_row_index(places, operand(end, "index").id))
+    whole = end.arguments.get("dim") == 0 and end.arguments.get("alpha", 1) == 1
+    if said is None or said.word != "token" or not zero or not whole:
         return None
-    return put[0], put[1], wide[1], scores
+    return _Sum(operand(end, _ADDITIONS[end.name]).id, said.chosen, said.count)
+
+
+def _summed(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
+    """Rows that are put back in order, and added up k by k."""
+    values = places.graph.values
+    value = operand(end, "self").id
+    shape, along = values[value].shape, end.arguments.get("dim")
+    if len(shape) != 3 or along not in ((1,), (-2,), 1, -2) or end.arguments.get("keepdim", False):
+        return None
+    value, scores = straight(places, value), None
+    split = times_rows(places, value)
+    if split is not None and _put(places, rows, straight(places, split[0])) is not None:
+        value, scores = straight(places, split[0]), straight(places, split[1])
+    put = _put(places, rows, value)
+    if put is None or (scores is not None and values[scores].elements != shape[0] * shape[1]):
+        return None
+    return _Sum(*put, shape[1], scores)
 
 
 _ADDITIONS = {
@@ -214,10 +245,6 @@ def _row_index(places: Places, index: int) -> int:
     if op is not None and op.name == "aten.expand" and places.graph.values[index].stride[-1] == 0:
         return op.inputs[0]
     return index
-
-
-def _all_rows(places: Places, chosen: int, count: int, tokens: int) -> bool:
-    return places.graph.values[chosen].elements == count * tokens
 
 
 def _put(places: Places, rows: ExpertRows, value: int) -> tuple[int, int] | None:
@@ -256,7 +283,7 @@ def _weighed(
         if scores is None:
             return None
         value = straight(places, split[0])
-    product = _with_bias(places, rows, value, chosen)
+    product = _with_bias(places, rows, rows.unmasked(value, chosen), chosen)
     return None if product is None else with_fields(product, scores=scores)
 
 
@@ -287,9 +314,9 @@ def _between(
             continue  # a weight, with one number for each column
         if op is None or shape[:1] != (size,) or len(inner) > _LONGEST:
             return None
-        product = _with_bias(places, rows, value, chosen)
+        product = _with_bias(places, rows, rows.unmasked(value, chosen), chosen)
         if product is not None:
-            firsts[product.op.id] = product
+            firsts[product.op.id] = with_fields(product, out=value)
         elif op.id not in inner:
             if not _by_row(places, op):
                 return None
@@ -322,7 +349,7 @@ def _taken(
         if scores is None:
             return None
         value = straight(places, split[0])
-    taken = places.made_by(value)
+    taken = places.made_by(rows.unmasked(value, chosen))
     index = rows.index(taken) if taken is not None and taken.name == "aten.index" else None
     said = None if index is None else rows.says(index)
     if taken is None or said is None or said.chosen != chosen:

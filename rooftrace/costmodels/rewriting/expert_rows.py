@@ -21,7 +21,8 @@ class Said:
 
     order: the rows, sorted by expert.  sorted: the experts in this order.  token: the tokens of the
     rows in this order.  back: where each row stands in this order.  counts: rows of each expert.
-    ends: where the rows of each expert end.
+    ends: where the rows of each expert end.  others: which rows, in this order, are of experts that
+    other processes have.
     """
 
     word: str
@@ -58,10 +59,22 @@ class ExpertRows:
         """Whether a grouped product has the rows of each expert that was chosen, of all of them."""
         offsets = op.arguments.get("offs")
         said = self.says(offsets.id) if isinstance(offsets, Ref) else None
-        values = self.places.graph.values
-        weight = values[operand(op, "mat2").id]
-        whole = op.facts.get("rows_routed", values[chosen].elements) == values[chosen].elements
-        return said == Said("ends", chosen) and len(weight.shape) == 3 and whole
+        weight = self.places.graph.values[operand(op, "mat2").id].shape
+        experts = self.places.graph.values[operand(op, "offs").id].shape[0] if said else 0
+        return said == Said("ends", chosen) and len(weight) == 3 and weight[0] == experts
+
+    def unmasked(self, value: int, chosen: int) -> int:
+        """Rows before those of other processes' experts were made zero, which no product makes."""
+        value = straight(self.places, value)
+        op = self.places.made_by(value)
+        if (
+            op is None
+            or op.name.rstrip("_") != "aten.masked_fill"
+            or op.arguments.get("value") != 0
+        ):
+            return value
+        said = self.says(operand(op, "mask").id)
+        return value if said != Said("others", chosen) else straight(self.places, op.inputs[0])
 
     def in_order(self, value: int, chosen: int) -> int | None:
         """The numbers, one for each row, that a value has in the order of the experts."""
@@ -134,7 +147,7 @@ def _counted(rows: ExpertRows, op: Op, position: int) -> Said | None:
     values = rows.places.graph.values
     experts = values[op.outputs[0]].shape[0]
     least, most = op.arguments.get("min", 0), op.arguments.get("max", experts - 1)
-    if op.name == "aten.histc" and (least, most) not in ((0, experts - 1), (0, experts)):
+    if op.name == "aten.histc" and (least, most) != (0, experts - 1):
         return None
     source = straight(rows.places, op.inputs[0])
     if not values[source].dtype.startswith("int") or len(op.inputs) != 1:
@@ -143,6 +156,26 @@ def _counted(rows: ExpertRows, op: Op, position: int) -> Said | None:
     if said is not None and said.word != "sorted":
         return None
     return Said("counts", source if said is None else said.chosen)
+
+
+def _clamped(rows: ExpertRows, op: Op, position: int) -> Said | None:
+    """Experts that other processes have get the number of one that is here."""
+    said = rows.says(op.inputs[0])
+    return said if said is not None and said.word == "sorted" else None
+
+
+def _others(rows: ExpertRows, op: Op, position: int) -> Said | None:
+    said, experts = rows.says(op.inputs[0]), op.arguments.get("other")
+    if said is None or said.word != "sorted" or not isinstance(experts, int):
+        return None
+    counts = [
+        reader.outputs[0]
+        for reader in rows.places.graph.ops
+        if reader.name in ("aten.histc", "aten.bincount")
+        and rows.says(reader.outputs[0]) == Said("counts", said.chosen)
+    ]
+    sizes = {rows.places.graph.values[value].shape[0] for value in counts}
+    return Said("others", said.chosen) if sizes == {experts} else None
 
 
 def _ends(rows: ExpertRows, op: Op, position: int) -> Said | None:
@@ -161,5 +194,7 @@ _READERS: dict[str, Callable[[ExpertRows, Op, int], Said | None]] = {
     "aten.histc": _counted,
     "aten.bincount": _counted,
     "aten.cumsum": _ends,
+    "aten.clamp": _clamped,
+    "aten.ge": _others,
 }
 """Ops on integers, and what their results say."""

@@ -36,14 +36,32 @@ def beside(op: Op) -> bool:
 
 
 def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
-    """The ops that make the values `ends` of the values `start` and of what comes from outside."""
-    inside = set[int]()
+    """The ops that make the values `ends` of the values `start` and of what comes from outside.
+
+    With them go ops that overwrite what they made, where nothing reads the result.  Views of what
+    there was before do not count.
+    """
+    graph, inside = places.graph, set[int]()
     front = [value for value in ends if value not in start]
     while front:
         op = places.made_by(front.pop())
         if op is not None and op.id not in inside:
             inside.add(op.id)
             front += [value for value in op.inputs if value not in start]
+    made = {value for number in inside for value in graph.ops[number].outputs}
+    inside = {
+        number
+        for number in inside
+        if any(graph.values[value].storage in made for value in graph.ops[number].outputs)
+    }
+    made = {i for number in inside for i in graph.ops[number].outputs} - set(ends)
+    for value in made & {graph.values[i].storage for i in made}:
+        for op in places.readers[value]:
+            unread = not any(
+                i in other.inputs for i in op.outputs for other in places.readers[value]
+            )
+            if op.id not in inside and op.name.endswith("_") and unread:
+                inside.add(op.id)
     return frozenset(inside)
 
 

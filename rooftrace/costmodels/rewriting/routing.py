@@ -76,7 +76,7 @@ def _emit(edit: Editor, places: Places, match: _Routing) -> None:
     arguments: dict[str, Argument] = {
         "logits": Ref(match.logits),
         "bias": None if match.bias is None else Ref(match.bias),
-        "k": int(match.choice.arguments["k"]),  # type: ignore[arg-type]
+        "k": int(match.choice.arguments["k"]),
         "score": match.score, "groups": groups, "kept": kept, "best": best, "fill": fill,
         "after": match.after, "least": match.least, "scale": match.scale,
         "dtype": f"dtype:{values[weights].dtype}",
@@ -119,15 +119,25 @@ def _match(places: Places, choice: Op) -> _Routing | None:
 def _function(places: Places, scores: int) -> tuple[str, int]:
     """What is made of the logits of a token, and the logits."""
     shape = places.graph.values[scores].shape
-    op = places.made_by(straight(places, scores, shape))
-    name = "none"
-    if op is not None and op.name == "aten.sigmoid":
-        name = "sigmoid"
-    elif op is not None and op.name == "aten._softmax":
-        name = "softmax" if _last(op, len(shape)) else "none"
-    if op is None or name == "none":
-        return "none", straight(places, scores, shape)
-    return name, straight(places, op.inputs[0], shape)
+    value = straight(places, scores, shape)
+    op = places.made_by(value)
+    name = "none" if op is None else _FUNCTIONS.get(op.name, "none")
+    if op is None or name == "none" or (name == "softmax" and not _last(op, len(shape))):
+        return "none", value
+    inner = straight(places, op.inputs[0], shape)
+    if name == "root":
+        op = places.made_by(inner)
+        numbers = None if op is None else {op.arguments.get(n, d) for n, d in _SOFTPLUS.items()}
+        if op is None or op.name != "aten.softplus" or numbers != set(_SOFTPLUS.values()):
+            return "none", value
+        name, inner = "root of softplus", straight(places, op.inputs[0], shape)
+    return name, inner
+
+
+_FUNCTIONS = {"aten.softmax": "softmax", "aten._softmax": "softmax", "aten.sigmoid": "sigmoid",
+              "aten.sqrt": "root"}  # fmt: skip
+_SOFTPLUS = {"beta": 1, "threshold": 20}
+"""The arguments of a softplus, as they are where nothing is said."""
 
 
 def _last(op: Op, rank: int) -> bool:
@@ -218,13 +228,13 @@ def _best_groups(places: Places, kept: Op, scores: int) -> tuple[int, int, int] 
         op = places.made_by(straight(places, op.inputs[0]))
         if op is None or op.name != "aten.topk" or op.arguments.get("dim", -1) not in (2, -1):
             return None
-        best = int(op.arguments["k"])  # type: ignore[arg-type]
+        best = int(op.arguments["k"])
     elif op is None or op.name not in ("aten.max", "aten.amax") or not _last(op, 3):
         return None
     parts = values[op.inputs[0]].shape
     if len(parts) != 3 or straight(places, op.inputs[0]) != scores:
         return None
-    return parts[1], int(choice.arguments["k"]), best  # type: ignore[arg-type]
+    return parts[1], int(choice.arguments["k"]), best
 
 
 # -- the weights of what was chosen ----------------------------------------------------------------

@@ -90,7 +90,8 @@ def _routed(op: OpView, rows: int) -> float:
 def route_experts(op: OpView) -> Cost:
     """k of E experts for each of T tokens: logits[T, E] read, weights[T, k] and indices written.
 
-    Scores of all logits: softmax 5 E - 2, sigmoid 4 E flop a token; E for a bias.  G groups by the
+    Scores of all logits: softmax 5 E - 2, sigmoid 4 E, the root of a softplus 6 E flop a
+    token; E for a bias.  G groups by the
     sum of their b best: (b - 1) G.  Weights over their sum: k - 1 adds, one of a least number, k
     divisions; else a softmax or sigmoid of k.  k to scale.  Choosing moves bytes only.
     """
@@ -112,7 +113,8 @@ def route_experts(op: OpView) -> Cost:
 
 def _scored(name: str, n: int) -> int:
     """Flop of what is made of n logits."""
-    return {"softmax": 5 * n - 2, "sigmoid": 4 * n}.get(name, 0)
+    each = {"softmax": 5 * n - 2, "sigmoid": 4 * n, "root of softplus": 6 * n}
+    return each.get(name, 0)
 
 
 @builtin("rooftrace.align_experts", kind="sort", label="expert alignment")
@@ -125,8 +127,9 @@ def align_experts(op: OpView) -> Cost:
 def expert_mm(op: OpView) -> Cost:
     """out[p] = (rows[p // share] W[e] + bias[e]) score[p] for each of the T rows p of expert e.
 
-    rows[R, K], W[E, K, N], out[T, N] with T = share R.  2 T K N flop, as of `_grouped_mm`; N a row
-    for a bias, N for a score.  Each row is read once, and the weights of experts that have some.
+    rows[R, K], W[E, K, N], out[share R, N].  2 T K N flop, as of `_grouped_mm`; N a row for a bias,
+    N for a score.  Rows of experts that are here (`rows_routed`) are read once, of as many tokens
+    as these can be of, and written; the weights of experts that have some are read.
     """
     a, b = op.needed("rows"), op.needed("mat2")
     bias, scores = op.tensor("bias"), op.tensor("scores")
@@ -134,13 +137,14 @@ def expert_mm(op: OpView) -> Cost:
     groups, k, n = b.shape
     t = _routed(op, out.shape[0])
     touched = _touched(op, groups, t)
-    epilogue = sum(item is not None for item in (bias, scores))
+    epilogue = round(t * n) * sum(item is not None for item in (bias, scores))
     cost = Cost.of(matmul=round(2 * t * k * n), precision=product_precision(a, b),
                    rows=max(_each(t, touched), 1), columns=n, inner=k, widths=widths(a, b))
-    cost += op.read_all((a, op.needed("order"), op.needed("offs"), scores)) + op.write_all((out,))
+    cost += op.read_all((op.needed("order"), op.needed("offs"), scores))
+    cost += op.read(a, share(a, t, a.shape[0])) + op.write(out, share(out, t, out.shape[0]))
     for weight in (b, bias):
         cost += op.read(weight, share(weight, touched, groups)) if weight is not None else Cost()
-    return cost + (vector(op, epilogue * out.elements) if epilogue else Cost())
+    return cost + vector(op, epilogue)
 
 
 @builtin("rooftrace.combine_experts", kind="reduction", label="expert sum")

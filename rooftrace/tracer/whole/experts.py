@@ -4,14 +4,17 @@ make."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.whole.library import define
 
-_SCORES = {
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: torch.softmax(x, -1),
     "sigmoid": torch.sigmoid,
+    "root of softplus": lambda x: torch.nn.functional.softplus(x).sqrt(),
     "none": lambda x: x,
 }
 """What is made of the logits of a token; in place of it, or of those that were chosen."""
@@ -25,7 +28,7 @@ def _route(
     scores = _SCORES[score](wide)
     choice = scores if bias is None else scores + bias
     if kept < groups:
-        parts = choice.unflatten(-1, (groups, -1))
+        parts = choice.view(*choice.shape[:-1], groups, -1)
         whole = parts.topk(best, -1).values.sum(-1)
         allowed = torch.zeros_like(whole).scatter(-1, whole.topk(kept, -1).indices, 1).bool()
         choice = parts.masked_fill(~allowed[..., None], fill).flatten(-2)
@@ -85,7 +88,7 @@ def _product_meta(
 
 
 def _combine(rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    return rows.unflatten(0, (-1, k)).to(dtype).sum(1)
+    return rows.view(-1, k, rows.shape[1]).to(dtype).sum(1)
 
 
 define(
