@@ -9,6 +9,7 @@ REWRITES = (
     "absorb-latent",
     "fused-qkv",
     "fused-gate-up",
+    "narrow-operands",
     "last-logits",
     "static-cache",
 )

@@ -15,6 +15,7 @@ from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
+from rooftrace.costmodels.rewriting.narrow_products import narrow_operands
 from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.tracer.graph import OpGraph
 
@@ -72,6 +73,13 @@ REWRITES = (
         meaning="Two products of one input whose results are multiplied are one product.",
         apply=fuse_gate_up,
         noun="gate-up projection",
+    ),
+    Rewrite(
+        name="narrow-operands",
+        meaning="A product of numbers that were widened for it reads them narrow, and writes wide "
+        "results.",
+        apply=narrow_operands,
+        noun="product",
     ),
     Rewrite(
         name="last-logits",
