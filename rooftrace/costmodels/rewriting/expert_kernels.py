@@ -250,14 +250,16 @@ def _row_index(places: Places, index: int) -> int:
 def _put(places: Places, rows: ExpertRows, value: int) -> tuple[int, int] | None:
     """The sorted rows that were put back in order, and the experts that were chosen."""
     op = places.made_by(value)
-    if op is None or op.name not in ("aten.index", "aten.index_put", "aten.index_put_"):
+    taken = rows.taken(value)
+    if taken is not None:
+        return (taken[0], taken[1].chosen) if taken[1].word == "back" else None
+    if op is None or op.name.rstrip("_") != "aten.index_put" or op.arguments.get("accumulate"):
         return None
-    read = op.name == "aten.index"
     index = rows.index(op)
     said = None if index is None else rows.says(index)
-    if said is None or said.word != ("back" if read else "order") or op.arguments.get("accumulate"):
+    if said is None or said.word != "order":
         return None
-    return operand(op, "self" if read else "values").id, said.chosen
+    return operand(op, "values").id, said.chosen
 
 
 def times_rows(places: Places, value: int) -> tuple[int, int] | None:
@@ -349,12 +351,10 @@ def _taken(
         if scores is None:
             return None
         value = straight(places, split[0])
-    taken = places.made_by(rows.unmasked(value, chosen))
-    index = rows.index(taken) if taken is not None and taken.name == "aten.index" else None
-    said = None if index is None else rows.says(index)
-    if taken is None or said is None or said.chosen != chosen:
+    taken = rows.taken(rows.unmasked(value, chosen))
+    if taken is None or taken[1].chosen != chosen:
         return None
-    tokens = taken.inputs[0]
+    tokens, said = taken
     if said.word == "order":
         repeated = places.made_by(straight(places, tokens))
         if repeated is None or repeated.name != "aten.expand":

@@ -48,12 +48,21 @@ class ExpertRows:
                 self._known[value] = reader(self, op, op.outputs.index(value))
         return self._known[value]
 
-    def index(self, op: Op) -> int | None:
-        """The numbers of the rows that an op takes, or puts."""
+    def index(self, op: Op | None) -> int | None:
+        """The numbers of the rows that an op takes, or puts; None for an op that does neither."""
+        if op is None or op.name.rstrip("_") not in _BY_NUMBER or op.arguments.get("dim", 0) != 0:
+            return None
         items = op.arguments.get("indices", op.arguments.get("index"))
         if isinstance(items, tuple) and len(items) == 1:
             (items,) = items
         return items.id if isinstance(items, Ref) else None
+
+    def taken(self, value: int) -> tuple[int, Said] | None:
+        """What rows were taken of, and what their numbers say."""
+        op = self.places.made_by(value)
+        index = self.index(op) if op is not None and op.name in _TAKES else None
+        said = None if index is None else self.says(index)
+        return None if op is None or said is None else (op.inputs[0], said)
 
     def ends_are_of(self, op: Op, chosen: int) -> bool:
         """Whether a grouped product has the rows of each expert that was chosen, of all of them."""
@@ -78,11 +87,10 @@ class ExpertRows:
 
     def in_order(self, value: int, chosen: int) -> int | None:
         """The numbers, one for each row, that a value has in the order of the experts."""
-        op = self.places.made_by(straight(self.places, value))
-        index = self.index(op) if op is not None and op.name == "aten.index" else None
-        if op is None or index is None or self.says(index) != Said("order", chosen):
+        taken = self.taken(straight(self.places, value))
+        if taken is None or taken[1] != Said("order", chosen):
             return None
-        source = straight(self.places, op.inputs[0])
+        source = straight(self.places, taken[0])
         values = self.places.graph.values
         return source if values[source].elements == values[chosen].elements else None
 
@@ -90,11 +98,10 @@ class ExpertRows:
         """The bias [E, N] of which an op adds to each row that of its expert."""
         if len(op.inputs) != 2 or op.arguments.get("alpha", 1) != 1:
             return None
-        taken = self.places.made_by(op.inputs[1])
-        index = self.index(taken) if taken is not None and taken.name == "aten.index" else None
-        if taken is None or index is None or self.says(index) != Said("sorted", chosen):
+        taken = self.taken(op.inputs[1])
+        if taken is None or taken[1] != Said("sorted", chosen):
             return None
-        bias = taken.inputs[0]
+        bias = taken[0]
         return bias if len(self.places.graph.values[bias].shape) == 2 else None
 
 
@@ -183,10 +190,13 @@ def _ends(rows: ExpertRows, op: Op, position: int) -> Said | None:
     return Said("ends", said.chosen) if said is not None and said.word == "counts" else None
 
 
+_TAKES = frozenset({"aten.index", "aten.index_select"})
+_BY_NUMBER = frozenset({*_TAKES, "aten.index_put", "aten.scatter"})
 _READERS: dict[str, Callable[[ExpertRows, Op, int], Said | None]] = {
     "aten.sort": _sorted,
     "aten.argsort": _sorted,
     "aten.index": _taken,
+    "aten.index_select": _taken,
     "aten.floor_divide": _token,
     "aten.div": _token,
     "aten.index_put": _put,

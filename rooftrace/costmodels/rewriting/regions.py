@@ -38,8 +38,8 @@ def beside(op: Op) -> bool:
 def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
     """The ops that make the values `ends` of the values `start` and of what comes from outside.
 
-    With them go ops that overwrite what they made, where nothing reads the result.  Views of what
-    there was before do not count.
+    With them go ops that read what they make, where nothing reads the result.  Views of what there
+    was before do not count.
     """
     graph, inside = places.graph, set[int]()
     front = [value for value in ends if value not in start]
@@ -54,15 +54,26 @@ def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> 
         for number in inside
         if any(graph.values[value].storage in made for value in graph.ops[number].outputs)
     }
-    made = {i for number in inside for i in graph.ops[number].outputs} - set(ends)
-    for value in made & {graph.values[i].storage for i in made}:
-        for op in places.readers[value]:
-            unread = not any(
-                i in other.inputs for i in op.outputs for other in places.readers[value]
-            )
-            if op.id not in inside and op.name.endswith("_") and unread:
-                inside.add(op.id)
-    return frozenset(inside)
+    return frozenset(inside | _unread(places, inside, ends))
+
+
+def _unread(places: Places, inside: Collection[int], ends: Iterable[int]) -> set[int]:
+    """Further ops that read what these make, and whose results nothing reads."""
+    graph, more = places.graph, set[int]()
+    kept = {*graph.outputs, *ends}
+    front = {i for number in inside for i in graph.ops[number].outputs} - kept
+    for storage in front & {graph.values[i].storage for i in front}:
+        for op in places.readers[storage]:
+            if op.id in inside or op.kind == "sync" or "writes" in op.facts or not op.outputs:
+                continue
+            owners = {graph.values[i].storage for i in op.outputs}
+            read = {
+                i for owner in owners for reader in places.readers[owner] for i in reader.inputs
+            }
+            mine = owners <= {*op.outputs, *front}
+            if mine and not kept & set(op.outputs) and read.isdisjoint(op.outputs):
+                more.add(op.id)
+    return more
 
 
 def can_be_one(

@@ -185,7 +185,7 @@ def _groups(places: Places, value: int) -> tuple[int, tuple[int, int, int, float
         wanted = False
     if not isinstance(keep, Ref) or not isinstance(scores, Ref):
         return None
-    number = fill if isinstance(fill, (int, float)) else None
+    number = _number(places, fill)
     if number is None or len(values[scores.id].shape) < 2:
         return None
     mask = straight(places, keep.id)
@@ -203,7 +203,15 @@ def _groups(places: Places, value: int) -> tuple[int, tuple[int, int, int, float
     said = _best_groups(places, kept_of, straight(places, scores.id))
     if said is None or values[mask].shape[-1] * said[0] != values[scores.id].shape[-1]:
         return None
-    return scores.id, (*said, float(number))
+    return scores.id, (*said, number)
+
+
+def _number(places: Places, item: Argument) -> float | None:
+    """A number that an op was given, also as a tensor of no dimensions."""
+    made = places.made_by(item.id) if isinstance(item, Ref) else None
+    if made is not None and made.name == "aten.scalar_tensor":
+        item = made.arguments.get("s")
+    return float(item) if isinstance(item, (int, float)) else None
 
 
 def _best_groups(places: Places, kept: Op, scores: int) -> tuple[int, int, int] | None:
@@ -254,7 +262,7 @@ def _first_weights(
         if not _last(reader, len(shape)):
             continue
         source = straight(places, operand(reader, "self").id, shape)
-        if source == straight(places, scores, shape):
+        if _function(places, source) == (routing.score, routing.logits):
             starts.insert(0, (reader.outputs[0], "none"))
             continue
         name, inner = _function(places, source)

@@ -90,10 +90,10 @@ def _routed(op: OpView, rows: int) -> float:
 def route_experts(op: OpView) -> Cost:
     """k of E experts for each of T tokens: logits[T, E] read, weights[T, k] and indices written.
 
-    Scores of all logits: softmax 5 E - 2, sigmoid 4 E, the root of a softplus 6 E flop a
-    token; E for a bias.  G groups by the
-    sum of their b best: (b - 1) G.  Weights over their sum: k - 1 adds, one of a least number, k
-    divisions; else a softmax or sigmoid of k.  k to scale.  Choosing moves bytes only.
+    Scores of all logits: softmax 5 E - 2, sigmoid 4 E, the root of a softplus 6 E flop a token; E
+    for a bias.  G groups by the sum of their b best: (b - 1) G; by their best: E - G comparisons.
+    Weights over their sum: k - 1 adds, one of a least number, k divisions; else a softmax or
+    sigmoid of k.  k to scale.  Choosing moves bytes only.
     """
     logits, weights = op.needed("logits"), op.outputs[0]
     experts, k = logits.shape[-1], weights.shape[-1]
@@ -101,7 +101,8 @@ def route_experts(op: OpView) -> Cost:
     each += experts if op.tensor("bias") is not None else 0
     groups = op.attribute("groups")
     if op.attribute("kept") < groups:
-        each += (op.attribute("best") - 1) * groups
+        best = op.attribute("best")
+        each += (best - 1) * groups if best > 1 else experts - groups
     after, least = op.attribute("after"), op.attribute("least")
     if after in ("sum", "clamped sum"):
         each += 2 * k - 1 + (1 if least else 0)
