@@ -91,12 +91,29 @@ LAYERS = {"fused-routing": 2, "fused-experts": 2}
 CHANGED = {  # how many places each rewrite changes: in prefill, in decode
     "DeepseekV3": {
         "prefill": {**LAYER, "fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
-        "decode": {**LAYER, "absorb-latent": 2, "fused-qkv": 2, "fused-gate-up": 2,
-                   "static-cache": 4},
+        "decode": {
+            **LAYER,
+            "absorb-latent": 2,
+            "fused-qkv": 2,
+            "fused-gate-up": 2,
+            "static-cache": 4,
+        },
     },
     "Llama4Text": {
-        "prefill": {"routed-experts": 2, **LAYERS, "fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
-        "decode": {"routed-experts": 2, **LAYERS, "fused-qkv": 2, "fused-gate-up": 2, "static-cache": 4},
+        "prefill": {
+            "routed-experts": 2,
+            **LAYERS,
+            "fused-qkv": 2,
+            "fused-gate-up": 2,
+            "last-logits": 1,
+        },
+        "decode": {
+            "routed-experts": 2,
+            **LAYERS,
+            "fused-qkv": 2,
+            "fused-gate-up": 2,
+            "static-cache": 4,
+        },
     },
     "Llama": {
         "prefill": {"fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
