@@ -86,14 +86,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": dict(TEXT, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16,
                      num_experts=8, num_experts_per_tok=2),
 }  # fmt: skip
+LAYER = {"fused-routing": 1, "fused-experts": 1}
+LAYERS = {"fused-routing": 2, "fused-experts": 2}
 CHANGED = {  # how many places each rewrite changes: in prefill, in decode
     "DeepseekV3": {
-        "prefill": {"fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
-        "decode": {"absorb-latent": 2, "fused-qkv": 2, "fused-gate-up": 2, "static-cache": 4},
+        "prefill": {**LAYER, "fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
+        "decode": {
+            **LAYER,
+            "absorb-latent": 2,
+            "fused-qkv": 2,
+            "fused-gate-up": 2,
+            "static-cache": 4,
+        },
     },
     "Llama4Text": {
-        "prefill": {"routed-experts": 2, "fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
-        "decode": {"routed-experts": 2, "fused-qkv": 2, "fused-gate-up": 2, "static-cache": 4},
+        "prefill": {
+            "routed-experts": 2,
+            **LAYERS,
+            "fused-qkv": 2,
+            "fused-gate-up": 2,
+            "last-logits": 1,
+        },
+        "decode": {
+            "routed-experts": 2,
+            **LAYERS,
+            "fused-qkv": 2,
+            "fused-gate-up": 2,
+            "static-cache": 4,
+        },
     },
     "Llama": {
         "prefill": {"fused-qkv": 2, "fused-gate-up": 2, "last-logits": 1},
@@ -108,8 +128,8 @@ CHANGED = {  # how many places each rewrite changes: in prefill, in decode
         "decode": {"static-cache": 4},
     },
     "Qwen3Moe": {  # its experts are routed, and their gate and up are one weight
-        "prefill": {"fused-qkv": 2, "last-logits": 1},
-        "decode": {"fused-qkv": 2, "static-cache": 4},
+        "prefill": {**LAYERS, "fused-qkv": 2, "last-logits": 1},
+        "decode": {**LAYERS, "fused-qkv": 2, "static-cache": 4},
     },
 }
 

@@ -4,15 +4,18 @@ KERNELS: tuple[str, ...] = (
     "written-attention",
     "shared-heads",
     "mask-numbers",
+    "fused-routing",
+    "fused-experts",
 )
 """Rewrites that put the kernel of a library in place of what its fallback writes out."""
 
 REWRITES = (
+    "routed-experts",  # before the kernels: what it makes runs in these
     *KERNELS,
     "absorb-latent",
-    "routed-experts",
     "fused-qkv",
     "fused-gate-up",
+    "narrow-operands",
     "last-logits",
     "static-cache",
 )

@@ -118,6 +118,9 @@ ACTIONS: Mapping[str, str] = {
     "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
     "output",
     "routed-experts": "Compute each expert for the tokens routed to it only",
+    "fused-routing": "Choose experts, and make their weights, in one kernel",
+    "fused-experts": "Take and put back rows of experts inside their products",
+    "narrow-operands": "Multiply narrow numbers with wide results, in place of widened ones",
     "fused-qkv": "Compute query, key and value as one product",
     "fused-gate-up": "Compute the gate and up projections as one product",
     "last-logits": "Compute the logits of the last position only",

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from rooftrace.costmodels.rewriting.attention_kernels import attention_kernels
 from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, share_heads
 from rooftrace.costmodels.rewriting.caches import static_caches
+from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
+from rooftrace.costmodels.rewriting.narrow_products import narrow_operands
+from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.tracer.graph import OpGraph
 
 INFERENCE = ("forward", "prefill", "decode", "requests")
@@ -33,6 +36,13 @@ class Rewrite:
 
 
 REWRITES = (
+    Rewrite(
+        name="routed-experts",
+        meaning="Experts that compute every token, and weigh most by zero, compute the tokens "
+        "routed to them.",
+        apply=route_experts,
+        noun="expert layer",
+    ),
     Rewrite(
         name="written-attention",
         meaning="Attention that is written out, with sinks and soft caps too, is one kernel.",
@@ -53,18 +63,25 @@ REWRITES = (
         noun="attention",
     ),
     Rewrite(
+        name="fused-routing",
+        meaning="What is written out between the logits of a router and the experts of each token, "
+        "with their weights, is one kernel.",
+        apply=fuse_routing,
+        noun="router",
+    ),
+    Rewrite(
+        name="fused-experts",
+        meaning="Products of routed experts take and put back their rows by number, as the kernels "
+        "of a server.",
+        apply=fuse_experts,
+        noun="expert layer",
+    ),
+    Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "
         "into query and output.",
         apply=absorb_latent,
         noun="attention",
-    ),
-    Rewrite(
-        name="routed-experts",
-        meaning="Experts that compute every token, and weigh most by zero, compute the tokens "
-        "routed to them.",
-        apply=route_experts,
-        noun="expert layer",
     ),
     Rewrite(
         name="fused-qkv",
@@ -77,6 +94,13 @@ REWRITES = (
         meaning="Two products of one input whose results are multiplied are one product.",
         apply=fuse_gate_up,
         noun="gate-up projection",
+    ),
+    Rewrite(
+        name="narrow-operands",
+        meaning="A product of numbers that were widened for it reads them narrow, and writes wide "
+        "results.",
+        apply=narrow_operands,
+        noun="product",
     ),
     Rewrite(
         name="last-logits",

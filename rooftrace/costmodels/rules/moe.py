@@ -84,3 +84,72 @@ def _each(rows: float, touched: float) -> float:
 
 def _routed(op: OpView, rows: int) -> float:
     return min(number_of(op, "rows_routed", rows), rows)
+
+
+@builtin("rooftrace.route_experts", kind="sort", label="expert routing")
+def route_experts(op: OpView) -> Cost:
+    """k of E experts for each of T tokens: logits[T, E] read, weights[T, k] and indices written.
+
+    Scores of all logits: softmax 5 E - 2, sigmoid 4 E, the root of a softplus 6 E flop a token; E
+    for a bias.  G groups by the sum of their b best: (b - 1) G; by their best: E - G comparisons.
+    Weights over their sum: k - 1 adds, one of a least number, k divisions; else a softmax or
+    sigmoid of k.  k to scale.  Choosing moves bytes only.
+    """
+    logits, weights = op.needed("logits"), op.outputs[0]
+    experts, k = logits.shape[-1], weights.shape[-1]
+    each = _scored(op.attribute("score"), experts)
+    each += experts if op.tensor("bias") is not None else 0
+    groups = op.attribute("groups")
+    if op.attribute("kept") < groups:
+        best = op.attribute("best")
+        each += (best - 1) * groups if best > 1 else experts - groups
+    after, least = op.attribute("after"), op.attribute("least")
+    if after in ("sum", "clamped sum"):
+        each += 2 * k - 1 + (1 if least else 0)
+    else:
+        each += _scored(after, k)
+    each += k if op.attribute("scale") != 1 else 0
+    return vector(op, logits.elements // experts * each) + op.streamed()
+
+
+def _scored(name: str, n: int) -> int:
+    """Flop of what is made of n logits."""
+    each = {"softmax": 5 * n - 2, "sigmoid": 4 * n, "root of softplus": 6 * n}
+    return each.get(name, 0)
+
+
+@builtin("rooftrace.align_experts", kind="sort", label="expert alignment")
+def align_experts(op: OpView) -> Cost:
+    """The rows of each expert: the choice is read, the rows in order and their ends written."""
+    return op.streamed()
+
+
+@builtin("rooftrace.expert_mm", kind="grouped mm", label="expert product")
+def expert_mm(op: OpView) -> Cost:
+    """out[p] = (rows[p // share] W[e] + bias[e]) score[p] for each of the T rows p of expert e.
+
+    rows[R, K], W[E, K, N], out[share R, N].  2 T K N flop, as of `_grouped_mm`; N a row for a bias,
+    N for a score.  Rows of experts that are here (`rows_routed`) are read once, of as many tokens
+    as these can be of, and written; the weights of experts that have some are read.
+    """
+    a, b = op.needed("rows"), op.needed("mat2")
+    bias, scores = op.tensor("bias"), op.tensor("scores")
+    (out,) = op.outputs
+    groups, k, n = b.shape
+    t = _routed(op, out.shape[0])
+    touched = _touched(op, groups, t)
+    epilogue = round(t * n) * sum(item is not None for item in (bias, scores))
+    cost = Cost.of(matmul=round(2 * t * k * n), precision=product_precision(a, b),
+                   rows=max(_each(t, touched), 1), columns=n, inner=k, widths=widths(a, b))
+    cost += op.read_all((op.needed("order"), op.needed("offs"), scores))
+    cost += op.read(a, share(a, t, a.shape[0])) + op.write(out, share(out, t, out.shape[0]))
+    for weight in (b, bias):
+        cost += op.read(weight, share(weight, touched, groups)) if weight is not None else Cost()
+    return cost + vector(op, epilogue)
+
+
+@builtin("rooftrace.combine_experts", kind="reduction", label="expert sum")
+def combine_experts(op: OpView) -> Cost:
+    """out[T, N] = sum over the k rows of a token: k - 1 adds a number, rows read once."""
+    rows, (out,) = op.needed("rows"), op.outputs
+    return vector(op, rows.elements - out.elements) + op.streamed()

@@ -129,7 +129,18 @@ def histc(values: TorchTensor, bins: int = 100, min: float = 0, max: float = 0) 
     return torch.histc(values.double(), bins, min=min, max=max).to(values.dtype)
 
 
-_RUNS_AS = {torch.ops.aten.histc.default: histc}
+def wide_mm(a: TorchTensor, b: TorchTensor, out_dtype: torch.dtype) -> TorchTensor:
+    """`torch.mm` with a result in another precision, also on a CPU, which has no such kernel."""
+    if a.device.type != "cpu":
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+_RUNS_AS = {
+    torch.ops.aten.histc.default: histc,
+    torch.ops.aten.mm.dtype: wide_mm,
+    torch.ops.aten.bmm.dtype: wide_mm,
+}
 """What is run in place of an op that not every device has a kernel for."""
 
 

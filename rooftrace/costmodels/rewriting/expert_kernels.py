@@ -1,0 +1,369 @@
+"""Routed experts as the kernels that a server launches around their products.
+
+As written, tokens are sorted by expert and copied, multiplied, weighed, put back in order and added
+up.  vLLM's `fused_moe` launches five kernels: which rows each expert has (`moe_align_block_size`),
+a product that takes rows by their numbers, the activation, a product that weighs its rows and puts
+them back by their numbers, and the sum over the experts of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace as with_fields
+from functools import partial
+
+from msgspec.structs import replace
+
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.rewriting.editing import Editor, operand
+from rooftrace.costmodels.rewriting.expert_rows import ExpertRows
+from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
+from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.tracer.graph import Op, OpGraph
+
+ALIGN = "rooftrace.align_experts.default"
+PRODUCT = "rooftrace.expert_mm.default"
+COMBINE = "rooftrace.combine_experts.default"
+_LONGEST = 32
+"""The most ops between the two products of an expert, or behind the second one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """One product of the rows of each expert, with what is done to each row at once."""
+
+    op: Op  # the grouped product
+    out: int  # what it makes, with its bias
+    bias: int | None  # [E, N]; nothing reads the product without it
+    scores: int | None = None  # [T, k], one for each row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Experts:
+    """Experts that compute the rows routed to them, from the tokens to what they add up to."""
+
+    end: Op  # adds up what the experts make of a token
+    out: int  # the sum, in the precision that it is read in
+    firsts: tuple[_Product, ...]
+    second: _Product
+    tokens: int  # [T, K]
+    chosen: int  # T k experts
+    count: int  # k
+    inside: frozenset[int]  # ops that go: all but those between the products
+
+
+def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Routed experts run as the kernels of a server, which move rows only inside the products.
+
+    The rows must be those of a choice of k experts for each token, sorted by expert, and what lies
+    between the products must act on every row alone.
+    """
+    places = Places(graph)
+    if not any(op.name == "aten._grouped_mm" for op in graph.ops):
+        return graph, 0
+    rows = ExpertRows(places)
+    layers = [match for op in graph.ops if (match := _match(places, rows, op)) is not None]
+    if not layers:
+        return graph, 0
+    edit = Editor(graph)
+    order: dict[int, tuple[Ref, Ref]] = {}
+    emits = {}
+    for match in layers:
+        for index, first in enumerate(match.firsts):
+            emits[first.op.id] = partial(_first, edit, places, match, first, order, index == 0)
+        emits[match.end.id] = partial(_last, edit, match, order)
+    gone = {number for match in layers for number in match.inside}
+    edit.rewrite(emits, lambda emit: emit(), dropped=gone)
+    result = without_left_behind(edit.done(), graph)
+    return result, sum(graph.times(match.end) for match in layers)
+
+
+# -- what stands in their place --------------------------------------------------------------------
+
+
+def _first(
+    edit: Editor, places: Places, match: _Experts, first: _Product,
+    order: dict[int, tuple[Ref, Ref]], begins: bool,
+) -> None:  # fmt: skip
+    """A product with what the tokens of each expert are; before the first, which they are."""
+    if begins:
+        rows, like = edit.values[match.chosen].elements, first.op
+        experts = edit.values[operand(like, "mat2").id].shape[0]
+        made = [edit.value((n,), "int32", "activations", like.repeats) for n in (rows, experts)]
+        arguments: dict[str, Argument] = {"chosen": Ref(match.chosen), "experts": experts}
+        edit.emit(like, ALIGN, arguments, tuple(made))
+        order[match.end.id] = Ref(made[0]), Ref(made[1])
+    for value in own_storage(places, first.out):
+        edit.values[value] = replace(edit.values[value], storage=first.out)
+    tokens = _whole(edit, first.op, match.tokens)
+    _product(edit, first, tokens, order[match.end.id], match.count, first.out)
+
+
+def _last(edit: Editor, match: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
+    """The product that puts its rows back, and the sum over the experts of a token."""
+    second, end, values = match.second, match.end, edit.values
+    like, total = values[second.op.outputs[0]], values[match.out]
+    alone = match.count == 1 and total.dtype == like.dtype
+    out = match.out if alone else edit.value(like.shape, like.dtype, like.role, end.repeats)
+    _product(edit, second, operand(second.op, "self"), order[end.id], 1, out)
+    if not alone:
+        dtype = f"dtype:{total.dtype}"
+        arguments: dict[str, Argument] = {"rows": Ref(out), "k": match.count, "dtype": dtype}
+        edit.emit(end, COMBINE, arguments, (match.out,))
+
+
+def _product(
+    edit: Editor, match: _Product, rows: Ref, order: tuple[Ref, Ref], share: int, out: int
+) -> None:
+    like = match.op
+    arguments: dict[str, Argument] = {
+        "rows": rows, "mat2": operand(like, "mat2"), "order": order[0], "offs": order[1],
+        "bias": None if match.bias is None else Ref(match.bias),
+        "scores": None if match.scores is None else Ref(match.scores), "share": share,
+    }  # fmt: skip
+    facts = {name: fact for name, fact in like.facts.items() if name != "fallback"}
+    edit.emit(like, PRODUCT, arguments, (out,), facts=facts)
+
+
+def _whole(edit: Editor, like: Op, value: int) -> Ref:
+    """Tokens as [T, K]."""
+    shape = edit.values[value].shape
+    flat = (edit.values[value].elements // shape[-1], shape[-1])
+    return Ref(value) if shape == flat else edit.viewed(like, Ref(value), flat)
+
+
+# -- what is there ---------------------------------------------------------------------------------
+
+
+def _match(places: Places, rows: ExpertRows, end: Op) -> _Experts | None:
+    values = places.graph.values
+    added = _added_up(places, rows, end)
+    if added is None:
+        return None
+    chosen, count, scores = added.chosen, added.count, added.scores
+    second = _weighed(places, rows, added.rows, chosen, scores)
+    walked = None if second is None else _between(places, rows, second.op, chosen)
+    if second is None or walked is None:
+        return None
+    products, between = walked
+    taken = [_taken(places, rows, product.op, chosen, count) for product in products]
+    sources = {source for source in taken if source is not None}
+    if len(sources) != 1 or None in taken:
+        return None
+    ((tokens, weights),) = sources
+    if weights is not None and (scores is not None or any(p.bias is not None for p in products)):
+        return None  # a bias is not weighed
+    firsts = tuple(with_fields(product, scores=weights) for product in products)
+    start = {tokens, chosen}
+    for product in (*firsts, second):
+        read = (operand(product.op, "mat2").id, product.bias, product.scores)
+        start |= {item for item in read if item is not None}
+    out = _narrowed(places, end.outputs[0])
+    inside = ops_between(places, start, (out,))
+    made, starts = places.graph.producers, min(first.op.id for first in firsts)
+    late = start - {operand(second.op, "mat2").id, second.bias, second.scores}
+    if any(made.get(i, -1) > starts for i in late) or values[tokens].then is not None:
+        return None  # they are read by the first product
+    if not can_be_one(places, inside, (out,), start):
+        return None
+    stay = {op.id for op in between}
+    return _Experts(
+        end=end, out=out, firsts=firsts, second=second, tokens=tokens, chosen=chosen, count=count,
+        inside=inside - stay,
+    )  # fmt: skip
+
+
+def _narrowed(places: Places, total: int) -> int:
+    """The sum in another precision, if nothing reads it in its own."""
+    values = places.graph.values
+    readers = [op for op in places.readers[values[total].storage] if total in op.inputs]
+    alone = len(readers) == 1 and total not in places.graph.outputs
+    return readers[0].outputs[0] if alone and readers[0].name == "aten._to_copy" else total
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """The sorted rows that an op adds up by token."""
+
+    rows: int
+    chosen: int  # the experts of all rows
+    count: int  # k rows of each token
+    scores: int | None = None  # what weighs the rows, if they are back in order by then
+
+
+def _added_up(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
+    if end.name in _ADDITIONS:
+        added = _added_by_number(places, rows, end)
+    else:
+        added = _summed(places, rows, end) if end.name == "aten.sum" else None
+    if added is None:
+        return None
+    sizes = places.graph.values
+    tokens = sizes[end.outputs[0]].shape[0]
+    return added if sizes[added.chosen].elements == added.count * tokens else None
+
+
+def _added_by_number(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
+    """Rows that are added to zeros by the numbers of their tokens."""
+    base = places.made_by(operand(end, "self").id)
+    zero = base is not None and base.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+    said = rows.says(_row_index(places, operand(end, "index").id))
+    whole = end.arguments.get("dim") == 0 and end.arguments.get("alpha", 1) == 1
+    if said is None or said.word != "token" or not zero or not whole:
+        return None
+    return _Sum(operand(end, _ADDITIONS[end.name]).id, said.chosen, said.count)
+
+
+def _summed(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
+    """Rows that are put back in order, and added up k by k."""
+    values = places.graph.values
+    value = operand(end, "self").id
+    shape, along = values[value].shape, end.arguments.get("dim")
+    if len(shape) != 3 or along not in ((1,), (-2,), 1, -2) or end.arguments.get("keepdim", False):
+        return None
+    value, scores = straight(places, value), None
+    split = times_rows(places, value)
+    if split is not None and _put(places, rows, straight(places, split[0])) is not None:
+        value, scores = straight(places, split[0]), straight(places, split[1])
+    put = _put(places, rows, value)
+    if put is None or (scores is not None and values[scores].elements != shape[0] * shape[1]):
+        return None
+    return _Sum(*put, shape[1], scores)
+
+
+_ADDITIONS = {
+    "aten.index_add": "source", "aten.index_add_": "source",
+    "aten.scatter_add": "src", "aten.scatter_add_": "src",
+}  # fmt: skip
+"""Ops that add rows to others by their numbers, and what they call these rows."""
+
+
+def _row_index(places: Places, index: int) -> int:
+    """The numbers of rows, where they are repeated for every column."""
+    op = places.made_by(index)
+    if op is not None and op.name == "aten.expand" and places.graph.values[index].stride[-1] == 0:
+        return op.inputs[0]
+    return index
+
+
+def _put(places: Places, rows: ExpertRows, value: int) -> tuple[int, int] | None:
+    """The sorted rows that were put back in order, and the experts that were chosen."""
+    op = places.made_by(value)
+    taken = rows.taken(value)
+    if taken is not None:
+        return (taken[0], taken[1].chosen) if taken[1].word == "back" else None
+    if op is None or op.name.rstrip("_") != "aten.index_put" or op.arguments.get("accumulate"):
+        return None
+    index = rows.index(op)
+    said = None if index is None else rows.says(index)
+    if said is None or said.word != "order":
+        return None
+    return operand(op, "values").id, said.chosen
+
+
+def times_rows(places: Places, value: int) -> tuple[int, int] | None:
+    """Rows, and what each is multiplied by, where a value is their product."""
+    values, op = places.graph.values, places.made_by(value)
+    if op is None or op.name not in ("aten.mul", "aten.mul_") or len(op.inputs) != 2:
+        return None
+    for row, score in (op.inputs, op.inputs[::-1]):
+        shape = values[row].shape
+        if values[score].shape == (*shape[:-1], 1) and values[value].shape == shape:
+            return row, score
+    return None
+
+
+def _weighed(
+    places: Places, rows: ExpertRows, value: int, chosen: int, scores: int | None
+) -> _Product | None:
+    """The product behind sorted rows, with its bias and what weighs its rows."""
+    value = straight(places, value)
+    split = None if scores is not None else times_rows(places, value)
+    if split is not None:
+        scores = rows.in_order(split[1], chosen)
+        if scores is None:
+            return None
+        value = straight(places, split[0])
+    product = _with_bias(places, rows, rows.unmasked(value, chosen), chosen)
+    return None if product is None else with_fields(product, scores=scores)
+
+
+def _with_bias(places: Places, rows: ExpertRows, value: int, chosen: int) -> _Product | None:
+    """The grouped product that made a value, with the bias that was added."""
+    op, bias = places.made_by(value), None
+    if op is not None and op.name in ("aten.add", "aten.add_"):
+        bias = rows.bias(op, chosen)
+        op = None if bias is None else places.made_by(straight(places, op.inputs[0]))
+    if op is None or op.name != "aten._grouped_mm" or not rows.ends_are_of(op, chosen):
+        return None
+    return _Product(op=op, out=value, bias=bias)
+
+
+def _between(
+    places: Places, rows: ExpertRows, second: Op, chosen: int
+) -> tuple[list[_Product], list[Op]] | None:
+    """The first products, and the ops between them and the second one, which act on rows alone."""
+    values = places.graph.values
+    size = values[chosen].elements
+    inner: dict[int, Op] = {}
+    firsts: dict[int, _Product] = {}
+    front = [operand(second, "self").id]
+    while front:
+        value = front.pop()
+        op, shape = places.made_by(value), values[value].shape
+        if op is None and (len(shape) < 2 or shape[0] == 1):
+            continue  # a weight, with one number for each column
+        if op is None or shape[:1] != (size,) or len(inner) > _LONGEST:
+            return None
+        product = _with_bias(places, rows, rows.unmasked(value, chosen), chosen)
+        if product is not None:
+            firsts[product.op.id] = with_fields(product, out=value)
+        elif op.id not in inner:
+            if not _by_row(places, op):
+                return None
+            inner[op.id] = op
+            front += op.inputs
+    return [firsts[i] for i in sorted(firsts)], [inner[i] for i in sorted(inner)]
+
+
+def _by_row(places: Places, op: Op) -> bool:
+    """Whether an op makes each row of its results of the same row of its operands."""
+    if op.kind == "view":
+        rank = len(places.graph.values[op.inputs[0]].shape)
+        return op.name not in ("aten.select", "aten.t") and op.arguments.get("dim", 1) not in (
+            0,
+            -rank,
+        )
+    rule = find_rule(op.target)
+    return rule is not None and rule.fusion == "pointwise"
+
+
+def _taken(
+    places: Places, rows: ExpertRows, op: Op, chosen: int, count: int
+) -> tuple[int, int | None] | None:
+    """The tokens that a product takes rows of, sorted by expert, and what weighs these."""
+    values = places.graph.values
+    value, scores = straight(places, operand(op, "self").id), None
+    split = times_rows(places, value)
+    if split is not None:
+        scores = rows.in_order(split[1], chosen)
+        if scores is None:
+            return None
+        value = straight(places, split[0])
+    taken = rows.taken(rows.unmasked(value, chosen))
+    if taken is None or taken[1].chosen != chosen:
+        return None
+    tokens, said = taken
+    if said.word == "order":
+        repeated = places.made_by(straight(places, tokens))
+        if repeated is None or repeated.name != "aten.expand":
+            return None
+        tokens = repeated.inputs[0]
+        wide = values[repeated.outputs[0]]
+        if len(wide.shape) != 3 or wide.shape[1] != count or wide.stride[1] or wide.stride[0] == 0:
+            return None
+    elif (said.word, said.count) != ("token", count):
+        return None
+    fits = values[tokens].elements == values[chosen].elements // count * values[tokens].shape[-1]
+    return (tokens, scores) if fits else None

@@ -1,0 +1,108 @@
+"""Ops that one kernel can stand for: what lies between some values and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from rooftrace.costmodels.rewriting.places import COPIES, Places
+from rooftrace.tracer.graph import Op
+
+_RESHAPES = frozenset({
+    "aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze",
+    "aten.flatten", "aten.unflatten", "aten.detach", "aten.alias",
+})  # fmt: skip
+"""Views that leave the order of the elements."""
+
+
+def straight(places: Places, value: int, shape: tuple[int, ...] | None = None) -> int:
+    """The value that this one has the elements of, in the same order: behind views, copies, casts.
+
+    shape: only as far as values have this shape.
+    """
+    values = places.graph.values
+    while True:
+        op = places.made_by(value)
+        if op is None or len(op.inputs) != 1 or op.name not in _RESHAPES | COPIES or beside(op):
+            return value
+        source = values[op.inputs[0]]
+        if source.elements != values[value].elements or shape not in (None, source.shape):
+            return value
+        value = op.inputs[0]
+
+
+def beside(op: Op) -> bool:
+    """Whether an op reads what another iteration of a repeat makes."""
+    return any(r.then is not None or r.every for r in op.reads)
+
+
+def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
+    """The ops that make the values `ends` of the values `start` and of what comes from outside.
+
+    With them go ops that read what they make, where nothing reads the result.  Views of what there
+    was before do not count.
+    """
+    graph, inside = places.graph, set[int]()
+    front = [value for value in ends if value not in start]
+    while front:
+        op = places.made_by(front.pop())
+        if op is not None and op.id not in inside:
+            inside.add(op.id)
+            front += [value for value in op.inputs if value not in start]
+    made = {value for number in inside for value in graph.ops[number].outputs}
+    inside = {
+        number
+        for number in inside
+        if any(graph.values[value].storage in made for value in graph.ops[number].outputs)
+    }
+    return frozenset(inside | _unread(places, inside, ends))
+
+
+def _unread(places: Places, inside: Collection[int], ends: Iterable[int]) -> set[int]:
+    """Further ops that read what these make, and whose results nothing reads."""
+    graph, more = places.graph, set[int]()
+    kept = {*graph.outputs, *ends}
+    front = {i for number in inside for i in graph.ops[number].outputs} - kept
+    for storage in front & {graph.values[i].storage for i in front}:
+        for op in places.readers[storage]:
+            if op.id in inside or op.kind == "sync" or "writes" in op.facts or not op.outputs:
+                continue
+            owners = {graph.values[i].storage for i in op.outputs}
+            read = {
+                i for owner in owners for reader in places.readers[owner] for i in reader.inputs
+            }
+            mine = owners <= {*op.outputs, *front}
+            if mine and not kept & set(op.outputs) and read.isdisjoint(op.outputs):
+                more.add(op.id)
+    return more
+
+
+def can_be_one(
+    places: Places, inside: Collection[int], ends: Collection[int], start: Collection[int]
+) -> bool:
+    """Whether nothing but `ends` of what these ops make is read elsewhere, they run in the same
+    iterations, and what they read of `start` is not overwritten while they run."""
+    graph = places.graph
+    ops = [graph.ops[number] for number in inside]
+    if not ops or len({op.repeats for op in ops}) > 1 or any(beside(op) for op in ops):
+        return False
+    if any(op.kind == "sync" or op.collective is not None for op in ops):
+        return False
+    made = {value for op in ops for value in op.outputs}
+    if made & set(graph.outputs) - set(ends):
+        return False
+    storages = {graph.values[value].storage for value in made}
+    if storages & places.neighbours:
+        return False
+    last = max(inside)
+    if any(places.overwritten(v, graph.producers.get(v, -1), last) for v in start):
+        return False
+    return all(
+        op.id in inside or made.isdisjoint(op.inputs) or made.intersection(op.inputs) <= set(ends)
+        for storage in storages
+        for op in places.readers[storage]
+    )
+
+
+def own_storage(places: Places, value: int) -> list[int]:
+    """The values that lie where this one does: with it they get a storage of their own."""
+    return places.members[places.graph.values[value].storage]
