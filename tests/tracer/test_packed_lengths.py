@@ -231,7 +231,7 @@ def test_varlen_attention_of_unknown_offsets_says_so() -> None:
 
 def test_ops_of_flash_attn_count_by_their_offsets() -> None:
     """Ops as the package registers them (2.7), with its schema and its shape function."""
-    library = torch.library.Library("flash_attn", "FRAGMENT")  # noqa: TOR901: taken away below
+    library = torch.library.Library("flash_attn", "FRAGMENT")
     library.define(
         "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
         "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, "

@@ -90,7 +90,7 @@ def test_the_shapes_of_a_ctc_loss_are_those_of_a_cpu() -> None:
 def test_an_op_without_a_meta_kernel_has_its_shape_beyond_what_is_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = torch.library.Library("walked", "FRAGMENT")  # noqa: TOR901: taken away below
+    library = torch.library.Library("walked", "FRAGMENT")
     library.define("pairs(Tensor a, Tensor b) -> Tensor")
     library.impl("pairs", lambda a, b: a[:, None, :3].expand(-1, b.shape[0], -1).clone(), "CPU")
     monkeypatch.setattr(substitutes, "_MAX_ZEROS", 100 * 8 + 50 * 8)
