@@ -159,6 +159,13 @@ def test_beyond_what_is_carried_a_choice_is_an_assumption_that_is_named(
     assert {item.kind for item in routed(101).assumptions} == {"routing", "value"}
 
 
+def test_more_choices_than_are_followed_are_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_CHOSEN", 200)
+    for rows, kind in ((100, "routing"), (101, "value")):
+        said = [item for item in routed(rows).assumptions if item.text.startswith("aten.topk")]
+        assert {item.kind for item in said} == {kind}
+
+
 def test_results_that_are_not_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = costs(routed(300))
     monkeypatch.setattr(results, "MAX_KEPT", 0)
