@@ -10,6 +10,7 @@ import rooftrace as rt
 from rooftrace.costmodels.network import collective_seconds, expert_exchange_seconds
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
+from rooftrace.tracer.values import marks
 from tests.conftest import in_turn
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 
@@ -158,3 +159,15 @@ def test_more_ranks_than_were_measured_are_said() -> None:
     made = rt.estimate(graph, chip=load_system("dgx-h100").joined_chip, execution=model)
     beyond = {row.beyond for row in made.communication if "dispatch" in row.kind}
     assert beyond == {"128 ranks; measured up to 64"}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_counts_are_known_for_more_choices_than_other_numbers_are_carried(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _, chosen, _ = CONFIGS["deepseek"]
+    usual = spread_graph(config, {"dp": 4, "ep": 4}, phase, 6, 21)
+    monkeypatch.setattr(marks, "MAX_INTEGERS", 6 * 20 * chosen)
+    few = spread_graph(config, {"dp": 4, "ep": 4}, phase, 6, 21)
+    assert [op.facts for op in grouped(few)] == [op.facts for op in grouped(usual)]
+    assert [item.text for item in few.assumptions] == [item.text for item in usual.assumptions]

@@ -34,10 +34,10 @@ def offsets_of(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tens
 
 def counted(graph: rt.OpGraph, counts: Sequence[str], part: str = "forward") -> int:
     """FLOP of matrix work in attention."""
-    costs = plan(graph, "eager").op_costs
+    planned = plan(graph, "eager")
     return sum(
         cost.flops(MATRIX, counts)
-        for op, cost in zip(graph.ops, costs, strict=True)
+        for op, cost in zip(planned.graph.ops, planned.op_costs, strict=True)
         if "attn" in op.target or "attention" in op.target
         if op.part == part
     )
@@ -231,7 +231,7 @@ def test_varlen_attention_of_unknown_offsets_says_so() -> None:
 
 def test_ops_of_flash_attn_count_by_their_offsets() -> None:
     """Ops as the package registers them (2.7), with its schema and its shape function."""
-    library = torch.library.Library("flash_attn", "FRAGMENT")  # noqa: TOR901: taken away below
+    library = torch.library.Library("flash_attn", "FRAGMENT")
     library.define(
         "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
         "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, "
@@ -274,3 +274,38 @@ def test_a_long_sequence_among_short_ones_takes_its_own_time(chip: str) -> None:
     assert alone < together < alone + beside + 2e-6
     mean = seconds([sum(both) // len(both)] * len(both), chip)
     assert mean < together / 2  # what counting all as equally long would say
+
+
+# -- packed batches of transformers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["sdpa", "flex_attention"])
+def test_position_ids_that_start_again_hide_the_other_documents(how: str) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    lengths = [64, 8, 16, 40]
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=50, attn_implementation=how,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    call = dict(input_ids=torch.zeros(1, sum(lengths), dtype=torch.long), use_cache=False)
+    graph = rt.trace(model, position_ids=places, phase="forward", **call)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    seen = [op.facts["visible_pairs"] for op in graph.expand().ops if "attention" in op.target]
+    assert seen == [pairs] * 2
+    assert counted(graph.expand(), ["useful"]) == 2 * 4 * pairs * 2 * (16 + 16)
+
+
+def test_offsets_that_the_code_works_out_from_real_lengths_are_known() -> None:
+    class Packed(Jagged):
+        def forward(self, rows: Tensor, mask: Tensor) -> Tensor:
+            ends = mask.sum(-1).cumsum(0)
+            return super().forward(rows, F.pad(ends, (1, 0)))
+
+    lengths = [30, 4, 11]
+    mask = torch.arange(30)[None] < torch.tensor(lengths)[:, None]
+    graph = rt.trace(Packed(), rows_of(lengths), mask)
+    assert dense(graph) == by_torch(lengths) and not graph.assumptions

@@ -428,5 +428,7 @@ def test_attention_says_that_it_takes_sequences_for_equally_long(known: bool) ->
             return found[0]
 
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    graph = rt.trace(Packed(), torch.randn(sum(lengths), 8), offsets if known else offsets.to("meta"))
+    graph = rt.trace(
+        Packed(), torch.randn(sum(lengths), 8), offsets if known else offsets.to("meta")
+    )
     assert bool([a for a in graph.assumptions if a.kind == "lengths"]) is not known

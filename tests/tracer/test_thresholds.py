@@ -90,7 +90,7 @@ def test_the_shapes_of_a_ctc_loss_are_those_of_a_cpu() -> None:
 def test_an_op_without_a_meta_kernel_has_its_shape_beyond_what_is_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = torch.library.Library("walked", "FRAGMENT")  # noqa: TOR901: taken away below
+    library = torch.library.Library("walked", "FRAGMENT")
     library.define("pairs(Tensor a, Tensor b) -> Tensor")
     library.impl("pairs", lambda a, b: a[:, None, :3].expand(-1, b.shape[0], -1).clone(), "CPU")
     monkeypatch.setattr(substitutes, "_MAX_ZEROS", 100 * 8 + 50 * 8)
@@ -157,6 +157,13 @@ def test_beyond_what_is_carried_a_choice_is_an_assumption_that_is_named(
         monkeypatch.setattr(marks, name, 1600)
     assert {item.kind for item in routed(100).assumptions} == {"routing"}
     assert {item.kind for item in routed(101).assumptions} == {"routing", "value"}
+
+
+def test_more_choices_than_are_followed_are_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_CHOSEN", 200)
+    for rows, kind in ((100, "routing"), (101, "value")):
+        said = [item for item in routed(rows).assumptions if item.text.startswith("aten.topk")]
+        assert {item.kind for item in said} == {kind}
 
 
 def test_results_that_are_not_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from rooftrace.costmodels.rules.sequences import Band, Packed, together
 from rooftrace.hardware.precisions import precision as format_of
 from rooftrace.tracer.asking import RequestLengths
 
-TOP_LEFT, BOTTOM_RIGHT = 1, 2
-"""`custom_mask_type` of _efficient_attention_forward: causal from one of the corners."""
+TOP_LEFT = 1
+"""`custom_mask_type` of _efficient_attention_forward: 2 is causal from the bottom right corner."""
 _OFFSETS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
 _PACKAGE = ("flash_attn", "flashattn")
 """What flash_attn calls its ops, from 2.7 on (github.com/Dao-AILab/flash-attention)."""
@@ -56,7 +56,7 @@ class AttentionShape:
     dense: int  # (query, key) pairs of one head
     visible: int  # those that the mask lets through
     keys: int  # keys that some query sees
-    rows: int  # queries that share one tile of keys
+    rows: float  # queries that share one tile of keys, the mean by pairs
     skips: bool  # whether the kernel leaves out pairs that are not visible
     kernel: AttentionSizes | None  # for `attention_time`; None: hand-written, no known kernel
 
@@ -91,13 +91,9 @@ def _shape(
     heads: of queries, and of keys.  widths: of query and key, and of value.  stored: the keys.
     """
     (q_heads, k_heads), (e, ev) = heads, widths
-    corner = int(op.attribute("custom_mask_type", op.attribute("is_causal", False)))
     keys = length
     pairs = queries * length
-    if corner == BOTTOM_RIGHT:
-        ahead = max(length - queries, 0)
-        pairs = queries * ahead + causal_pairs(queries, length - ahead)
-    elif corner:
+    if op.attribute("is_causal", False):
         pairs = causal_pairs(queries, length)
         keys = min(queries, length)
     visible = op.fact("visible_pairs")
@@ -185,11 +181,11 @@ def _band(op: OpView) -> Band:
         window = int(op.attribute("window_size", None) or 0)
         ahead = 0 if kind else None
         return Band(window - 1 if window > 0 else None, ahead, kind != TOP_LEFT, least_shift=0)
-    behind, ahead = op.attribute("window_size", None) or (
-        op.attribute("window_size_left", None), op.attribute("window_size_right", None))  # fmt: skip
-    if op.attribute("is_causal", op.attribute("causal", False)):
-        ahead = 0
-    return Band(*(None if end is None or end < 0 else int(end) for end in (behind, ahead)))
+    names = ("window_size_left", "window_size_right")
+    ends = op.attribute("window_size", None) or [op.attribute(name, None) for name in names]
+    behind, ahead = (None if end is None or end < 0 else int(end) for end in ends)
+    causal = op.attribute("is_causal", op.attribute("causal", False))
+    return Band(behind, 0 if causal else ahead)
 
 
 def _of_requests(

@@ -6,10 +6,11 @@ A band shows query i of n the keys j of m with -behind <= j - (i + shift) <= ahe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Band(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Band:
     """Which keys a query sees; see above.  from_end: the last query stands at the last key."""
 
     behind: int | None = None
@@ -44,7 +45,8 @@ def _below(queries: int, keys: int, most: int) -> int:
     return first - second - third + fourth
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Packed:
     """Sequences of one size, as they stand in a kernel."""
 
     count: int

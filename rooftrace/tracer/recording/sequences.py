@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -58,4 +59,4 @@ def _passed(passed: dict[str, Any], *names: str) -> Tensor | None:
 
 
 def _steps(offsets: list[int]) -> list[int]:
-    return [after - before for before, after in zip(offsets, offsets[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(offsets)]

@@ -78,7 +78,7 @@ def small(tensor: Tensor) -> bool:
 
 
 def fits_chosen(tensor: Tensor) -> bool:
-    """The same of what follows from a choice."""
+    """Whether the values of a tensor that follow from a choice are worth carrying."""
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     return small(tensor) or (whole and tensor.numel() <= MAX_CHOSEN)
 

@@ -21,7 +21,14 @@ from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
 from rooftrace.tracer.values.implied import ImpliedTensors
-from rooftrace.tracer.values.marks import MAX_ASSUMED, MAX_CHOSEN, Known, fits_chosen, small
+from rooftrace.tracer.values.marks import (
+    MAX_ASSUMED,
+    MAX_CHOSEN,
+    MAX_INTEGERS,
+    Known,
+    fits_chosen,
+    small,
+)
 from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
@@ -129,11 +136,13 @@ class Values(Assumptions, ImpliedTensors):
         The policy is `expected` unless the user decided; a full sort keeps the order (sorts: the op
         is a sort).  Returns the id of the assumption.
         """
-        if not 0 < index.numel() <= MAX_CHOSEN:
+        if not index.numel():
             return None
         classes = max(source.shape[dimension] if source.dim() else 1, 1)
         shape = tuple(index.shape)
         full = shape == tuple(source.shape) and sorts
+        if index.numel() > (MAX_INTEGERS if full else MAX_CHOSEN):
+            return self.assume("value", f"{name} makes {index.numel():,} choices: not followed")
         decided = None if full else self.decision(asked.ROUTING)
         key = ("route", full, repr(decided), shape, classes, index.dtype, dimension)
         kept = self.results.memo.get(key)
