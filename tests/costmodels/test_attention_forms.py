@@ -301,3 +301,17 @@ def test_a_product_takes_as_long_whichever_pairs_a_mask_shows():
     times = [[row.timing.t_device for row in each.rows if "bmm" in row.name] for each in estimates]
     assert times[0] == times[1]
     assert estimates[1].flops_causal < estimates[0].flops_causal
+
+
+def test_a_copy_in_fp32_is_not_read_whatever_copies_put_it_in_order():
+    class Widened(nn.Module):
+        def forward(self, x):
+            q, k, v = (x.unflatten(-1, (H, -1)).transpose(1, 2) for _ in range(3))
+            scores = q.float() @ k.float().transpose(-2, -1)
+            return scores.softmax(-1).to(x.dtype) @ v
+
+    flash, _ = flash_from_products(rt.trace(Widened(), torch.zeros(B, S, E, dtype=torch.bfloat16)))
+    (attention,) = (op for op in flash.ops if op.name == "rooftrace.attention")
+    operands = [flash.values[attention.arguments[name].id] for name in ("query", "key", "value")]
+    assert [tensor.dtype for tensor in operands] == ["bf16"] * 3
+    assert not any(op.name in ("aten.clone", "aten._to_copy") for op in flash.ops)

@@ -238,7 +238,7 @@ def _read(edit: Editor, places: Places, written: WrittenAttention, op: Op, name:
         shape = (*lead, *values[item.id].shape[1:])
         kept = not places.overwritten(copy.inputs[0], copy.id, written.last.id)
         if same and plain and kept and source.shape == shape and 0 not in source.stride:
-            return Ref(copy.inputs[0])
+            return _as_stored(edit, op, Ref(copy.inputs[0]))
     item = _as_stored(edit, op, item)
     (_, *sizes), (step, *stride) = _layout(edit, item)
     if len(lead) == 1:
