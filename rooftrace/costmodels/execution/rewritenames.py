@@ -1,6 +1,6 @@
 """The names of the rewrites that an execution model can ask for; `rewriting` applies them."""
 
-KERNELS: tuple[str, ...] = ("fused-routing", "fused-experts")
+KERNELS: tuple[str, ...] = ("fused-routing", "fused-experts", "index-scores")
 """Rewrites that put the kernel of a library in place of what its fallback writes out."""
 
 REWRITES = (

@@ -9,9 +9,9 @@ from rooftrace.tracer.graph import Op
 
 _RESHAPES = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze",
-    "aten.flatten", "aten.unflatten", "aten.detach", "aten.alias",
+    "aten.flatten", "aten.unflatten", "aten.detach", "aten.alias", "aten.expand",
 })  # fmt: skip
-"""Views that leave the order of the elements."""
+"""Views that leave the order of the elements, where there are as many."""
 
 
 def straight(places: Places, value: int, shape: tuple[int, ...] | None = None) -> int:
