@@ -390,6 +390,24 @@ def test_costs_of_the_kernels_by_hand() -> None:
 
 
 @with_grouped_products
+@pytest.mark.parametrize(("stored", "bits"), [("fp8", 8), ("mxfp4", 4.25), ("int4_g32", 4.5)])
+def test_weights_are_read_as_they_are_stored(stored: str, bits: float) -> None:
+    """MXFP4 has 8 bits for 32 numbers; int4_g32 a scale of 16 bits."""
+    _, graph = layer("transformers")
+    result, _ = changed(reprice(graph, weights_dtype=stored), KERNELS)
+    for op, cost in zip(result.ops, price_ops(result)[0], strict=True):
+        if op.name == "rooftrace.expert_mm":
+            read = sum(
+                size for access, size in cost.traffic.items()
+                if result.values[access.storage].role == "weights"
+            )  # fmt: skip
+            experts = op.facts["groups_touched"]
+            assert read == pytest.approx(experts * WIDTH * 2 * INNER * bits / 8, abs=1)
+    written = [op for op in result.ops if op.kind == "kernel" and op.outputs]
+    assert not any(result.owner(i).role == "weights" for op in written for i in op.outputs)
+
+
+@with_grouped_products
 @pytest.mark.parametrize("routing", ["uniform", "balanced", "skewed:1.5"])
 def test_experts_that_were_assumed_to_be_reached_are_read(routing: str) -> None:
     blank = Layer("transformers").to("meta")

@@ -7,7 +7,6 @@ As written, the scores of every head go through memory in fp32, and keys are cop
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +15,13 @@ from msgspec.structs import replace
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.expert_kernels import times_rows
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
+from rooftrace.costmodels.rewriting.regions import (
+    can_be_one,
+    ops_between,
+    own_storage,
+    shaped,
+    straight,
+)
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -79,12 +84,13 @@ def _match(places: Places, total: Op) -> _Scores | None:
     if added is None or headed is None or key is None:
         return None
     product, scale = headed
-    query = straight(places, operand(product, "self").id)
-    weights = straight(places, added[1])
     batch, length, width = values[key].shape
-    sizes = values[weights].shape
-    fits = values[query].shape == (*sizes, width) and sizes[:1] == (batch,) and len(sizes) == 3
-    if not fits or values[total.outputs[0]].elements != math.prod(sizes[:2]) * length:
+    rows, heads, _ = values[operand(product, "self").id].shape
+    sizes = (batch, rows // batch, heads)
+    query = shaped(places, operand(product, "self").id, (*sizes, width))
+    weights = shaped(places, added[1], sizes)
+    together = values[total.outputs[0]].elements == rows * length
+    if query is None or weights is None or not together:
         return None
     start = {query, key, weights}
     inside = ops_between(places, start, total.outputs)
@@ -140,5 +146,5 @@ def _key(places: Places, value: int) -> int | None:
     turns = {op.arguments.get(name) for name in ("dim0", "dim1")} if op is not None else set()
     if op is None or op.name != "aten.transpose" or turns not in ({-1, -2}, {1, 2}):
         return None
-    key = straight(places, op.inputs[0])
-    return key if len(values[key].shape) == 3 else None
+    shape = values[op.inputs[0]].shape
+    return straight(places, op.inputs[0], shape) if len(shape) == 3 else None
