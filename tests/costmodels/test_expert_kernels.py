@@ -315,6 +315,20 @@ class Layer(nn.Module):
 
     weighed_first_bias = weighed_first
 
+    def elsewhere(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Half of the experts are of another process; their rows come last and are zero."""
+        here = EXPERTS // 2
+        weights = weights.masked_fill(chosen.view(-1, CHOSEN) >= here, 0.0)
+        ids, order = torch.sort(torch.where(chosen < here, chosen, here))
+        ends = torch.histc(ids.int(), bins=here, min=0, max=here - 1).cumsum(0, dtype=torch.int32)
+        others = (ids >= here).unsqueeze(-1)
+        ids.clamp_(max=here - 1)
+        rows = x[order // CHOSEN].masked_fill_(others, 0.0)
+        made = torch._grouped_mm(rows, self.up[:here], offs=ends).masked_fill(others, 0.0)
+        made = torch._grouped_mm(made.cos(), self.down[:here], offs=ends).masked_fill(others, 0.0)
+        made = made * weights.flatten()[order].unsqueeze(-1)
+        return made[order.argsort()].view(-1, CHOSEN, WIDTH).sum(1)
+
     def read_twice(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         ids, order = torch.sort(chosen)
         rows = x[order // CHOSEN]
@@ -335,7 +349,15 @@ def layer(how: str) -> tuple[nn.Module, OpGraph]:
 
 @with_grouped_products
 @pytest.mark.parametrize(
-    "how", ["transformers", "transformers_bias", "added_gate", "weighed_late_gate", "weighed_first"]
+    "how",
+    [
+        "transformers",
+        "transformers_bias",
+        "added_gate",
+        "weighed_late_gate",
+        "weighed_first",
+        "elsewhere",
+    ],
 )
 def test_experts_run_as_five_kernels_or_so_with_the_same_results(how: str) -> None:
     model, graph = layer(how)
@@ -387,6 +409,24 @@ def test_costs_of_the_kernels_by_hand() -> None:
     assert second.flops() == product + 2 * routed * WIDTH  # the bias, the score
     assert combine.bytes() == 4 * (routed + ROWS) * WIDTH
     assert combine.flops() == ROWS * WIDTH * (CHOSEN - 1)
+
+
+@with_grouped_products
+@pytest.mark.parametrize(("stored", "bits"), [("fp8", 8), ("mxfp4", 4.25), ("int4_g32", 4.5)])
+def test_weights_are_read_as_they_are_stored(stored: str, bits: float) -> None:
+    """MXFP4 has 8 bits for 32 numbers; int4_g32 a scale of 16 bits."""
+    _, graph = layer("transformers")
+    result, _ = changed(reprice(graph, weights_dtype=stored), KERNELS)
+    for op, cost in zip(result.ops, price_ops(result)[0], strict=True):
+        if op.name == "rooftrace.expert_mm":
+            read = sum(
+                size for access, size in cost.traffic.items()
+                if result.values[access.storage].role == "weights"
+            )  # fmt: skip
+            experts = op.facts["groups_touched"]
+            assert read == pytest.approx(experts * WIDTH * 2 * INNER * bits / 8, abs=1)
+    written = [op for op in result.ops if op.kind == "kernel" and op.outputs]
+    assert not any(result.owner(i).role == "weights" for op in written for i in op.outputs)
 
 
 @with_grouped_products

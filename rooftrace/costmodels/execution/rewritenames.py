@@ -6,6 +6,7 @@ KERNELS: tuple[str, ...] = (
     "mask-numbers",
     "fused-routing",
     "fused-experts",
+    "index-scores",
 )
 """Rewrites that put the kernel of a library in place of what its fallback writes out."""
 

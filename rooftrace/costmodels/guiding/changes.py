@@ -120,6 +120,7 @@ ACTIONS: Mapping[str, str] = {
     "routed-experts": "Compute each expert for the tokens routed to it only",
     "fused-routing": "Choose experts, and make their weights, in one kernel",
     "fused-experts": "Take and put back rows of experts inside their products",
+    "index-scores": "Add the scores of keys up over heads before they are written",
     "narrow-operands": "Multiply narrow numbers with wide results, in place of widened ones",
     "fused-qkv": "Compute query, key and value as one product",
     "fused-gate-up": "Compute the gate and up projections as one product",

@@ -355,7 +355,7 @@ def _taken(
     if taken is None or taken[1].chosen != chosen:
         return None
     tokens, said = taken
-    if said.word == "order":
+    if said.word == "order" and count > 1:
         repeated = places.made_by(straight(places, tokens))
         if repeated is None or repeated.name != "aten.expand":
             return None
@@ -363,7 +363,7 @@ def _taken(
         wide = values[repeated.outputs[0]]
         if len(wide.shape) != 3 or wide.shape[1] != count or wide.stride[1] or wide.stride[0] == 0:
             return None
-    elif (said.word, said.count) != ("token", count):
+    elif said.word != "order" and (said.word, said.count) != ("token", count):
         return None
     fits = values[tokens].elements == values[chosen].elements // count * values[tokens].shape[-1]
     return (tokens, scores) if fits else None

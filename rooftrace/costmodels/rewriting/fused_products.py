@@ -30,7 +30,10 @@ from rooftrace.tracer.graph import Op, OpGraph, Tensor
 _ATTENTIONS = (ATTENTION, LATENT_ATTENTION, PACKED_ATTENTION, PACKED_LATENT_ATTENTION)
 _PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
 """Products with a weight, and what they call their input."""
-_ANY_PRODUCT = frozenset({*_PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
+_ANY_PRODUCT = frozenset({
+    *_PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "rooftrace.expert_mm",
+    "rooftrace.index_scores",
+})  # fmt: skip
 _WALK = 64
 """The most ops between a product and what its result reaches."""
 

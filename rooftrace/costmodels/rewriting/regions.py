@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from rooftrace.costmodels.rewriting.places import COPIES, Places
 from rooftrace.tracer.graph import Op
 
 _RESHAPES = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze",
-    "aten.flatten", "aten.unflatten", "aten.detach", "aten.alias",
+    "aten.flatten", "aten.unflatten", "aten.detach", "aten.alias", "aten.expand",
 })  # fmt: skip
-"""Views that leave the order of the elements."""
+"""Views that leave the order of the elements, where there are as many."""
 
 
 def straight(places: Places, value: int, shape: tuple[int, ...] | None = None) -> int:
@@ -19,14 +19,30 @@ def straight(places: Places, value: int, shape: tuple[int, ...] | None = None) -
 
     shape: only as far as values have this shape.
     """
+    last = value
+    for earlier in _behind(places, value):
+        if shape not in (None, places.graph.values[earlier].shape):
+            break
+        last = earlier
+    return last
+
+
+def shaped(places: Places, value: int, shape: tuple[int, ...]) -> int | None:
+    """The first value of this shape that this one has the elements of, in the same order."""
+    alike = [v for v in _behind(places, value) if places.graph.values[v].shape == shape]
+    return alike[-1] if alike else None
+
+
+def _behind(places: Places, value: int) -> Iterator[int]:
+    """A value, and those before it that have its elements in the same order, the latest first."""
     values = places.graph.values
     while True:
+        yield value
         op = places.made_by(value)
         if op is None or len(op.inputs) != 1 or op.name not in _RESHAPES | COPIES or beside(op):
-            return value
-        source = values[op.inputs[0]]
-        if source.elements != values[value].elements or shape not in (None, source.shape):
-            return value
+            return
+        if values[op.inputs[0]].elements != values[value].elements:
+            return
         value = op.inputs[0]
 
 

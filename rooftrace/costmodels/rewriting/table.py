@@ -15,6 +15,7 @@ from rooftrace.costmodels.rewriting.caches import static_caches
 from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
+from rooftrace.costmodels.rewriting.index_scores import fuse_index_scores
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
 from rooftrace.costmodels.rewriting.narrow_products import narrow_operands
@@ -75,6 +76,13 @@ REWRITES = (
         "of a server.",
         apply=fuse_experts,
         noun="expert layer",
+    ),
+    Rewrite(
+        name="index-scores",
+        meaning="Scores by which sparse attention chooses keys are added up over heads before they "
+        "are written.",
+        apply=fuse_index_scores,
+        noun="indexer",
     ),
     Rewrite(
         name="absorb-latent",

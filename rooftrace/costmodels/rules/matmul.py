@@ -80,6 +80,19 @@ def bmm(op: OpView) -> Cost:
     return product(batch, m, k, n, a, b, rows=1 if n == 1 else m) + op.streamed()
 
 
+@builtin("rooftrace.index_scores", kind="bmm", label="index scores")
+def index_scores(op: OpView) -> Cost:
+    """I[B, S, L] = sum over h of w[B, S, h] relu(scale q[B, S, h, D] k[B, L, D]), for H heads.
+
+    2 B S H L D flop of matrix work, S H rows a batch; a comparison, a product and an add for each
+    of B S H L scores, which stay on chip; B S H to scale the weights.
+    """
+    q, k = op.needed("query"), op.needed("key")
+    (batch, s, heads, width), length = q.shape, k.shape[1]
+    cost = product(batch, s * heads, width, length, q, k, stored=("MK", "NK"))
+    return cost + vector(op, batch * s * heads * (3 * length + 1)) + op.streamed()
+
+
 @builtin("aten.baddbmm", "aten.baddbmm_", kind="bmm")
 def baddbmm(op: OpView) -> Cost:
     """C[B, M, N] = beta D + alpha A[B, M, K] B[B, K, N]."""

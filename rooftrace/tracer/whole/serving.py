@@ -91,6 +91,28 @@ define(
     Meta=_packed_latent_meta,
     CPU=_packed_latent,
 )
+
+
+def _index_scores(
+    query: Tensor, key: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """I[b, s, l] = sum over h of w[b, s, h] relu(scale q[b, s, h] k[b, l])."""
+    heads = torch.einsum("bshd,bld->bshl", query.to(dtype), key.to(dtype))
+    return torch.einsum("bsh,bshl->bsl", weights.to(dtype), (heads * scale).relu())
+
+
+def _index_scores_meta(
+    query: Tensor, key: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    return query.new_empty((*query.shape[:2], key.shape[1]), dtype=dtype)
+
+
+define(
+    "index_scores(Tensor query, Tensor key, Tensor weights, float scale, ScalarType dtype) "
+    "-> Tensor",
+    Meta=_index_scores_meta,
+    CPU=_index_scores,
+)
 define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
 define(
     "coalesce(Tensor indices, Tensor values, int[] size, int count) -> (Tensor, Tensor)",
