@@ -92,12 +92,15 @@ def prompts() -> Iterator[Case]:
             yield attention("sdpa", kernel, heads, keys, "causal")
     yield attention("sdpa", "flash", LLAMA, 2048, "causal", batch=4)
     yield attention("sdpa", "flash", LLAMA, 4096, "none")
-    yield attention("sdpa", "default", LLAMA, 8192, "causal")
+    for heads, mask in product((LLAMA, GPT_OSS, GEMMA), ("causal", "window:1024")):
+        yield attention("sdpa", "default", heads, 8192, mask)
+    for heads, batch in product((LLAMA, GPT_OSS, GEMMA), (1, 8)):
+        yield attention("sdpa", "default", heads, 8192, "none", batch, 1)
     for keys, mask in product((2048, 4096, 8192, 16384), ("causal", "window:128", "window:1024")):
         yield attention("sdpa", "efficient", LLAMA, keys, mask)
     for heads, mask in ((GPT_OSS, "window:128"), (GEMMA, "window:1024"), (LLAMA, "window:4096")):
         yield attention("sdpa", "efficient", heads, 8192, mask)
-    for keys, kernel in product((4096, 8192), ("default", "cudnn")):
+    for keys, kernel in ((4096, "default"), (4096, "cudnn"), (8192, "cudnn")):
         yield attention("sdpa", kernel, LLAMA, keys, "window:1024")
     yield attention("sdpa", "efficient", LLAMA, 4096, "causal", scores="bias")
 
@@ -288,6 +291,8 @@ def grouped() -> Iterator[Case]:
 def baseline() -> Iterator[Case]:
     """A copy, products, and a kernel that does next to nothing."""
     yield Case("baseline", "copy", {"bytes": 2**31})
+    for size in (2**31, 2**27, 2**24):
+        yield Case("baseline", "add", {"bytes": size})
     yield Case("baseline", "nothing", {})
     for m in (8192, 4096, 1):
         yield Case("baseline", "mm", {"m": m, "n": 8192, "k": 8192})
@@ -295,7 +300,6 @@ def baseline() -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """All of them; each group begins with what tells most."""
-    parts = (
-        baseline, prompts, decoding, packed, masked, third, delta_rules, state_spaces, scans, grouped
-    )  # fmt: skip
+    attentions = (prompts, decoding, packed, masked, third)
+    parts = (baseline, *attentions, delta_rules, state_spaces, scans, grouped)
     return [case for part in parts for case in part()]

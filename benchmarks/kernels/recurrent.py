@@ -197,6 +197,12 @@ def _copy(sizes: dict[str, Any], random: Callable[..., torch.Tensor]) -> Call:
     return lambda: target.copy_(source)
 
 
+def _add(sizes: dict[str, Any], random: Callable[..., torch.Tensor]) -> Call:
+    source = random(sizes["bytes"] // 4)
+    target = torch.empty_like(source)
+    return lambda: torch.add(source, 1, out=target)
+
+
 def _nothing(sizes: dict[str, Any], random: Callable[..., torch.Tensor]) -> Call:
     one = random(1)
     return lambda: one.add_(1)
@@ -217,6 +223,7 @@ OTHERS: dict[str, Callable[..., Call]] = {
     "causal_conv1d_cuda_update": _conv_cuda_step,
     "grouped_mm": _grouped,
     "copy": _copy,
+    "add": _add,
     "nothing": _nothing,
     "mm": _mm,
 }
