@@ -63,19 +63,25 @@ class AttentionKernel:
 
     rows: int  # of a block: queries, times heads that share a tile
     keys: int  # of a step
-    packs: float  # up to how many queries the heads of a group share tiles
+    packs: float  # up to how many queries the heads of a group may share tiles
     splits: bool  # whether keys of any block may be split, else only where heads share a tile
     alone: bool  # whether one block fills an SM, stays there and takes the longest work first
     vector: float  # instructions of a lane per score that do not hide behind exponential, products
+    fills: float = (
+        inf  # heads share tiles where those of one are filled less than this times theirs
+    )
 
 
 FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
 SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=True, alone=False, vector=8)
 PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, vector=8)
-FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0)
+FLASH3 = AttentionKernel(
+    rows=128, keys=128, packs=inf, fills=0.9, splits=True, alone=True, vector=0
+)
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
-"""FlashAttention 2 as it is, with few blocks, and with a paged cache; 3; memory-efficient.  For
-`vector` see `attention_libraries`."""
+"""FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 (`fills` is that of
+`should_pack_gqa` in its hopper/heuristics.h); memory-efficient.  For `vector` see
+`attention_libraries`."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """Of flashinfer and of vLLM's Triton backend: heads of a group share a tile, keys are split."""
@@ -184,10 +190,13 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
     count = sizes["batch"] * sizes["heads"] / packed * tiles
     span = kernel.rows / packed
     # A block ends at its last row: it walks over what a row sees, half its rows more, half a step.
-    whole = np.ceil(sizes["keys"] / kernel.keys) * kernel.keys
-    more = (tiles * span - queries) / 2 + (span - 1) / 2 + np.maximum(kernel.keys - span, 0) / 2
+    # Of a window it begins at its first row: half its rows more for all that have left keys behind.
+    whole, most = np.ceil(sizes["keys"] / kernel.keys) * kernel.keys, _most_seen(sizes)
+    leaving = np.clip((sizes["keys"] - most) / queries, 0.0, 1.0)
+    ends = (tiles * span - queries) / 2 + (span - 1) / 2 * (1 + leaving)
+    more = ends + np.maximum(kernel.keys - span, 0) / 2
     mean = np.clip(sizes["visible"] / queries + more, kernel.keys, whole)
-    steps = np.ceil(np.minimum(_most_seen(sizes) + span - 1, sizes["keys"]) / kernel.keys)
+    steps = np.ceil(np.minimum(most + span - 1, sizes["keys"]) / kernel.keys)
     return _Walked(sizes["batch"], packed, tiles, count, mean, steps)
 
 
@@ -195,7 +204,10 @@ def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     """How many heads share a tile of rows."""
     import numpy as np
 
-    return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
+    group, queries = sizes["heads"] / sizes["kv_heads"], sizes["queries"]
+    own, shared = (n / (np.ceil(n / kernel.rows) * kernel.rows) for n in (queries, queries * group))
+    shares = (queries <= kernel.packs) & (own < kernel.fills * shared)
+    return np.where(shares, group, 1.0)
 
 
 def _most_seen(sizes: Mapping[str, Array]) -> Array:

@@ -2,8 +2,9 @@
 
 FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and the
 rest: "masked" where a kernel is told the pattern of the mask by numbers and skips by it,
-"masked_executed" where it reads a mask, or where that has no pattern.  The execution model decides which kernel runs, and whether the
-scores are materialised.  A kernel skips whole blocks of pairs; here it skips single pairs.
+"masked_executed" where it reads a mask, or where that has no pattern.  The execution model decides
+which kernel runs, and whether the scores are materialised.  A kernel skips whole blocks of pairs;
+here it skips single pairs.
 
 Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
 (grouped queries share them).  Kernels read key and value again per tile of queries; that comes from
