@@ -63,25 +63,20 @@ class AttentionKernel:
 
     rows: int  # of a block: queries, times heads that share a tile
     keys: int  # of a step
-    packs: float  # up to how many queries the heads of a group may share tiles
+    packs: float  # up to how many queries the heads of a group share tiles
     splits: bool  # whether keys of any block may be split, else only where heads share a tile
     alone: bool  # whether one block fills an SM, stays there and takes the longest work first
     vector: float  # instructions of a lane per score that do not hide behind exponential, products
-    fills: float = (
-        inf  # heads share tiles where those of one are filled less than this times theirs
-    )
 
 
 FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
 SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=True, alone=False, vector=8)
 PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, vector=8)
-FLASH3 = AttentionKernel(
-    rows=128, keys=128, packs=inf, fills=0.9, splits=True, alone=True, vector=0
-)
+FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0)
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
-"""FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 (`fills` is that of
-`should_pack_gqa` in its hopper/heuristics.h); memory-efficient.  For `vector` see
-`attention_libraries`."""
+"""FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
+offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
+For `vector` see `attention_libraries`."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """Of flashinfer and of vLLM's Triton backend: heads of a group share a tile, keys are split."""
@@ -204,10 +199,7 @@ def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     """How many heads share a tile of rows."""
     import numpy as np
 
-    group, queries = sizes["heads"] / sizes["kv_heads"], sizes["queries"]
-    own, shared = (n / (np.ceil(n / kernel.rows) * kernel.rows) for n in (queries, queries * group))
-    shares = (queries <= kernel.packs) & (own < kernel.fills * shared)
-    return np.where(shares, group, 1.0)
+    return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
 
 
 def _most_seen(sizes: Mapping[str, Array]) -> Array:
