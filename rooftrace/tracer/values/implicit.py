@@ -40,6 +40,8 @@ class Implicit:
     def of(value: Tensor | float) -> Implicit:
         """A tensor that is written out, or a number."""
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+        if tensor._is_zerotensor():  # of forward-mode AD: it has no memory
+            tensor = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         return Implicit(tuple(tensor.shape), tensor.dtype, leaf=_squeezed(tensor))
 
     @staticmethod
