@@ -115,6 +115,9 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
 
 
 ACTIONS: Mapping[str, str] = {
+    "written-attention": "Compute attention that is written out in one kernel",
+    "shared-heads": "Read keys and values that heads share without a copy for each",
+    "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
     "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
     "output",
     "routed-experts": "Compute each expert for the tokens routed to it only",

@@ -206,7 +206,7 @@ def _peak_seconds(
 
 
 def _computed(kernel: KernelColumns) -> list[WorkColumns]:
-    """As `Cost.computed`: what a mask hides is a part of the product that it is in."""
+    """The works of `Cost.computed`, over sizes: those that differ in their count only are one."""
     computed: list[WorkColumns] = []
     for work in kernel.works:
         if work.count not in COMPUTED or not np.any(work.flop):
