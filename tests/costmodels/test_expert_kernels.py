@@ -461,14 +461,18 @@ class Gathered(nn.Module):
         ids = chosen.flatten()
         rows = x.repeat_interleave(CHOSEN, 0)
         up = self.up[ids] if self.how != "scaled" else self.up[ids] * 2.0
-        made = torch.bmm(rows.unsqueeze(1), up.transpose(1, 2)).cos()
+        if self.how == "behind":
+            made = torch.bmm(up, rows.unsqueeze(-1)).squeeze(-1).unsqueeze(1).cos()
+        else:
+            made = torch.bmm(rows.unsqueeze(1), up.transpose(1, 2)).cos()
         made = torch.bmm(made, self.down.index_select(0, ids)).squeeze(1) * weights.view(-1, 1)
         made = made.view(-1, CHOSEN, WIDTH).sum(1)
         return (made, up) if self.how == "kept" else made
 
 
-def test_weights_that_are_copied_for_each_row_are_read_once() -> None:
-    model = filled(Gathered("plain"), torch.float64)
+@pytest.mark.parametrize("how", ["plain", "behind"])
+def test_weights_that_are_copied_for_each_row_are_read_once(how: str) -> None:
+    model = filled(Gathered(how), torch.float64)
     graph = traced(model, "forward")
     result, notes = changed(graph, KERNELS)
     assert notes == ("fused-experts: 1 expert layer",)

@@ -24,7 +24,7 @@ PRODUCT = "rooftrace.expert_mm.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
-    """A product of each row with the weights of its expert."""
+    """A product of each row with the weights of its expert, before or behind it."""
 
     op: Op  # the batched product
     taken: Op  # copies the weights
@@ -84,7 +84,7 @@ def _emit(
     facts = {"groups_touched": touched, "rows_routed": count}
     like = replace(op, assumptions=tuple({*op.assumptions, *match.taken.assumptions}))
     made_of = edit.made(
-        like, PRODUCT, arguments, (count, old.shape[2]), old.dtype, old.role, facts=facts
+        like, PRODUCT, arguments, (count, old.elements // count), old.dtype, old.role, facts=facts
     )
     for value in own_storage(places, out):
         values[value] = replace(values[value], storage=made_of.id)
@@ -95,11 +95,14 @@ def _emit(
 
 def _match(places: Places, op: Op) -> _Gathered | None:
     values = places.graph.values
-    rows, one, width = values[operand(op, "self").id].shape
-    walked = _copied(places, operand(op, "mat2").id) if one == 1 else None
+    left, right = operand(op, "self").id, operand(op, "mat2").id
+    behind = values[right].shape[2] == 1 != values[left].shape[1]  # W x, where others write x W
+    row, weights = (right, left) if behind else (left, right)
+    walked = _copied(places, weights) if 1 in values[row].shape[1:] else None
     if walked is None:
         return None
-    taken, turned = walked
+    taken, turned = walked[0], walked[1] != behind
+    rows, width = values[row].shape[0], max(values[row].shape[1:])
     indices = taken.arguments.get("indices", (taken.arguments.get("index"),))
     weight, index = taken.inputs[0], indices[0] if isinstance(indices, tuple) else None
     plain = isinstance(indices, tuple) and len(indices) == 1 and taken.arguments.get("dim", 0) == 0
@@ -110,7 +113,7 @@ def _match(places: Places, op: Op) -> _Gathered | None:
         return None
     if values[weight].shape[2 if turned else 1] != width:
         return None
-    source, share = _tokens(places, operand(op, "self").id)
+    source, share = _tokens(places, row)
     start = {source, weight, chosen}
     inside = ops_between(places, start, op.outputs)
     contiguous = values[source].stride == Tensor.contiguous(values[source].shape)
