@@ -110,7 +110,7 @@ def deepseek_v4(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def ernie(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     scores = logits.float().softmax(-1).to(logits.dtype)
     weights, chosen = picked(scores, scores + bias[None])
-    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-12), chosen
+    return weights / weights.sum(-1, keepdim=True).clamp(min=0.6), chosen
 
 
 ROUTES: tuple[Route, ...] = (
@@ -274,7 +274,7 @@ class Layer(nn.Module):
         if "gate" in self.how:
             made = F.silu(made) * torch._grouped_mm(rows, self.more, offs=ends)
         elif "mixed" in self.how:
-            made = made - made.mean(0)  # of rows of all tokens
+            made = made.cumsum(0)  # over rows of all tokens
         else:
             made = made.clamp(max=7).sigmoid() * made
         made = torch._grouped_mm(made, self.down, offs=ends)
