@@ -110,7 +110,7 @@ def deepseek_v4(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def ernie(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     scores = logits.float().softmax(-1).to(logits.dtype)
     weights, chosen = picked(scores, scores + bias[None])
-    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-12), chosen
+    return weights / weights.sum(-1, keepdim=True).clamp(min=0.6), chosen
 
 
 ROUTES: tuple[Route, ...] = (
@@ -274,7 +274,7 @@ class Layer(nn.Module):
         if "gate" in self.how:
             made = F.silu(made) * torch._grouped_mm(rows, self.more, offs=ends)
         elif "mixed" in self.how:
-            made = made - made.mean(0)  # of rows of all tokens
+            made = made.cumsum(0)  # over rows of all tokens
         else:
             made = made.clamp(max=7).sigmoid() * made
         made = torch._grouped_mm(made, self.down, offs=ends)
@@ -442,6 +442,55 @@ def test_experts_that_were_assumed_to_be_reached_are_read(routing: str) -> None:
         for g, name in ((graph, "aten._grouped_mm"), (result, "rooftrace.expert_mm"))
     )  # fmt: skip
     assert before == after and len(after) == 2
+
+
+class Gathered(nn.Module):
+    """Experts whose weights are copied for each row, as transformers' batched products do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.empty(EXPERTS, 2 * INNER, WIDTH))
+        self.down = nn.Parameter(torch.empty(EXPERTS, 2 * INNER, WIDTH))
+        self.how = how
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens).flatten(0, -2)
+        weights, chosen = F.softmax(self.gate(x), dim=-1).topk(CHOSEN, dim=-1)
+        ids = chosen.flatten()
+        rows = x.repeat_interleave(CHOSEN, 0)
+        up = self.up[ids] if self.how != "scaled" else self.up[ids] * 2.0
+        if self.how == "behind":
+            made = torch.bmm(up, rows.unsqueeze(-1)).squeeze(-1).unsqueeze(1).cos()
+        else:
+            made = torch.bmm(rows.unsqueeze(1), up.transpose(1, 2)).cos()
+        made = torch.bmm(made, self.down.index_select(0, ids)).squeeze(1) * weights.view(-1, 1)
+        made = made.view(-1, CHOSEN, WIDTH).sum(1)
+        return (made, up) if self.how == "kept" else made
+
+
+@pytest.mark.parametrize("how", ["plain", "behind"])
+def test_weights_that_are_copied_for_each_row_are_read_once(how: str) -> None:
+    model = filled(Gathered(how), torch.float64)
+    graph = traced(model, "forward")
+    result, notes = changed(graph, KERNELS)
+    assert notes == ("fused-experts: 1 expert layer",)
+    assert differences(graph, result, model) < EXACT
+    products = [op for op in result.ops if op.name == "rooftrace.expert_mm"]
+    assert [op.arguments["share"] for op in products] == [CHOSEN, 1]
+    assert names(result).count("rooftrace.align_experts") == 1
+    saved = sum(c.bytes() for c in price_ops(graph)[0]) - sum(
+        c.bytes() for c in price_ops(result)[0]
+    )
+    assert saved > 2 * 2 * 8 * (ROWS * CHOSEN - EXPERTS) * WIDTH * 2 * INNER  # copies, both ways
+
+
+@pytest.mark.parametrize(("how", "left"), [("scaled", 1), ("kept", 1)])
+def test_copies_that_something_else_reads_or_changes_stay(how: str, left: int) -> None:
+    graph = traced(filled(Gathered(how)), "forward")
+    result, _ = changed(graph, KERNELS)
+    assert names(result).count("aten.bmm") == left
 
 
 # -- models of transformers ------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from msgspec.structs import replace
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.expert_rows import ExpertRows
+from rooftrace.costmodels.rewriting.gathered_experts import ALIGN, PRODUCT, ungather_experts
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
-ALIGN = "rooftrace.align_experts.default"
-PRODUCT = "rooftrace.expert_mm.default"
 COMBINE = "rooftrace.combine_experts.default"
 _LONGEST = 32
 """The most ops between the two products of an expert, or behind the second one."""
@@ -59,13 +58,14 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     The rows must be those of a choice of k experts for each token, sorted by expert, and what lies
     between the products must act on every row alone.
     """
+    graph, gathered = ungather_experts(graph)
     places = Places(graph)
     if not any(op.name == "aten._grouped_mm" for op in graph.ops):
-        return graph, 0
+        return graph, gathered
     rows = ExpertRows(places)
     layers = [match for op in graph.ops if (match := _match(places, rows, op)) is not None]
     if not layers:
-        return graph, 0
+        return graph, gathered
     edit = Editor(graph)
     order: dict[int, tuple[Ref, Ref]] = {}
     emits = {}
@@ -76,7 +76,7 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     gone = {number for match in layers for number in match.inside}
     edit.rewrite(emits, lambda emit: emit(), dropped=gone)
     result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(match.end) for match in layers)
+    return result, gathered + sum(graph.times(match.end) for match in layers)
 
 
 # -- what stands in their place --------------------------------------------------------------------
