@@ -37,7 +37,7 @@ def _mask(rows: int, columns: int, visible: Callable[[int, int], bool]) -> Tenso
         (_mask(6, 6, lambda r, c: c <= min(r, 3)), "causal"),  # and two on the right
         (_mask(6, 6, lambda r, c: r - 2 < c <= r), "sliding-window"),
         (_mask(6, 6, lambda r, c: r - 2 < c <= r and c >= 1), "sliding-window"),
-        (_mask(8, 8, lambda r, c: abs(r - c) <= 2), "sliding-window"),
+        (_mask(8, 8, lambda r, c: abs(r - c) <= 2), "band"),
         (_mask(8, 8, lambda r, c: c <= r and r // 3 == c // 3), "chunked"),
         (_mask(8, 8, lambda r, c: c <= r and (r >= 2) == (c >= 2)), "packed"),
         (_mask(8, 8, lambda r, c: (r >= 3) == (c >= 3)), "packed"),

@@ -73,8 +73,9 @@ def _first_of_group(edit: Editor, like: Op, item: Ref) -> Ref:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-_SEQUENCES = ("padding", "packed", "chunked")
-"""Masks that say where sequences begin and end: kernels for sequences of any lengths take these."""
+_TOLD = ("padding", "packed", "chunked", "band")
+"""Masks that say where sequences begin and end, which kernels for sequences of any lengths take, or
+how far a query sees on either side."""
 
 
 def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -93,7 +94,7 @@ def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
                 arguments: dict[str, Argument] = {**kept, "mask": None, **numbers}
                 op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
                 count += graph.times(op)
-            elif op.facts.get("mask") in _SEQUENCES:
+            elif op.facts.get("mask") in _TOLD:
                 op = replace(op, facts={**op.facts, BY_LENGTHS: True})
                 count += graph.times(op)
         ops.append(op)

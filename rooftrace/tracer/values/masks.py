@@ -197,7 +197,13 @@ def decides(call: Call, operands: Collection[Implicit]) -> bool:
         if any(number is not None and number <= MASKED for number in numbers):
             return True
     floats = [value for value in values if value.dtype.is_floating_point]
-    return any(hidden(value) is not _FALSE for value in floats)
+    return any(hidden(value) is not _FALSE or _adds_nothing(value) for value in floats)
+
+
+def _adds_nothing(value: Implicit) -> bool:
+    """Whether a value is a mask [..., heads, queries, keys] of numbers that are all 0."""
+    leaf = value.leaf
+    return len(value.shape) > _PLANE and leaf is not None and not bool(leaf.any())
 
 
 def facts_of(mask: Implicit, rows: int, columns: int) -> dict[str, Any] | None:
@@ -220,11 +226,12 @@ def facts_of(mask: Implicit, rows: int, columns: int) -> dict[str, Any] | None:
 
 
 def pattern(pairs: ShownPairs) -> str:
-    """The kind of a mask: none, causal, sliding-window, chunked, packed, prefix, padding or full.
+    """The kind of a mask: none, causal, sliding-window, band, chunked, packed, prefix, padding, full.
 
     causal: a query sees the keys up to its own, which the last query has last; padding may hide the
     first or the last of them.  chunked and packed: it sees those of its chunk or document.  prefix:
-    it also sees the keys of a prompt.  padding: all queries see the same keys.  full: none of these
+    it also sees the keys of a prompt.  band: it sees keys within other distances before and behind.
+     padding: all queries see the same keys.  full: none of these
     holds for all planes.
     """
     kinds = {_pattern(pairs, plane) for plane in range(len(pairs.counts))}
@@ -264,7 +271,7 @@ def _pattern(pairs: ShownPairs, plane: int) -> str:
     ahead, behind = int((last - own).max()), int((own - first).max())
     band = (last == (own + ahead).clamp(max=end)) & (first == (own - behind).clamp(min=start))
     if bool(band.all()):
-        return "sliding-window"
+        return "band"
     changes = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
     apart = first[1:] > last[:-1]
     return "packed" if bool((changes == apart).all()) else "full"
