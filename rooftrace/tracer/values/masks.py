@@ -226,13 +226,13 @@ def facts_of(mask: Implicit, rows: int, columns: int) -> dict[str, Any] | None:
 
 
 def pattern(pairs: ShownPairs) -> str:
-    """The kind of a mask: none, causal, sliding-window, band, chunked, packed, prefix, padding, full.
+    """The kind of a mask.
 
-    causal: a query sees the keys up to its own, which the last query has last; padding may hide the
-    first or the last of them.  chunked and packed: it sees those of its chunk or document.  prefix:
-    it also sees the keys of a prompt.  band: it sees keys within other distances before and behind.
-     padding: all queries see the same keys.  full: none of these
-    holds for all planes.
+    none: a query sees all keys.  causal: those up to its own, which the last query has last;
+    padding may hide the first or the last of them.  sliding-window: the last so many of these.
+    chunked and packed: those of its chunk or document.  prefix: those of a prompt too.  band: keys
+    within other distances before and behind.  padding: all queries see the same keys.  full: none
+    of these holds for all planes.
     """
     kinds = {_pattern(pairs, plane) for plane in range(len(pairs.counts))}
     if len(kinds) > 1:
