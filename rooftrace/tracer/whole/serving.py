@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.whole import experts as _experts  # noqa: F401  registers its operators
+from rooftrace.tracer.whole import experts as _experts, indexers as _indexers  # noqa: F401
 from rooftrace.tracer.whole.attention import MORE, OPTIONS, attended
 from rooftrace.tracer.whole.library import OPS, define
 from rooftrace.tracer.whole.packed import empty_result, packed_attention
@@ -90,28 +90,6 @@ define(
     "int[] cached, int[] new, int window, float scale) -> (Tensor, Tensor)",
     Meta=_packed_latent_meta,
     CPU=_packed_latent,
-)
-
-
-def _index_scores(
-    query: Tensor, key: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
-    """I[b, s, l] = sum over h of w[b, s, h] relu(scale q[b, s, h] k[b, l])."""
-    heads = torch.einsum("bshd,bld->bshl", query.to(dtype), key.to(dtype))
-    return torch.einsum("bsh,bshl->bsl", weights.to(dtype), (heads * scale).relu())
-
-
-def _index_scores_meta(
-    query: Tensor, key: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
-    return query.new_empty((*query.shape[:2], key.shape[1]), dtype=dtype)
-
-
-define(
-    "index_scores(Tensor query, Tensor key, Tensor weights, float scale, ScalarType dtype) "
-    "-> Tensor",
-    Meta=_index_scores_meta,
-    CPU=_index_scores,
 )
 define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
 define(
