@@ -1,6 +1,9 @@
 """The names of the rewrites that an execution model can ask for; `rewriting` applies them."""
 
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = (
+    "gated-delta-rule",
+    "linear-attention",
+)
 """Rewrites that put the kernel of a library in place of what its fallback writes out."""
 
 REWRITES = (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.delta_rules import gated_delta_rule, linear_attention
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
@@ -31,6 +32,20 @@ class Rewrite:
 
 
 REWRITES = (
+    Rewrite(
+        name="gated-delta-rule",
+        meaning="A state that is corrected towards each value, in chunks or token by token, runs "
+        "as the kernels of flash-linear-attention.",
+        apply=gated_delta_rule,
+        noun="delta rule",
+    ),
+    Rewrite(
+        name="linear-attention",
+        meaning="A decaying state to which keys and values are added, in chunks or token by token, "
+        "runs as the kernels of flash-linear-attention.",
+        apply=linear_attention,
+        noun="linear attention",
+    ),
     Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "
