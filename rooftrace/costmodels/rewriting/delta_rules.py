@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace as changed
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -314,40 +314,59 @@ def _judged(region: Region, out: int, roles: Mapping[str, int], turned: bool) ->
             break
     else:
         return None
+    return _from_the_top(region, rule, choices)
+
+
+def _from_the_top(region: Region, rule: Rule, choices: Mapping[str, Sequence[Stream]]) -> Rule:
+    """The rule with each stream from as far up as the op allows: all at once, else one by one."""
+    highest = dict(rule.streams)
+    for role, items in choices.items():
+        fit = (s for s in items if _ops_of(region, changed(rule, streams={**highest, role: s})))
+        highest[role] = next(fit, highest[role])
+    top = _checked(region, changed(rule, streams=highest), tuple(choices))
+    if top is not None:
+        return top
     for role, items in choices.items():
         for stream in items[:-1]:
-            further = _checked(region, changed(rule, streams={**rule.streams, role: stream}), role)
-            if further is not None:
-                rule = further
+            further = changed(rule, streams={**rule.streams, role: stream})
+            checked = _checked(region, further, (role,))
+            if checked is not None:
+                rule = checked
                 break
     return rule
 
 
-def _checked(region: Region, rule: Rule, role: str = "") -> Rule | None:
-    """The rule with its ops and settings, if they compute it and nothing else reads inside.
-
-    role: of the stream that is new; the settings of the others are known.
-    """
+def _ops_of(region: Region, rule: Rule) -> list[Op] | None:
+    """The ops between the streams and the results; None where others read inside."""
     ends = (rule.out.value, rule.chain.last)
     starts = {stream.value for stream in rule.streams.values()}
     if rule.chain.first is not None:
         starts.add(rule.chain.first)
     ops = behind(region, ends, starts)
-    if not ops or not is_closed(region, ops, ends):
+    return ops if ops and is_closed(region, ops, ends) else None
+
+
+def _checked(region: Region, rule: Rule, roles: Sequence[str] = ()) -> Rule | None:
+    """The rule with its ops and settings, if they compute it and nothing else reads inside.
+
+    roles: of the streams that are new; the settings of the others are known.
+    """
+    ops = _ops_of(region, rule)
+    if ops is None:
         return None
     rule = changed(rule, ops=tuple(ops), outer=len(_common(ops)))
-    tried = [rule]
-    if role in ("query", "key"):
-        for added in dict.fromkeys(_small_numbers(ops)):
-            query, key = rule.norms
-            norms = (added, key) if role == "query" else (query, added)
-            tried.append(changed(rule, norms=norms))
-    elif role in ("", "decay") and "decay" in rule.streams:
-        tried.append(changed(rule, is_log=not rule.is_log))
-    for one in tried:
-        scale = _scale(region.graph, one)
+    query, key = rule.norms
+    added = (*dict.fromkeys(_small_numbers(ops)), None)
+    norms = itertools.product(
+        added if "query" in roles else (query,), added if "key" in roles else (key,)
+    )
+    logs = (rule.is_log, not rule.is_log)
+    logs = logs if "decay" in rule.streams and (not roles or "decay" in roles) else logs[:1]
+    for one, is_log in itertools.product(norms, logs):
+        tried = changed(rule, norms=one, is_log=is_log)
+        scale = _scale(_Trial(region.graph, tried))
         if scale is not None:
-            return changed(one, scale=scale)
+            return changed(tried, scale=scale)
     return None
 
 
@@ -366,8 +385,54 @@ def _small_numbers(ops: Sequence[Op]) -> Iterator[float]:
             yield number
 
 
-def _scale(graph: OpGraph, rule: Rule) -> float | None:
+class _Trial:
+    """A region and the formula that it may compute; equal to those that are wired alike."""
+
+    def __init__(self, graph: OpGraph, rule: Rule) -> None:
+        self.graph, self.rule = graph, rule
+        self._numbers: dict[int, int] = {}
+        streams = sorted(rule.streams.items())
+        starts = [self._number(stream.value) for _, stream in streams]
+        first = rule.chain.first
+        self.key = (
+            tuple((role, s.order, s.heads, graph.values[s.value].shape) for role, s in streams),
+            starts, None if first is None else self._number(first), rule.sizes, rule.norms,
+            rule.is_log, rule.turned, rule.out.order, [self._wired(op) for op in rule.ops],
+            self._number(rule.out.value), self._number(rule.chain.last),
+        )  # fmt: skip
+        self._hash = hash(repr(self.key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Trial) and self.key == other.key
+
+    def _number(self, value: int) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def _wired(self, op: Op) -> tuple[Any, ...]:
+        inner = op.repeats[self.rule.outer :]
+        return (
+            op.target, [(name, self._argument(item)) for name, item in op.arguments.items()],
+            [(self._number(i), self.graph.values[i].shape, self.graph.values[i].dtype == "bool")
+             for i in op.outputs],
+            [(self._number(-1 - r), self.graph.repeats[r].count) for r in inner],
+            sorted(op.steps.items()),
+        )  # fmt: skip
+
+    def _argument(self, item: Argument) -> Any:
+        if isinstance(item, Ref):
+            then = item.then
+            beside = then and (self._number(-1 - then.repeat), self._number(then.value), then.shift)
+            return "ref", self._number(item.id), beside, item.every
+        return [self._argument(x) for x in item] if isinstance(item, tuple) else item
+
+
+@lru_cache(1024)
+def _scale(trial: _Trial) -> float | None:
     """How many times the formula's result the ops make; None where they compute something else."""
+    graph, rule = trial.graph, trial.rule
     import numpy as np
 
     sizes = _small_sizes(rule)
@@ -451,7 +516,7 @@ def _laid(graph: OpGraph, stream: Stream, array: Array, factors: Mapping[str, tu
     return Piece(turned.reshape(short(dims)).copy(), dims)
 
 
-@cache
+@lru_cache(16)
 def _numbers(
     sizes: tuple[int, ...], names: tuple[Any, ...], held: bool, is_log: bool
 ) -> dict[str, Array]:
@@ -476,7 +541,7 @@ def _numbers(
     return result
 
 
-@cache
+@lru_cache(16)
 def _formula(
     sizes: tuple[int, ...], names: tuple[Any, ...], held: bool,
     norms: tuple[float | None, float | None], is_log: bool,
