@@ -379,10 +379,12 @@ def _common(ops: Sequence[Op]) -> tuple[int, ...]:
 
 
 def _small_numbers(ops: Sequence[Op]) -> Iterator[float]:
-    """What is added before a root is taken, so that nothing is divided by zero."""
+    """What is added to a sum of squares, or to it by a least length, so that nothing divides by 0."""
     for op in ops:
         if op.name == "aten.add" and isinstance(number := op.arguments.get("other"), float):
             yield number
+        elif op.name == "aten.clamp_min" and isinstance(number := op.arguments.get("min"), float):
+            yield number * number
 
 
 class _Trial:

@@ -324,16 +324,28 @@ def _padded(run: SmallRun, op: Op) -> Piece:
     return Piece(run.np.pad(piece.array, widths, constant_values=op.arguments.get("value", 0)), dims)
 
 
-def _summed(run: SmallRun, op: Op) -> Piece:
+def _summed(run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: array) -> Piece:
     piece = run.of(op, "self")
     rank = len(piece.dims)
     wanted = op.arguments.get("dim")
     wanted = range(rank) if wanted in (None, ()) else wanted
     gone = {d % rank for d in ((wanted,) if isinstance(wanted, int) else wanted)}
     keep = bool(op.arguments.get("keepdim", False))
-    array = piece.array.sum(tuple(gone), keepdims=keep)
+    array = of(piece.array).sum(tuple(gone), keepdims=keep)
     dims = [() if d in gone else dim for d, dim in enumerate(piece.dims) if keep or d not in gone]
     return Piece(array, dims)
+
+
+def _length(run: SmallRun, op: Op) -> Piece:
+    if op.arguments.get("ord", 2) != 2:
+        raise NotRun(op.name)
+    total = _summed(run, op, lambda array: array * array)
+    return Piece(run.np.sqrt(total.array), total.dims)
+
+
+def _mean(run: SmallRun, op: Op) -> Piece:
+    whole, total = run.of(op, "self"), _summed(run, op)
+    return Piece(total.array * (total.array.size / whole.array.size), total.dims)
 
 
 def _running_sum(run: SmallRun, op: Op) -> Piece:
@@ -387,8 +399,8 @@ def _created(number: float | None) -> Callable[..., Piece]:
 
     def made(run: SmallRun, op: Op) -> Piece:
         like = op.arguments.get("self")
-        dims = run.at(like).dims if isinstance(like, Ref) and op.name.endswith("_like") else None
-        dims = run.sized(run.full(op)) if dims is None else dims
+        alike = isinstance(like, Ref) and op.name.endswith("_like") and like.id in run.values
+        dims = run.at(like).dims if alike else run.sized(run.full(op))
         value = op.arguments.get("fill_value", op.arguments.get("value")) if number is None else number
         if not isinstance(value, (int, float)):
             raise NotRun(op.name)
@@ -441,6 +453,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("stack", "cat"), _joined),
     "expand": _expanded, "unsqueeze": _unsqueezed, "squeeze": _squeezed, "slice": _sliced,
     "select": _selected, "constant_pad_nd": _padded, "sum": _summed, "cumsum": _running_sum,
+    "linalg_vector_norm": _length, "mean": _mean,
     "bmm": _bmm, "baddbmm": _baddbmm, "linalg_solve_triangular": _solved, "eye": _eye,
     "tril": _corner("tril"), "triu": _corner("triu"), "arange": _arange,
     "copy": _written, "add": _added(1), "sub": _added(-1), "fill": _created(None),
@@ -450,6 +463,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "div": _by_elements(TWO, lambda np, a, b: a / b),
     "pow": _by_elements(("self", "exponent"), lambda np, a, b: a**b),
     "maximum": _by_elements(TWO, lambda np, a, b: np.maximum(a, b)),
+    "clamp_min": _by_elements(("self", "min"), lambda np, a, b: np.maximum(a, b)),
     "lt": _by_elements(TWO, lambda np, a, b: a < b),
     "le": _by_elements(TWO, lambda np, a, b: a <= b),
     "gt": _by_elements(TWO, lambda np, a, b: a > b),

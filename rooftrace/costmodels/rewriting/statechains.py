@@ -27,7 +27,7 @@ COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
 LAYOUT = VIEWS | COPIES
 PARTS = frozenset({"aten.slice", "aten.select"})
 SPLITS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind"})
-CREATED = frozenset(f"aten.{name}{ending}" for name in ("zeros", "empty", "new_zeros", "new_empty")
+CREATED = frozenset(f"aten.{name}{ending}" for name in ("zeros", "empty", "ones", "full", "new_zeros", "new_empty", "new_ones", "new_full")
                     for ending in ("", "_like"))  # fmt: skip
 SUMS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 
@@ -104,8 +104,8 @@ class Wiring:
 
 
 def inputs_of(op: Op) -> Iterator[int]:
-    """The values that an op reads, in its own turn and in the one before."""
-    for ref in op.reads:
+    """The values whose numbers an op reads, in its own turn and in the one before."""
+    for ref in () if op.name in CREATED else op.reads:
         yield ref.id
         if ref.then is not None:
             yield ref.then.value
@@ -290,10 +290,11 @@ class Region:
             width = self.graph.values[value].shape[dim]
         if width == long:
             return True
-        if op.name == "aten.slice" and turns > 1 and width * turns < long:  # the last one is short
-            start = op.arguments.get("start") or 0
-            width = start // (turns - 1) if start + width == long else width
-        if op.name in (*PARTS, "aten.unbind") and -(-long // max(width, 1)) == turns:
+        start = op.arguments.get("start") or 0
+        if op.name == "aten.slice" and turns > 1 and start + width == long > width * turns:
+            width = start // (turns - 1)  # the last one is short
+        each = -(-long // max(width, 1))
+        if op.name in (*PARTS, "aten.unbind") and turns in (each, 2 * each):  # some add two products
             return True
         below = self.wiring.peeled(op.inputs[0])
         while below is not None and below.name in PARTS:
