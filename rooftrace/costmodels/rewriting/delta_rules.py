@@ -176,15 +176,16 @@ def _widens(graph: OpGraph, op: Op) -> bool:
 def _roles(region: Region, out: int, turned: bool) -> Iterator[dict[str, int]]:
     """The leaf of each role, by what depends on it."""
     streams, chain = region.streams, region.chain
-    state = frozenset({chain.first})
+    aside = region.fixed | {chain.first}
 
     def behind_all(values: frozenset[int]) -> frozenset[int]:
-        return frozenset().union(*(streams.get(v, frozenset()) for v in values)) - state
+        return frozenset().union(*(streams.get(v, frozenset()) for v in values)) - {chain.first}
 
     decay = behind_all(chain.decays)
-    sides = behind_all(chain.columns) - decay, behind_all(chain.rows) - decay
+    decay = decay - aside or decay or (chain.decays if len(chain.decays) == 1 else decay)
+    sides = [behind_all(side) - decay - aside for side in (chain.columns, chain.rows)]
     keys, others = sides[::-1] if turned else sides
-    query = streams.get(out, frozenset()) - streams.get(chain.last, frozenset()) - state
+    query = streams.get(out, frozenset()) - streams.get(chain.last, frozenset()) - aside
     if len(query) != 1 or len(decay) > 1:
         return
     rest = keys | others
@@ -226,11 +227,12 @@ def _candidates(region: Region, role: str, leaf: int, sizes: Sequence[int]) -> l
     counts = [h for h in range(heads, 0, -1) if heads % h == 0]
     if role not in ("query", "key"):
         counts = counts[:1]
+    moving = leaf not in region.fixed and leaf in region.leaves
     last = {"query": (width,), "key": (width,), "value": (columns,), "beta": (None,)}
     result = []
     for value in _line(region, leaf):
         for channels, count in itertools.product(last.get(role, (None, width)), counts):
-            named = {"B": batch, "T": tokens, "H": count}
+            named = {"B": batch, "T": tokens, "H": count} if moving else {"H": count}
             named |= {} if channels is None else {"D": channels}
             orders = _orders(graph.values[value].shape, named)
             result += [Stream(value, order, count) for order in orders]
@@ -246,8 +248,9 @@ def _nearest(items: Sequence[Stream], order: str) -> Stream:
 
 def _line(region: Region, leaf: int) -> list[int]:
     """The values through which all goes that comes from a leaf, before it meets another stream."""
-    streams, readers = region.streams, region.wiring.readers
-    own = frozenset({leaf})
+    readers, own = region.wiring.readers, frozenset({leaf})
+    others = region.fixed - own
+    streams = {value: leaves - others for value, leaves in region.streams.items()}
     alone = {leaf}
     paths: dict[int, list[int]] = {}
     for op in sorted(region.ops.values(), key=lambda op: op.id):
@@ -289,7 +292,7 @@ def _line(region: Region, leaf: int) -> list[int]:
     for value in sorted(alone - {leaf}):
         if passes(line[-1], value):
             line.append(value)
-    return [v for v in line if region.graph.values[v].repeats == outside]
+    return [v for v in line if v in region.fixed or region.graph.values[v].repeats == outside]
 
 
 # -- what a region computes ------------------------------------------------------------------------
@@ -438,7 +441,7 @@ def _scale(trial: _Trial) -> float | None:
     import numpy as np
 
     sizes = _small_sizes(rule)
-    names = tuple((role, s.heads, "D" in s.order) for role, s in sorted(rule.streams.items()))
+    names = tuple((role, s.heads, "".join(sorted(s.order))) for role, s in sorted(rule.streams.items()))
     held = rule.chain.first is not None
     arrays = _numbers(sizes, names, held, rule.is_log)
     wanted_out, wanted_state = _formula(sizes, names, held, rule.norms, rule.is_log)
@@ -529,9 +532,10 @@ def _numbers(
     batch, tokens, heads, width, columns = sizes
     most = max(count for _, count, _ in names)
     result: dict[str, Array] = {}
-    for role, count, wide in names:
-        last = () if not wide else (columns,) if role == "value" else (width,)
-        shape = (batch, tokens, heads * count // most, *last)
+    for role, count, dims in names:
+        long = {"B": batch, "T": tokens, "H": heads * count // most}
+        long["D"] = columns if role == "value" else width
+        shape = tuple(long[d] for d in "BTHD" if d in dims)
         if role == "beta":
             result[role] = random.uniform(0.1, 0.9, shape)
         elif role == "decay":
@@ -563,7 +567,8 @@ def _formula(
     beta, decay = arrays.get("beta"), arrays.get("decay")
     if decay is not None:
         decay = np.exp(decay) if is_log else decay
-        decay = decay[..., None] if decay.ndim == 4 else decay[..., None, None]
+        decay = decay[..., None] if decay.ndim in (2, 4) else decay[..., None, None]
+        decay = np.broadcast_to(decay, (batch, tokens, *decay.shape[-3:]))
     last = arrays.get("state", np.zeros((batch, heads, width, columns)))
     out = np.empty((batch, tokens, heads, columns))
     for t in range(tokens):

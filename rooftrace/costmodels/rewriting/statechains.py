@@ -301,31 +301,37 @@ class Region:
             below = self.wiring.peeled(below.inputs[0])
         return below is not None and below.name in KNOWN - SPLITS
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """The leaves that are weights or constants, and so the same for every token."""
+        return frozenset(
+            leaf
+            for leaf in self.leaves
+            if self.wiring.maker(leaf) is None
+            and self.graph.values[leaf].role in ("weights", "constants")
+        )
+
     @cached_property
     def streams(self) -> dict[int, frozenset[int]]:
-        """Value -> the leaves that it depends on, without weights and constants."""
-        known: dict[int, frozenset[int]] = {}
-        for leaf in self.leaves:
-            made = self.wiring.maker(leaf) is not None
-            tensor = self.graph.values[leaf]
-            neutral = not made and tensor.role in ("weights", "constants")
-            known[leaf] = frozenset() if neutral else frozenset({leaf})
+        """Value -> the leaves that it depends on."""
+        known = {leaf: frozenset({leaf}) for leaf in self.leaves}
         ordered = sorted(self.ops.values(), key=lambda op: op.id)
-        stored: dict[int, frozenset[int]] = defaultdict(frozenset)
+        written: dict[int, frozenset[int]] = defaultdict(frozenset)
+        storage = [tensor.storage for tensor in self.graph.values]
         changed = True
         while changed:
             changed = False
             for op in ordered:
-                found_in = [known.get(i, frozenset()) for i in inputs_of(op)]
-                found_in += [stored[self.graph.values[i].storage] for i in op.inputs]
-                union = frozenset().union(*found_in)
+                behind_it = [known.get(i, frozenset()) for i in inputs_of(op)]
+                behind_it += [written[storage[i]] for i in inputs_of(op)]
+                union = frozenset().union(*behind_it)
                 for out in op.outputs:
-                    if not union <= known.get(out, frozenset()) or out not in known:
+                    if op.name.endswith("_"):
+                        written[storage[out]] |= union
+                    if out not in known or not union <= known[out]:
                         known[out] = union | known.get(out, frozenset())
                         changed = True
-                    if op.name.endswith("_"):
-                        stored[self.graph.values[out].storage] |= union
-        return known
+        return {value: leaves | written[storage[value]] for value, leaves in known.items()}
 
     def grown(self) -> Iterator[int]:
         """Each value that is the only one that others read, besides the last state; the region

@@ -130,5 +130,6 @@ def _sizes(op: OpView) -> StateSizes:
     return StateSizes(
         batch=batch, tokens=tokens, heads=heads, key_heads=query.shape[2], key=query.shape[3],
         value=columns, width=stored_width(value), delta=op.tensor("beta") is not None,
-        decays=decay is not None, channels=decay is not None and decay.dim == 4, norms=norms,
+        decays=decay is not None and decay.dim > 2, norms=norms,
+        channels=decay is not None and decay.dim in (2, 4),
     )  # fmt: skip

@@ -34,8 +34,8 @@ def _delta_rule(
     """o[B, T, H, V] and the last state [B, H, K, V]; an empty one unless it is to be kept.
 
     query, key [B, T, h, K], where each of h heads serves H / h of value [B, T, H, V]; decay
-    [B, T, H], or [B, T, H, K] with one for each channel, as a logarithm or as it is; beta
-    [B, T, H], None for linear attention without a delta.  query_norm, key_norm: what is added to
+    [B, T, H], or [B, T, H, K] with one for each channel, or the same for all tokens ([H], [H, K]),
+    as a logarithm or as it is; beta [B, T, H], None for linear attention without a delta.  query_norm, key_norm: what is added to
     the sum of squares of a row before it is divided by its length.
     """
     wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
@@ -45,6 +45,8 @@ def _delta_rule(
     batch, steps, _, width = k.shape
     last = v.new_zeros((batch, heads, width, v.shape[-1])) if state is None else state.to(wide)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if decay is not None and decay.dim() < 3:
+        decay = decay.expand(batch, steps, *decay.shape)
     for t in range(steps):
         if decay is not None:
             d = decay[:, t].to(wide)
