@@ -34,7 +34,9 @@ class Recurrence(nn.Module):
     def forward(self, ids: Tensor, memory: Any = None) -> dict[str, Any]:
         x = self.table(ids)
         batch, rows, _ = x.shape
-        q, k, v = (part(x).view(batch, rows, HEADS, -1) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(x).view(batch, rows, HEADS, -1) for part in (self.query, self.key, self.value)
+        )
         g = F.logsigmoid(self.decay(x))
         g = g.view(batch, rows, HEADS, KEY) if self.channels else g
         beta = torch.sigmoid(self.beta(x))
@@ -117,7 +119,10 @@ class Retention(Recurrence):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
         said = []
         for t in range(q.shape[1]):
-            state = state * self.rate.exp()[None, :, None, None] + k[:, t, :, :, None] * v[:, t, :, None]
+            state = (
+                state * self.rate.exp()[None, :, None, None]
+                + k[:, t, :, :, None] * v[:, t, :, None]
+            )
             said.append((q[:, t, :, :, None] * state).sum(-2))
         return torch.stack(said, 1) * KEY**-0.5, state
 

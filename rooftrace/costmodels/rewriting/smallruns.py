@@ -77,7 +77,10 @@ class SmallRun:
                 first += 1
                 continue
             last = first
-            while last < len(ops) and ops[last].repeats[depth : depth + 1] == inside[depth : depth + 1]:
+            while (
+                last < len(ops)
+                and ops[last].repeats[depth : depth + 1] == inside[depth : depth + 1]
+            ):
                 last += 1
             self._loop(inside[depth], ops[first:last], depth + 1)
             first = last
@@ -105,7 +108,9 @@ class SmallRun:
             target = self.of(op, "self")
             target.array[...] = result.array  # type: ignore[union-attr]
             result = target
-        for i, piece in zip(op.outputs, [result] if isinstance(result, Piece) else result, strict=True):
+        for i, piece in zip(
+            op.outputs, [result] if isinstance(result, Piece) else result, strict=True
+        ):
             self.values[i] = piece
             self.like.setdefault(self.graph.values[i].shape, piece.dims)
 
@@ -180,7 +185,7 @@ def _by_elements(names: Sequence[str], function: Callable[..., Any]) -> Callable
         dims = _spread(run, op, *pieces)
         out = run.np.asarray(function(run.np, *(piece.array for piece in pieces)))
         if out.shape != short(dims):
-            raise NotRun(f"{op.id} {op.name} {[(p.array.shape,p.dims) for p in pieces]}")
+            raise NotRun(f"{op.id} {op.name} {[(p.array.shape, p.dims) for p in pieces]}")
         return Piece(out, dims)
 
     return made
@@ -321,7 +326,9 @@ def _padded(run: SmallRun, op: Op) -> Piece:
                 raise NotRun("padding")
             size = piece.array.shape[d] + before + after
             widths[d], dims[d] = (before, after), ((size, size),)
-    return Piece(run.np.pad(piece.array, widths, constant_values=op.arguments.get("value", 0)), dims)
+    return Piece(
+        run.np.pad(piece.array, widths, constant_values=op.arguments.get("value", 0)), dims
+    )
 
 
 def _summed(run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: array) -> Piece:
@@ -389,7 +396,9 @@ def _corner(name: str) -> Callable[..., Piece]:
         piece = run.of(op, "self")
         if any(n != small for dim in piece.dims[-2:] for n, small in dim):
             raise NotRun("a triangle of short dimensions")
-        return Piece(getattr(run.np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims)
+        return Piece(
+            getattr(run.np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims
+        )
 
     return made
 
@@ -401,7 +410,9 @@ def _created(number: float | None) -> Callable[..., Piece]:
         like = op.arguments.get("self")
         alike = isinstance(like, Ref) and op.name.endswith("_like") and like.id in run.values
         dims = run.at(like).dims if alike else run.sized(run.full(op))
-        value = op.arguments.get("fill_value", op.arguments.get("value")) if number is None else number
+        value = (
+            op.arguments.get("fill_value", op.arguments.get("value")) if number is None else number
+        )
         if not isinstance(value, (int, float)):
             raise NotRun(op.name)
         boolean = run.graph.values[op.outputs[0]].dtype == "bool"
@@ -417,7 +428,9 @@ def _eye(run: SmallRun, op: Op) -> Piece:
 
 
 def _arange(run: SmallRun, op: Op) -> Piece:
-    start, end, step = (op.arguments.get(n, d) for n, d in (("start", 0), ("end", None), ("step", 1)))
+    start, end, step = (
+        op.arguments.get(n, d) for n, d in (("start", 0), ("end", None), ("step", 1))
+    )
     return Piece(run.np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)])
 
 

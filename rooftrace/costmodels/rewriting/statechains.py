@@ -278,7 +278,9 @@ class Region:
         if op.name not in KNOWN or op.collective is not None:
             return False
         if op.name in (*SPLITS, *PARTS):
-            return self._is_in_time(op, value)
+            source = op.inputs[0]
+            table = self.wiring.maker(source) is None and self._is_fixed(source)
+            return table or self._is_in_time(op, value)
         return True
 
     def _is_in_time(self, op: Op, value: int) -> bool:
@@ -294,7 +296,10 @@ class Region:
         if op.name == "aten.slice" and turns > 1 and start + width == long > width * turns:
             width = start // (turns - 1)  # the last one is short
         each = -(-long // max(width, 1))
-        if op.name in (*PARTS, "aten.unbind") and turns in (each, 2 * each):  # some add two products
+        if op.name in (*PARTS, "aten.unbind") and turns in (
+            each,
+            2 * each,
+        ):  # some add two products
             return True
         below = self.wiring.peeled(op.inputs[0])
         while below is not None and below.name in PARTS:
@@ -307,9 +312,11 @@ class Region:
         return frozenset(
             leaf
             for leaf in self.leaves
-            if self.wiring.maker(leaf) is None
-            and self.graph.values[leaf].role in ("weights", "constants")
+            if self.wiring.maker(leaf) is None and self._is_fixed(leaf)
         )
+
+    def _is_fixed(self, value: int) -> bool:
+        return self.graph.values[value].role in ("weights", "constants")
 
     @cached_property
     def streams(self) -> dict[int, frozenset[int]]:
@@ -335,7 +342,7 @@ class Region:
 
     def grown(self) -> Iterator[int]:
         """Each value that is the only one that others read, besides the last state; the region
-        takes in its readers if the next one is asked for.  It ends where an op cannot be taken in."""
+        takes in its readers if the next one is asked for, and ends where one cannot be."""
         last = self.graph.values[self.chain.last].storage
         waiting: list[int] = []
         reading: Counter[int] = Counter()

@@ -95,6 +95,13 @@ def between(s: StateSizes) -> tuple[float, float]:
     return written, read
 
 
+@builtin("rooftrace.block_attention", kind="bmm", family="attention", label="linear attention")
+def block_attention(op: OpView) -> Cost:
+    """`delta_rule` without a delta, its decays given as tables, which the kernels do without: they
+    make them of the H rates."""
+    return _priced(op, _sizes(op), ("query", "key", "value", "rate", "state"))
+
+
 @builtin("rooftrace.delta_rule", "rooftrace.delta_rule_", kind="bmm", family="attention",
          label="delta rule")
 def delta_rule(op: OpView) -> Cost:
@@ -103,9 +110,11 @@ def delta_rule(op: OpView) -> Cost:
     Without beta it is linear attention.  One token: decay, S^T k, the difference, the outer product
     and S^T q take 7 K V + 3 V flop on the vector engine (5 K V without a delta).
     """
-    s = _sizes(op)
-    read = op.read_all(t for name, t in op.operands(but=("into",)))
-    moved = read + op.write_all(op.outputs)
+    return _priced(op, _sizes(op), ("query", "key", "value", "decay", "beta", "state"))
+
+
+def _priced(op: OpView, s: StateSizes, read: tuple[str, ...]) -> Cost:
+    moved = op.read_all(t for _, t in op.operands(only=read)) + op.write_all(op.outputs)
     if s.tokens == 1:
         each = (7 if s.delta else 5) * s.key * s.value + (3 * s.value if s.delta else 0)
         flop = s.batch * s.heads * each
