@@ -278,10 +278,16 @@ class Region:
         if op.name not in KNOWN or op.collective is not None:
             return False
         if op.name in (*SPLITS, *PARTS):
-            source = op.inputs[0]
-            table = self.wiring.maker(source) is None and self._is_fixed(source)
-            return table or self._is_in_time(op, value)
+            return self._is_of_a_table(op) or self._is_in_time(op, value)
         return True
+
+    def _is_of_a_table(self, op: Op | None) -> bool:
+        """Whether an op takes a part of a weight or a constant."""
+        source = -1
+        while op is not None and op.name in PARTS | LAYOUT:
+            source = op.inputs[0]
+            op = self.wiring.maker(source)
+        return op is None and self._is_fixed(source)
 
     def _is_in_time(self, op: Op, value: int) -> bool:
         """Whether a part of a dimension is that of a turn, or of what is no raw stream."""
