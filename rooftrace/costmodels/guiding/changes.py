@@ -115,6 +115,8 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
 
 
 ACTIONS: Mapping[str, str] = {
+    "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
+    "linear-attention": "Run linear attention with the kernels of flash-linear-attention",
     "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
     "output",
     "routed-experts": "Compute each expert for the tokens routed to it only",

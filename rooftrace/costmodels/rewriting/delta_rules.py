@@ -75,7 +75,7 @@ def _outside(rule: Rule) -> tuple[int, ...]:
 
 def _with_cache(wiring: Wiring, rule: Rule) -> Rule:
     """The rule with the write of its last state into a cache, if nothing else reads the state."""
-    graph, value, between = wiring.graph, rule.chain.last, []
+    value, between = rule.chain.last, list[Op]()
     inside = {op.id for op in rule.ops}
     while value not in wiring.outputs:
         outside = [op for op in wiring.readers[value] if op.id not in inside]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 Dim = tuple[tuple[int, int], ...]
-"""The factors of a dimension: how long each is in the graph, and how long here.  () has length 1."""
+"""The factors of a dimension: how long each is in the graph, and how long here.  () is 1."""
 _END = 1 << 40
 
 
@@ -106,7 +106,7 @@ class SmallRun:
         result = made(self, op)
         if in_place:
             target = self.of(op, "self")
-            target.array[...] = result.array  # type: ignore[union-attr]
+            target.array[...] = result.array
             result = target
         for i, piece in zip(
             op.outputs, [result] if isinstance(result, Piece) else result, strict=True
@@ -407,12 +407,11 @@ def _created(number: float | None) -> Callable[..., Piece]:
     """A tensor of one number: of the shape that the op makes."""
 
     def made(run: SmallRun, op: Op) -> Piece:
-        like = op.arguments.get("self")
-        alike = isinstance(like, Ref) and op.name.endswith("_like") and like.id in run.values
-        dims = run.at(like).dims if alike else run.sized(run.full(op))
-        value = (
-            op.arguments.get("fill_value", op.arguments.get("value")) if number is None else number
-        )
+        like = op.arguments.get("self") if op.name.endswith("_like") else None
+        known = isinstance(like, Ref) and like.id in run.values
+        dims = run.of(op, "self").dims if known else run.sized(run.full(op))
+        given_by = (op.arguments.get(name) for name in ("fill_value", "value", "s"))
+        value = next((x for x in given_by if x is not None), None) if number is None else number
         if not isinstance(value, (int, float)):
             raise NotRun(op.name)
         boolean = run.graph.values[op.outputs[0]].dtype == "bool"

@@ -27,8 +27,11 @@ COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
 LAYOUT = VIEWS | COPIES
 PARTS = frozenset({"aten.slice", "aten.select"})
 SPLITS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind"})
-CREATED = frozenset(f"aten.{name}{ending}" for name in ("zeros", "empty", "ones", "full", "new_zeros", "new_empty", "new_ones", "new_full")
-                    for ending in ("", "_like"))  # fmt: skip
+CREATED = frozenset(
+    f"aten.{name}"
+    for number in ("zeros", "empty", "ones", "full")
+    for name in (number, f"new_{number}", f"{number}_like")
+)
 SUMS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 
 
@@ -316,9 +319,7 @@ class Region:
     def fixed(self) -> frozenset[int]:
         """The leaves that are weights or constants, and so the same for every token."""
         return frozenset(
-            leaf
-            for leaf in self.leaves
-            if self.wiring.maker(leaf) is None and self._is_fixed(leaf)
+            leaf for leaf in self.leaves if self.wiring.maker(leaf) is None and self._is_fixed(leaf)
         )
 
     def _is_fixed(self, value: int) -> bool:

@@ -19,7 +19,15 @@ from rooftrace.costmodels.rewriting.statechains import (
     behind,
     is_closed,
 )
-from rooftrace.costmodels.rewriting.statetrials import TABLE, TABLES, Rule, Stream, Trial, scale_of
+from rooftrace.costmodels.rewriting.statetrials import (
+    TABLE,
+    TABLES,
+    Rule,
+    Sizes,
+    Stream,
+    Trial,
+    scale_of,
+)
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -108,7 +116,7 @@ def _tables(region: Region, out: int, decay: frozenset[int]) -> dict[str, int]:
     return {"query_decay": query, "key_decay": min(keys), "pair_decay": pairs}
 
 
-def _sizes(region: Region, roles: Mapping[str, int], turned: bool) -> tuple[int, ...] | None:
+def _sizes(region: Region, roles: Mapping[str, int], turned: bool) -> Sizes | None:
     batch, heads, width, columns = region.graph.values[region.chain.last].shape
     if turned:
         width, columns = columns, width
@@ -221,15 +229,13 @@ def _judged(region: Region, out: int, roles: Mapping[str, int], turned: bool) ->
         return None
     for end, order in itertools.product(ends, _ORDERS):
         streams = {role: _nearest(items, order) for role, items in choices.items()}
-        rule = Rule(
-            chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned
-        )  # type: ignore[arg-type]
-        rule = _checked(region, rule)
+        rule = _checked(
+            region,
+            Rule(chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned),
+        )
         if rule is not None:
-            break
-    else:
-        return None
-    return _from_the_top(region, rule, choices)
+            return _from_the_top(region, rule, choices)
+    return None
 
 
 def _from_the_top(region: Region, rule: Rule, choices: Mapping[str, Sequence[Stream]]) -> Rule:
@@ -269,7 +275,10 @@ def _checked(region: Region, rule: Rule, roles: Sequence[str] = ()) -> Rule | No
     ops = _ops_of(region, rule)
     if ops is None:
         return None
-    rule = changed(rule, ops=tuple(ops), outer=len(_common(ops)))
+    outside = _common(ops)
+    rule = changed(rule, ops=tuple(ops), outer=len(outside))
+    if not _stands_alone(region, rule, outside):
+        return None
     if rule.in_blocks:
         scale = scale_of(Trial(region.graph, rule))
         return None if scale is None else changed(rule, scale=scale)
@@ -278,14 +287,30 @@ def _checked(region: Region, rule: Rule, roles: Sequence[str] = ()) -> Rule | No
     norms = itertools.product(
         added if "query" in roles else (query,), added if "key" in roles else (key,)
     )
-    logs = (rule.is_log, not rule.is_log)
-    logs = logs if "decay" in rule.streams and (not roles or "decay" in roles) else logs[:1]
+    logs = [rule.is_log]
+    if "decay" in rule.streams and (not roles or "decay" in roles):
+        logs.append(not rule.is_log)
     for one, is_log in itertools.product(norms, logs):
         tried = changed(rule, norms=one, is_log=is_log)
         scale = scale_of(Trial(region.graph, tried))
         if scale is not None:
             return changed(tried, scale=scale)
     return None
+
+
+def _stands_alone(region: Region, rule: Rule, outside: tuple[int, ...]) -> bool:
+    """Whether one op in the same iteration can read all operands as they are before the others."""
+    graph, ops = region.graph, rule.ops
+    if any(ref.then and ref.then.repeat in outside for op in ops for ref in op.reads):
+        return False
+    starts = [stream.value for stream in rule.streams.values()]
+    starts += [rule.chain.first] if rule.chain.first is not None else []
+    tensors = [graph.values[value] for value in starts]
+    if any(tensor.repeats != outside[: len(tensor.repeats)] for tensor in tensors):
+        return False
+    made = max((op.id for op in map(region.wiring.maker, starts) if op is not None), default=-1)
+    writers = (w for t in tensors for w in region.wiring.writers.get(t.storage, ()))
+    return not any(made < writer.id < ops[-1].id for writer in writers)
 
 
 def _common(ops: Sequence[Op]) -> tuple[int, ...]:

@@ -26,6 +26,10 @@ TABLE = "table"
 TABLES = ("query_decay", "key_decay", "pair_decay")
 
 
+Sizes = tuple[int, int, int, int, int]
+"""B requests of T tokens, H heads, states [K, V]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """A value, and which of its dimensions are batch, tokens, heads and channels ("BTHD").
@@ -52,7 +56,7 @@ class Rule:
     ops: tuple[Op, ...]
     streams: Mapping[str, Stream]
     out: Stream
-    sizes: tuple[int, int, int, int, int]  # B, T, H, K, V
+    sizes: Sizes
     scale: float = 1.0
     norms: tuple[float | None, float | None] = (None, None)
     is_log: bool = True
@@ -154,7 +158,7 @@ def _table(graph: OpGraph, stream: Stream) -> tuple[int, ...]:
     return tuple(n for n in graph.values[stream.value].shape if n != 1)[1:]
 
 
-def _small_sizes(rule: Rule) -> tuple[int, int, int, int, int]:
+def _small_sizes(rule: Rule) -> Sizes:
     """Two requests and two heads, or as many as heads share a key, and few channels."""
     batch, tokens, heads, width, columns = rule.sizes
     fewest = min(s.heads for s in rule.streams.values())
@@ -220,9 +224,7 @@ def _laid(
     return Piece(turned.reshape(short(dims)).copy(), dims)
 
 
-def _laid_table(
-    graph: OpGraph, stream: Stream, array: Array, heads: tuple[int, int]
-) -> Piece:
+def _laid_table(graph: OpGraph, stream: Stream, array: Array, heads: tuple[int, int]) -> Piece:
     """A table [H, n] or [H, n, n] as the graph has it."""
     shape = graph.values[stream.value].shape
     first = next((d for d, n in enumerate(shape) if n != 1), 0)
@@ -233,9 +235,7 @@ def _laid_table(
 
 
 @lru_cache(16)
-def _numbers(
-    sizes: tuple[int, ...], names: tuple[Any, ...], held: bool, is_log: bool
-) -> dict[str, Array]:
+def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> dict[str, Array]:
     """Random operands: keys that are short, so that nothing grows; decays below one."""
     import numpy as np
 
@@ -265,7 +265,7 @@ def _numbers(
 
 @lru_cache(16)
 def _formula(
-    sizes: tuple[int, ...], names: tuple[Any, ...], held: bool,
+    sizes: Sizes, names: tuple[Any, ...], held: bool,
     norms: tuple[float | None, float | None], is_log: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """What the op computes of these numbers, token by token."""
@@ -299,7 +299,7 @@ def _formula(
     return out, last
 
 
-def _block_formula(arrays: Mapping[str, Array], sizes: tuple[int, ...]) -> tuple[Array, Array]:
+def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Array]:
     """The same where tables say how far a block of tokens decays."""
     import numpy as np
 

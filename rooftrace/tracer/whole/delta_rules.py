@@ -3,7 +3,7 @@
 Only rewrites make them; the kernels let such a graph run on real tensors.  They go token by token,
 which is what the chunked kernels of libraries compute:
 
-    D_t = exp(g_t) S_{t-1}     S_t = D_t + k_t (beta_t (v_t - D_t^T k_t))^T     o_t = scale S_t^T q_t
+    D_t = exp(g_t) S_{t-1}    S_t = D_t + k_t (beta_t (v_t - D_t^T k_t))^T     o_t = scale S_t^T q_t
 
 (S. Yang et al., "Gated Delta Networks", arXiv 2412.06464; without g arXiv 2406.06484; with a g for
 each channel of the keys Kimi Linear, arXiv 2510.26692).  Linear attention adds k_t v_t^T instead
@@ -113,10 +113,13 @@ def _block_attention(
     heads, width, columns = q.shape[1], k.shape[-1], v.shape[-1]
     length = query_decay.numel() // heads
     of_query, of_key = (x.to(wide).reshape(heads, length, 1) for x in (query_decay, key_decay))
-    pairs, each = pair_decay.to(wide).reshape(heads, length, length), rate.to(wide).reshape(-1, 1, 1)
+    pairs, each = (
+        pair_decay.to(wide).reshape(heads, length, length),
+        rate.to(wide).reshape(-1, 1, 1),
+    )
     last = v.new_zeros((len(v), heads, width, columns)) if state is None else state.to(wide)
     said = []
-    for block in zip(*(x.split(length, 2) for x in (q, k, v)), strict=True):
+    for block in zip(*(torch.split(x, length, 2) for x in (q, k, v)), strict=True):
         rows = block[0].shape[2]
         scores = block[0] @ block[1].transpose(-1, -2) * pairs[:, :rows, :rows]
         said.append(block[0] * of_query[:, :rows] @ last + scores @ block[2])
