@@ -180,7 +180,7 @@ class BothWays(Gated):
 
 
 class Swapped(Householder):
-    """The state is read with the beta of the token before: all streams are there, one is shifted."""
+    """The state is read with the beta of the token before: a stream is shifted."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
         said = torch.zeros_like(v)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.pricing.price import price_ops
-from rooftrace.costmodels.rewriting.smallruns import Piece, SmallRun
+from rooftrace.costmodels.rewriting.smallruns import SmallTensor, SmallRun
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.whole.serving import own_ops
 from tests.costmodels import recurrence_support as written
@@ -314,7 +314,7 @@ def test_a_small_run_computes_what_torch_does() -> None:
     x = torch.rand(2, 6, 3, 4, dtype=torch.float64)
     graph = rt.trace(Sundry(), x.to("meta"))
     (start,) = graph.inputs
-    piece = Piece(x.numpy().copy(), [((n, n),) for n in x.shape])
+    piece = SmallTensor(x.numpy().copy(), [((n, n),) for n in x.shape])
     values = SmallRun(graph, {start: piece}, 0, {}).run(graph.ops)
     expected = Sundry()(x)
     torch.testing.assert_close(torch.from_numpy(values[graph.outputs[0]].array), expected)
@@ -332,7 +332,7 @@ def test_fewer_heads_compute_the_same_for_those() -> None:
     graph = rt.trace(Scores(), x.to("meta"))
     few = x[:, :, :2]
     dims = [((2, 2),), ((6, 6),), ((3, 2),), ((4, 4),)]
-    known = {graph.inputs[0]: Piece(few.numpy().copy(), dims)}
+    known = {graph.inputs[0]: SmallTensor(few.numpy().copy(), dims)}
     values = SmallRun(graph, known, 0, {}).run(graph.ops)
     made = torch.from_numpy(values[graph.outputs[0]].array)
     torch.testing.assert_close(made, Scores()(few))

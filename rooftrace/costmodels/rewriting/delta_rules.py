@@ -18,9 +18,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
-from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, Wiring, chains
+from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
-from rooftrace.costmodels.rewriting.statetrials import TABLE, Rule, Stream
+from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -42,7 +42,7 @@ def linear_attention(graph: OpGraph) -> tuple[OpGraph, int]:
 def _replaced(graph: OpGraph, delta: bool) -> tuple[OpGraph, int]:
     if not any(op.name in ("aten.bmm", "aten.mul") for op in graph.ops):
         return graph, 0
-    wiring = Wiring(graph)
+    wiring = StateWiring(graph)
     rules = []
     taken: set[int] = set()
     for chain in chains(wiring):
@@ -69,11 +69,11 @@ def _replaced(graph: OpGraph, delta: bool) -> tuple[OpGraph, int]:
 # -- the ends --------------------------------------------------------------------------------------
 
 
-def _outside(rule: Rule) -> tuple[int, ...]:
+def _outside(rule: StateRule) -> tuple[int, ...]:
     return rule.ops[0].repeats[: rule.outer]
 
 
-def _with_cache(wiring: Wiring, rule: Rule) -> Rule:
+def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
     """The rule with the write of its last state into a cache, if nothing else reads the state."""
     value, between = rule.chain.last, list[Op]()
     inside = {op.id for op in rule.ops}
@@ -92,7 +92,7 @@ def _with_cache(wiring: Wiring, rule: Rule) -> Rule:
     return rule
 
 
-def _kept_by(wiring: Wiring, rule: Rule, op: Op, between: Sequence[Op]) -> dict[str, Any]:
+def _kept_by(wiring: StateWiring, rule: StateRule, op: Op, between: Sequence[Op]) -> dict[str, Any]:
     """The write of the last state into a cache, and what makes room for it in this step."""
     graph, target, last = wiring.graph, op.inputs[0], rule.chain.last
     owner = graph.values[target].storage
@@ -113,7 +113,7 @@ def _kept_by(wiring: Wiring, rule: Rule, op: Op, between: Sequence[Op]) -> dict[
     return {"into": op, "between": tuple(between)}
 
 
-def _place(wiring: Wiring, rule: Rule) -> Op:
+def _place(wiring: StateWiring, rule: StateRule) -> Op:
     """The op in whose place the new one stands: the first behind all that it reads."""
     starts = [stream.value for stream in rule.streams.values()]
     starts += [rule.chain.first] if rule.chain.first is not None else []
@@ -127,7 +127,7 @@ def _place(wiring: Wiring, rule: Rule) -> Op:
 # -- the new op ------------------------------------------------------------------------------------
 
 
-def _emit(editor: Editor, rule: Rule, like: Op) -> None:
+def _emit(editor: Editor, rule: StateRule, like: Op) -> None:
     """The op of a rule, and the views that make of its results what others read."""
     like = replace(like, steps={}, holds=())
     batch, tokens, heads, width, columns = rule.sizes
@@ -151,7 +151,7 @@ def _emit(editor: Editor, rule: Rule, like: Op) -> None:
     _stands_for(editor, like, out, new, tuple("BTHD".index(d) for d in rule.out.order), shape)
 
 
-def _called(editor: Editor, rule: Rule, like: Op) -> tuple[str, dict[str, Argument]]:
+def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, Argument]]:
     """The target of the new op, and its arguments."""
     batch, tokens, _, width, columns = rule.sizes
     operands: dict[str, Argument] = {}
@@ -186,7 +186,7 @@ def _is_used(graph: OpGraph, value: int, but: Sequence[Op] = ()) -> bool:
     )
 
 
-def _usual(editor: Editor, like: Op, stream: Stream, sizes: Mapping[str, int]) -> Ref:
+def _usual(editor: Editor, like: Op, stream: StateStream, sizes: Mapping[str, int]) -> Ref:
     """A stream as [B, T, H, D], or [B, T, H] where it has no channels."""
     names = [d for d in "BTHD" if d in stream.order]
     tensor = editor.values[stream.value]

@@ -30,7 +30,7 @@ class NotRun(Exception):
     """An op, or a size, that cannot be run small."""
 
 
-class Piece:
+class SmallTensor:
     """The numbers of a value here, and the factors of its dimensions."""
 
     __slots__ = ("array", "dims")
@@ -47,17 +47,17 @@ class SmallRun:
     """
 
     def __init__(
-        self, graph: OpGraph, known: Mapping[int, Piece], outer: int, sizes: Mapping[int, int]
+        self, graph: OpGraph, known: Mapping[int, SmallTensor], outer: int, sizes: Mapping[int, int]
     ) -> None:
         import numpy
 
         self.np, self.graph, self.sizes, self.outer = numpy, graph, sizes, outer
         self.values = dict(known)
         self.like = {graph.values[i].shape: piece.dims for i, piece in known.items()}
-        self._turn: dict[int, tuple[int, dict[int, Piece]]] = {}
-        self._every: dict[int, list[Piece]] = {}
+        self._turn: dict[int, tuple[int, dict[int, SmallTensor]]] = {}
+        self._every: dict[int, list[SmallTensor]] = {}
 
-    def run(self, ops: Sequence[Op]) -> dict[int, Piece]:
+    def run(self, ops: Sequence[Op]) -> dict[int, SmallTensor]:
         """All values after these ops.  Raises NotRun."""
         for op in ops:
             self._every.update((ref.id, []) for ref in op.reads if ref.every)
@@ -109,14 +109,14 @@ class SmallRun:
             target.array[...] = result.array
             result = target
         for i, piece in zip(
-            op.outputs, [result] if isinstance(result, Piece) else result, strict=True
+            op.outputs, [result] if isinstance(result, SmallTensor) else result, strict=True
         ):
             self.values[i] = piece
             self.like.setdefault(self.graph.values[i].shape, piece.dims)
 
     # -- arguments ---------------------------------------------------------------------------------
 
-    def at(self, ref: Ref) -> Piece:
+    def at(self, ref: Ref) -> SmallTensor:
         """What a reference means in this turn."""
         if ref.then is not None and ref.then.repeat in self._turn:
             turn, before = self._turn[ref.then.repeat]
@@ -126,18 +126,18 @@ class SmallRun:
                 return before[ref.then.value]
         return self.values[ref.id]
 
-    def of(self, op: Op, name: str) -> Piece:
+    def of(self, op: Op, name: str) -> SmallTensor:
         """A tensor argument; a number stands as a tensor without dimensions."""
         item = op.arguments.get(name)
         if isinstance(item, Ref):
             return self.at(item)
         if isinstance(item, (int, float)):
-            return Piece(self.np.asarray(item), ())
+            return SmallTensor(self.np.asarray(item), ())
         raise NotRun(f"{op.name}: {name}")
 
-    def all_of(self, op: Op, name: str) -> list[Piece]:
+    def all_of(self, op: Op, name: str) -> list[SmallTensor]:
         """The tensors in a list, those of all turns in turns."""
-        pieces: list[Piece] = []
+        pieces: list[SmallTensor] = []
         group: list[Ref] = []
         for ref in (*op.arguments[name], None):
             if ref is not None and ref.every and self._every.get(ref.id):
@@ -172,35 +172,35 @@ def short(dims: Iterable[Dim]) -> tuple[int, ...]:
     return tuple(math.prod(small for _, small in dim) for dim in dims)
 
 
-def _spread(run: SmallRun, op: Op, *pieces: Piece) -> tuple[Dim, ...]:
+def _spread(run: SmallRun, op: Op, *pieces: SmallTensor) -> tuple[Dim, ...]:
     """The dimensions of a result by elements."""
     rank = max(len(piece.dims) for piece in pieces)
     rows = [((),) * (rank - len(piece.dims)) + piece.dims for piece in pieces]
     return tuple(next((dim for dim in column if dim), ()) for column in zip(*rows, strict=True))
 
 
-def _by_elements(names: Sequence[str], function: Callable[..., Any]) -> Callable[..., Piece]:
-    def made(run: SmallRun, op: Op) -> Piece:
+def _by_elements(names: Sequence[str], function: Callable[..., Any]) -> Callable[..., SmallTensor]:
+    def made(run: SmallRun, op: Op) -> SmallTensor:
         pieces = [run.of(op, name) for name in names]
         dims = _spread(run, op, *pieces)
         out = run.np.asarray(function(run.np, *(piece.array for piece in pieces)))
         if out.shape != short(dims):
             raise NotRun(f"{op.id} {op.name} {[(p.array.shape, p.dims) for p in pieces]}")
-        return Piece(out, dims)
+        return SmallTensor(out, dims)
 
     return made
 
 
-def _added(sign: int) -> Callable[..., Piece]:
-    def made(run: SmallRun, op: Op) -> Piece:
+def _added(sign: int) -> Callable[..., SmallTensor]:
+    def made(run: SmallRun, op: Op) -> SmallTensor:
         alpha = sign * op.arguments.get("alpha", 1)
         return _by_elements(("self", "other"), lambda np, a, b: a + alpha * b)(run, op)
 
     return made
 
 
-def _viewed(run: SmallRun, op: Op) -> Piece:
-    """The same elements in another shape: factors are put together, long ones are split."""
+def _viewed(run: SmallRun, op: Op) -> SmallTensor:
+    """All elements in another shape: factors are put together, long ones are split."""
     piece = run.of(op, "self")
     left = [factor for dim in piece.dims for factor in dim][::-1]
     dims: list[Dim] = []
@@ -215,10 +215,10 @@ def _viewed(run: SmallRun, op: Op) -> Piece:
                 long = small = rest
             dim.append((long, small))
         dims.append(tuple(dim))
-    return Piece(piece.array.reshape(short(dims)), dims)
+    return SmallTensor(piece.array.reshape(short(dims)), dims)
 
 
-def _permuted(run: SmallRun, op: Op) -> Piece:
+def _permuted(run: SmallRun, op: Op) -> SmallTensor:
     piece = run.of(op, "self")
     rank = len(piece.dims)
     order = list(range(rank))
@@ -229,35 +229,35 @@ def _permuted(run: SmallRun, op: Op) -> Piece:
     else:
         a, b = (op.arguments[name] % rank for name in ("dim0", "dim1"))
         order[a], order[b] = b, a
-    return Piece(piece.array.transpose(order), [piece.dims[d] for d in order])
+    return SmallTensor(piece.array.transpose(order), [piece.dims[d] for d in order])
 
 
-def _expanded(run: SmallRun, op: Op) -> Piece:
+def _expanded(run: SmallRun, op: Op) -> SmallTensor:
     piece, shape = run.of(op, "self"), run.full(op)
     new = len(shape) - len(piece.dims)
     dims = [
         dim if dim or n == 1 else ((n, run.sizes.get(n, n)),)
         for n, dim in zip(shape, ((),) * new + piece.dims, strict=True)
     ]
-    return Piece(run.np.broadcast_to(piece.array, short(dims)), dims)
+    return SmallTensor(run.np.broadcast_to(piece.array, short(dims)), dims)
 
 
-def _unsqueezed(run: SmallRun, op: Op) -> Piece:
+def _unsqueezed(run: SmallRun, op: Op) -> SmallTensor:
     piece = run.of(op, "self")
     at = op.arguments["dim"] % (len(piece.dims) + 1)
-    return Piece(run.np.expand_dims(piece.array, at), (*piece.dims[:at], (), *piece.dims[at:]))
+    return SmallTensor(run.np.expand_dims(piece.array, at), (*piece.dims[:at], (), *piece.dims[at:]))
 
 
-def _squeezed(run: SmallRun, op: Op) -> Piece:
+def _squeezed(run: SmallRun, op: Op) -> SmallTensor:
     piece = run.of(op, "self")
     wanted = op.arguments.get("dim", range(len(piece.dims)))
     wanted = (wanted,) if isinstance(wanted, int) else wanted
     gone = {d % len(piece.dims) for d in wanted if not piece.dims[d]}
     dims = [dim for d, dim in enumerate(piece.dims) if d not in gone]
-    return Piece(piece.array.reshape(short(dims)), dims)
+    return SmallTensor(piece.array.reshape(short(dims)), dims)
 
 
-def _cut(piece: Piece, dim: int, start: int, end: int, step: int = 1) -> Piece:
+def _cut(piece: SmallTensor, dim: int, start: int, end: int, step: int = 1) -> SmallTensor:
     """Some elements along a dimension, which is as long here as in the graph."""
     dim %= len(piece.dims)
     long = math.prod(n for n, _ in piece.dims[dim])
@@ -269,25 +269,25 @@ def _cut(piece: Piece, dim: int, start: int, end: int, step: int = 1) -> Piece:
     left = len(range(start, end, step))
     array = piece.array[(slice(None),) * dim + (slice(start, end, step),)]
     new: Dim = ((left, left),) if left != 1 else ()
-    return Piece(array, (*piece.dims[:dim], new, *piece.dims[dim + 1 :]))
+    return SmallTensor(array, (*piece.dims[:dim], new, *piece.dims[dim + 1 :]))
 
 
-def _sliced(run: SmallRun, op: Op) -> Piece:
+def _sliced(run: SmallRun, op: Op) -> SmallTensor:
     start, end = run.number(op, "start"), run.number(op, "end")
     end = _END if end is None else min(end, _END)
     return _cut(run.of(op, "self"), op.arguments.get("dim", 0), start or 0, end,
                 op.arguments.get("step", 1))  # fmt: skip
 
 
-def _selected(run: SmallRun, op: Op) -> Piece:
+def _selected(run: SmallRun, op: Op) -> SmallTensor:
     piece, dim, index = run.of(op, "self"), op.arguments["dim"], run.number(op, "index")
     dim %= len(piece.dims)
-    one = _cut(piece, dim, index, index + 1 if index != -1 else _END)
-    array = one.array[(slice(None),) * dim + (0,)]
-    return Piece(array, (*piece.dims[:dim], *piece.dims[dim + 1 :]))
+    row = _cut(piece, dim, index, index + 1 if index != -1 else _END)
+    array = row.array[(slice(None),) * dim + (0,)]
+    return SmallTensor(array, (*piece.dims[:dim], *piece.dims[dim + 1 :]))
 
 
-def _split(run: SmallRun, op: Op) -> list[Piece]:
+def _split(run: SmallRun, op: Op) -> list[SmallTensor]:
     piece, dim, start, parts = run.of(op, "self"), op.arguments.get("dim", 0), 0, []
     whole = op.name == "aten.unbind"
     for position in range(len(op.outputs)):
@@ -296,27 +296,27 @@ def _split(run: SmallRun, op: Op) -> list[Piece]:
         if whole:
             at = dim % len(piece.dims)
             array = part.array[(slice(None),) * at + (0,)]
-            part = Piece(array, (*piece.dims[:at], *piece.dims[at + 1 :]))
+            part = SmallTensor(array, (*piece.dims[:at], *piece.dims[at + 1 :]))
         parts.append(part)
         start += size
     return parts
 
 
-def _joined(run: SmallRun, op: Op) -> Piece:
+def _joined(run: SmallRun, op: Op) -> SmallTensor:
     pieces, shape = run.all_of(op, "tensors"), run.full(op)
     dim = op.arguments.get("dim", 0) % len(shape)
     if op.name == "aten.stack":
         array, rest = run.np.stack([p.array for p in pieces], dim), pieces[0].dims
-        return Piece(array, (*rest[:dim], ((shape[dim], len(pieces)),), *rest[dim:]))
+        return SmallTensor(array, (*rest[:dim], ((shape[dim], len(pieces)),), *rest[dim:]))
     if any(n != small for p in pieces for n, small in p.dims[dim]):
         raise NotRun("short dimensions joined")
     pieces = [p for p in pieces if len(p.dims) == len(shape)]  # an empty one has no dimensions
     array = run.np.concatenate([p.array for p in pieces], dim)
     rest = pieces[0].dims
-    return Piece(array, (*rest[:dim], ((shape[dim], shape[dim]),), *rest[dim + 1 :]))
+    return SmallTensor(array, (*rest[:dim], ((shape[dim], shape[dim]),), *rest[dim + 1 :]))
 
 
-def _padded(run: SmallRun, op: Op) -> Piece:
+def _padded(run: SmallRun, op: Op) -> SmallTensor:
     piece, pad = run.of(op, "self"), op.arguments["pad"]
     widths, dims = [(0, 0)] * len(piece.dims), list(piece.dims)
     for position in range(len(pad) // 2):
@@ -326,12 +326,12 @@ def _padded(run: SmallRun, op: Op) -> Piece:
                 raise NotRun("padding")
             size = piece.array.shape[d] + before + after
             widths[d], dims[d] = (before, after), ((size, size),)
-    return Piece(
+    return SmallTensor(
         run.np.pad(piece.array, widths, constant_values=op.arguments.get("value", 0)), dims
     )
 
 
-def _summed(run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: array) -> Piece:
+def _summed(run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: array) -> SmallTensor:
     piece = run.of(op, "self")
     rank = len(piece.dims)
     wanted = op.arguments.get("dim")
@@ -340,46 +340,46 @@ def _summed(run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: 
     keep = bool(op.arguments.get("keepdim", False))
     array = of(piece.array).sum(tuple(gone), keepdims=keep)
     dims = [() if d in gone else dim for d, dim in enumerate(piece.dims) if keep or d not in gone]
-    return Piece(array, dims)
+    return SmallTensor(array, dims)
 
 
-def _length(run: SmallRun, op: Op) -> Piece:
+def _length(run: SmallRun, op: Op) -> SmallTensor:
     if op.arguments.get("ord", 2) != 2:
         raise NotRun(op.name)
     total = _summed(run, op, lambda array: array * array)
-    return Piece(run.np.sqrt(total.array), total.dims)
+    return SmallTensor(run.np.sqrt(total.array), total.dims)
 
 
-def _mean(run: SmallRun, op: Op) -> Piece:
+def _mean(run: SmallRun, op: Op) -> SmallTensor:
     whole, total = run.of(op, "self"), _summed(run, op)
-    return Piece(total.array * (total.array.size / whole.array.size), total.dims)
+    return SmallTensor(total.array * (total.array.size / whole.array.size), total.dims)
 
 
-def _running_sum(run: SmallRun, op: Op) -> Piece:
+def _running_sum(run: SmallRun, op: Op) -> SmallTensor:
     piece, dim = run.of(op, "self"), op.arguments["dim"]
     if any(n != small for n, small in piece.dims[dim]):
         raise NotRun("a sum along a short dimension")
-    return Piece(piece.array.cumsum(dim), piece.dims)
+    return SmallTensor(piece.array.cumsum(dim), piece.dims)
 
 
-def _product(run: SmallRun, a: Piece, b: Piece) -> Piece:
+def _product(run: SmallRun, a: SmallTensor, b: SmallTensor) -> SmallTensor:
     if a.array.shape[:-2] != b.array.shape[:-2] or a.array.shape[-1] != b.array.shape[-2]:
         raise NotRun(f"product of {a.dims} {b.dims}")
     batch = [x if x else y for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True)]
-    return Piece(a.array @ b.array, (*batch, a.dims[-2], b.dims[-1]))
+    return SmallTensor(a.array @ b.array, (*batch, a.dims[-2], b.dims[-1]))
 
 
-def _bmm(run: SmallRun, op: Op) -> Piece:
+def _bmm(run: SmallRun, op: Op) -> SmallTensor:
     return _product(run, run.of(op, "self"), run.of(op, "mat2"))
 
 
-def _baddbmm(run: SmallRun, op: Op) -> Piece:
+def _baddbmm(run: SmallRun, op: Op) -> SmallTensor:
     product = _product(run, run.of(op, "batch1"), run.of(op, "batch2"))
     beta, alpha = op.arguments.get("beta", 1), op.arguments.get("alpha", 1)
-    return Piece(beta * run.of(op, "self").array + alpha * product.array, product.dims)
+    return SmallTensor(beta * run.of(op, "self").array + alpha * product.array, product.dims)
 
 
-def _solved(run: SmallRun, op: Op) -> Piece:
+def _solved(run: SmallRun, op: Op) -> SmallTensor:
     a, b, np = run.of(op, "self"), run.of(op, "B"), run.np
     if not op.arguments.get("left", True):
         raise NotRun("solved from the right")
@@ -388,25 +388,25 @@ def _solved(run: SmallRun, op: Op) -> Piece:
         rows = np.arange(system.shape[-1])
         system = system.copy()
         system[..., rows, rows] = 1
-    return Piece(np.linalg.solve(system, b.array), b.dims)
+    return SmallTensor(np.linalg.solve(system, b.array), b.dims)
 
 
-def _corner(name: str) -> Callable[..., Piece]:
-    def made(run: SmallRun, op: Op) -> Piece:
+def _corner(name: str) -> Callable[..., SmallTensor]:
+    def made(run: SmallRun, op: Op) -> SmallTensor:
         piece = run.of(op, "self")
         if any(n != small for dim in piece.dims[-2:] for n, small in dim):
             raise NotRun("a triangle of short dimensions")
-        return Piece(
+        return SmallTensor(
             getattr(run.np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims
         )
 
     return made
 
 
-def _created(number: float | None) -> Callable[..., Piece]:
+def _created(number: float | None) -> Callable[..., SmallTensor]:
     """A tensor of one number: of the shape that the op makes."""
 
-    def made(run: SmallRun, op: Op) -> Piece:
+    def made(run: SmallRun, op: Op) -> SmallTensor:
         like = op.arguments.get("self") if op.name.endswith("_like") else None
         known = isinstance(like, Ref) and like.id in run.values
         dims = run.of(op, "self").dims if known else run.sized(run.full(op))
@@ -415,40 +415,40 @@ def _created(number: float | None) -> Callable[..., Piece]:
         if not isinstance(value, (int, float)):
             raise NotRun(op.name)
         boolean = run.graph.values[op.outputs[0]].dtype == "bool"
-        return Piece(run.np.full(short(dims), value, dtype=bool if boolean else float), dims)
+        return SmallTensor(run.np.full(short(dims), value, dtype=bool if boolean else float), dims)
 
     return made
 
 
-def _eye(run: SmallRun, op: Op) -> Piece:
+def _eye(run: SmallRun, op: Op) -> SmallTensor:
     shape = run.full(op)
     boolean = run.graph.values[op.outputs[0]].dtype == "bool"
-    return Piece(run.np.eye(*shape, dtype=bool if boolean else float), [((n, n),) for n in shape])
+    return SmallTensor(run.np.eye(*shape, dtype=bool if boolean else float), [((n, n),) for n in shape])
 
 
-def _arange(run: SmallRun, op: Op) -> Piece:
+def _arange(run: SmallRun, op: Op) -> SmallTensor:
     start, end, step = (
         op.arguments.get(n, d) for n, d in (("start", 0), ("end", None), ("step", 1))
     )
-    return Piece(run.np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)])
+    return SmallTensor(run.np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)])
 
 
-def _copied(run: SmallRun, op: Op) -> Piece:
+def _copied(run: SmallRun, op: Op) -> SmallTensor:
     piece = run.of(op, "self")
-    return Piece(piece.array.copy(), piece.dims)
+    return SmallTensor(piece.array.copy(), piece.dims)
 
 
-def _same(run: SmallRun, op: Op) -> Piece:
+def _same(run: SmallRun, op: Op) -> SmallTensor:
     return run.of(op, "self")
 
 
-def _written(run: SmallRun, op: Op) -> Piece:
+def _written(run: SmallRun, op: Op) -> SmallTensor:
     """What is copied into a tensor, spread over its shape."""
     target, source = run.of(op, "self"), run.of(op, "src")
     pairs = zip(short(source.dims)[::-1], short(target.dims)[::-1], strict=False)
     if any(s not in (1, t) for s, t in pairs):
         raise NotRun(f"copy of {source.dims} into {target.dims}")
-    return Piece(run.np.broadcast_to(source.array, target.array.shape), target.dims)
+    return SmallTensor(run.np.broadcast_to(source.array, target.array.shape), target.dims)
 
 
 TWO = ("self", "other")

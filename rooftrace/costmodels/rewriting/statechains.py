@@ -36,7 +36,7 @@ SUMS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class StateChain:
     """A state over its turns.
 
     last, first: the values at its ends; first is None where it begins with zeros.  turns: how many
@@ -52,7 +52,7 @@ class Chain:
     rows: frozenset[int]
 
 
-class Wiring:
+class StateWiring:
     """A graph as the search for chains reads it."""
 
     def __init__(self, graph: OpGraph) -> None:
@@ -114,7 +114,7 @@ def inputs_of(op: Op) -> Iterator[int]:
             yield ref.then.value
 
 
-def chains(wiring: Wiring) -> Iterator[Chain]:
+def chains(wiring: StateWiring) -> Iterator[StateChain]:
     """The chains of a graph, from the last to the first."""
     seen: set[int] = set()
     for op in reversed(wiring.graph.ops):
@@ -124,7 +124,7 @@ def chains(wiring: Wiring) -> Iterator[Chain]:
                 yield chain
 
 
-def _outer_side(wiring: Wiring, op: Op) -> str | None:
+def _outer_side(wiring: StateWiring, op: Op) -> str | None:
     """Which operand of a sum is an outer product as large as the sum; None if none or both."""
     if len(op.outputs) != 1 or len(wiring.graph.values[op.outputs[0]].shape) < 3:
         return None
@@ -140,14 +140,14 @@ def _outer_side(wiring: Wiring, op: Op) -> str | None:
     return sides[0] if len(sides) == 1 else None
 
 
-def _is_scaled(wiring: Wiring, value: int) -> bool:
+def _is_scaled(wiring: StateWiring, value: int) -> bool:
     op = wiring.peeled(value)
     return op is not None and op.name == "aten.mul" and wiring.size(value) in [
         wiring.size(i) for i in op.inputs
     ]  # fmt: skip
 
 
-def _outer(wiring: Wiring, value: int) -> tuple[int, int] | None:
+def _outer(wiring: StateWiring, value: int) -> tuple[int, int] | None:
     """The operands of the outer product, or sum of these, that a value is."""
     op = wiring.peeled(value)
     if op is None or len(op.inputs) != 2:
@@ -165,7 +165,7 @@ def _outer(wiring: Wiring, value: int) -> tuple[int, int] | None:
     return None
 
 
-def _followed(wiring: Wiring, start: Op, seen: set[int]) -> Chain | None:
+def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | None:
     """The chain that ends with this sum; None where it does not begin with a state."""
     graph, size = wiring.graph, wiring.size(start.outputs[0])
     turns, decays, columns, rows = 0, set(), set(), set()
@@ -210,7 +210,7 @@ def _followed(wiring: Wiring, start: Op, seen: set[int]) -> Chain | None:
         return None
     outer = len(_shared([start.repeats, *(graph.ops[i].repeats for i in done)]))
     each = math.prod(graph.repeats[r].count for r in start.repeats[:outer])
-    return Chain(
+    return StateChain(
         last=last, first=None if zeros else value, turns=turns // each,
         decays=frozenset(decays), columns=frozenset(columns), rows=frozenset(rows),
     )  # fmt: skip
@@ -230,14 +230,14 @@ def _shared(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 # -- regions ---------------------------------------------------------------------------------------
 
 
-class Region:
+class StateRegion:
     """The ops around a chain: what a kernel in its place would compute.
 
     It begins with what makes the last state; `grown` takes in who reads a value in between, until
     one value is left that others read.
     """
 
-    def __init__(self, wiring: Wiring, chain: Chain) -> None:
+    def __init__(self, wiring: StateWiring, chain: StateChain) -> None:
         self.wiring, self.chain = wiring, chain
         self.leaves: set[int] = set() if chain.first is None else {chain.first}
         self.ops: dict[int, Op] = {}
@@ -408,7 +408,7 @@ class Region:
             yield members.pop()
 
 
-def behind(region: Region, ends: Collection[int], starts: Collection[int]) -> list[Op] | None:
+def behind(region: StateRegion, ends: Collection[int], starts: Collection[int]) -> list[Op] | None:
     """The ops of a region from some values to others, in order; None where they need more."""
     needed: dict[int, Op] = {}
     stack = [value for value in ends if value not in starts]
@@ -431,7 +431,7 @@ def behind(region: Region, ends: Collection[int], starts: Collection[int]) -> li
     return [needed[i] for i in sorted(needed)]
 
 
-def is_closed(region: Region, ops: Sequence[Op], ends: Collection[int]) -> bool:
+def is_closed(region: StateRegion, ops: Sequence[Op], ends: Collection[int]) -> bool:
     """Whether nothing outside reads what these ops make, besides the values at the ends."""
     inside = {op.id for op in ops}
     graph, wiring = region.graph, region.wiring

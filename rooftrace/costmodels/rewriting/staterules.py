@@ -13,19 +13,19 @@ from rooftrace.costmodels.rewriting.statechains import (
     CREATED,
     LAYOUT,
     PARTS,
-    Chain,
-    Region,
-    Wiring,
+    StateChain,
+    StateRegion,
+    StateWiring,
     behind,
     is_closed,
 )
 from rooftrace.costmodels.rewriting.statetrials import (
     TABLE,
     TABLES,
-    Rule,
+    StateRule,
     Sizes,
-    Stream,
-    Trial,
+    StateStream,
+    StateTrial,
     scale_of,
 )
 from rooftrace.hardware.precisions import precision
@@ -36,13 +36,13 @@ _ORDERS = ("BTHD", "BHTD", "TBHD", "BHDT")
 """The dimensions of a stream as they may lie: batch, token, head, channel."""
 
 
-def rule_of(wiring: Wiring, chain: Chain, delta: bool) -> Rule | None:
+def rule_of(wiring: StateWiring, chain: StateChain, delta: bool) -> StateRule | None:
     """The rule that the region around a chain computes; None where it is no such rule."""
     graph = wiring.graph
     shape = graph.values[chain.last].shape
     if len(shape) != 4:
         return None
-    region = Region(wiring, chain)
+    region = StateRegion(wiring, chain)
     for outs in _results(region):
         for out in reversed(outs):
             for turned in (False, True):
@@ -54,7 +54,7 @@ def rule_of(wiring: Wiring, chain: Chain, delta: bool) -> Rule | None:
     return None
 
 
-def _results(region: Region) -> Iterator[list[int]]:
+def _results(region: StateRegion) -> Iterator[list[int]]:
     """The values that may be the result: each with those that are copies of it in another form."""
     outs: list[int] = []
     known = set(region.ops)
@@ -77,7 +77,7 @@ def _widens(graph: OpGraph, op: Op) -> bool:
     return precision(after).width > precision(before).width
 
 
-def _roles(region: Region, out: int, turned: bool) -> Iterator[dict[str, int]]:
+def _roles(region: StateRegion, out: int, turned: bool) -> Iterator[dict[str, int]]:
     """The leaf of each role, by what depends on it."""
     streams, chain = region.streams, region.chain
     aside = region.fixed | {chain.first}
@@ -105,7 +105,7 @@ def _roles(region: Region, out: int, turned: bool) -> Iterator[dict[str, int]]:
             yield roles | ({"beta": small[0]} if small else {})
 
 
-def _tables(region: Region, out: int, decay: frozenset[int]) -> dict[str, int]:
+def _tables(region: StateRegion, out: int, decay: frozenset[int]) -> dict[str, int]:
     """Tables of decays by place in a block: of what is kept of keys, of queries, and of pairs."""
     streams, chain = region.streams, region.chain
     keys = frozenset().union(*(streams[value] for value in chain.columns)) & region.fixed
@@ -116,7 +116,7 @@ def _tables(region: Region, out: int, decay: frozenset[int]) -> dict[str, int]:
     return {"query_decay": query, "key_decay": min(keys), "pair_decay": pairs}
 
 
-def _sizes(region: Region, roles: Mapping[str, int], turned: bool) -> Sizes | None:
+def _sizes(region: StateRegion, roles: Mapping[str, int], turned: bool) -> Sizes | None:
     batch, heads, width, columns = region.graph.values[region.chain.last].shape
     if turned:
         width, columns = columns, width
@@ -136,10 +136,10 @@ def _orders(shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
     return list(orders)
 
 
-def _candidates(region: Region, role: str, leaf: int, sizes: Sequence[int]) -> list[Stream]:
+def _candidates(region: StateRegion, role: str, leaf: int, sizes: Sequence[int]) -> list[StateStream]:
     """Where a kernel may take a stream from: from its leaf on, to where it meets another one."""
     if role in TABLES:
-        return [Stream(leaf, TABLE, sizes[2])]
+        return [StateStream(leaf, TABLE, sizes[2])]
     batch, tokens, heads, width, columns = sizes
     graph = region.graph
     counts = [h for h in range(heads, 0, -1) if heads % h == 0]
@@ -153,18 +153,18 @@ def _candidates(region: Region, role: str, leaf: int, sizes: Sequence[int]) -> l
             named = {"B": batch, "T": tokens, "H": count} if moving else {"H": count}
             named |= {} if channels is None else {"D": channels}
             orders = _orders(graph.values[value].shape, named)
-            result += [Stream(value, order, count) for order in orders]
+            result += [StateStream(value, order, count) for order in orders]
     return result
 
 
-def _nearest(items: Sequence[Stream], order: str) -> Stream:
+def _nearest(items: Sequence[StateStream], order: str) -> StateStream:
     """The last candidate, its dimensions in this order if they may lie so."""
     last = [item for item in items if item.value == items[-1].value]
     alike = [item for item in last if [d for d in order if d in item.order] == list(item.order)]
     return (alike or last)[0]
 
 
-def _line(region: Region, leaf: int) -> list[int]:
+def _line(region: StateRegion, leaf: int) -> list[int]:
     """The values through which all goes that comes from a leaf, before it meets another stream."""
     readers, own = region.wiring.readers, frozenset({leaf})
     others = region.fixed - own
@@ -216,14 +216,14 @@ def _line(region: Region, leaf: int) -> list[int]:
 # -- what a region computes ------------------------------------------------------------------------
 
 
-def _judged(region: Region, out: int, roles: Mapping[str, int], turned: bool) -> Rule | None:
+def _judged(region: StateRegion, out: int, roles: Mapping[str, int], turned: bool) -> StateRule | None:
     """The rule with these roles, its streams taken from as far up as the op allows."""
     sizes = _sizes(region, roles, turned)
     if sizes is None:
         return None
     batch, tokens, heads, _, columns = sizes
     named = {"B": batch, "T": tokens, "H": heads, "D": columns}
-    ends = [Stream(out, order, heads) for order in _orders(region.graph.values[out].shape, named)]
+    ends = [StateStream(out, order, heads) for order in _orders(region.graph.values[out].shape, named)]
     choices = {role: _candidates(region, role, leaf, sizes) for role, leaf in roles.items()}
     if not ends or not all(choices.values()):
         return None
@@ -231,14 +231,14 @@ def _judged(region: Region, out: int, roles: Mapping[str, int], turned: bool) ->
         streams = {role: _nearest(items, order) for role, items in choices.items()}
         rule = _checked(
             region,
-            Rule(chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned),
+            StateRule(chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned),
         )
         if rule is not None:
             return _from_the_top(region, rule, choices)
     return None
 
 
-def _from_the_top(region: Region, rule: Rule, choices: Mapping[str, Sequence[Stream]]) -> Rule:
+def _from_the_top(region: StateRegion, rule: StateRule, choices: Mapping[str, Sequence[StateStream]]) -> StateRule:
     """The rule with each stream from as far up as the op allows: all at once, else one by one."""
     highest = dict(rule.streams)
     for role, items in choices.items():
@@ -257,7 +257,7 @@ def _from_the_top(region: Region, rule: Rule, choices: Mapping[str, Sequence[Str
     return rule
 
 
-def _ops_of(region: Region, rule: Rule) -> list[Op] | None:
+def _ops_of(region: StateRegion, rule: StateRule) -> list[Op] | None:
     """The ops between the streams and the results; None where others read inside."""
     ends = (rule.out.value, rule.chain.last)
     starts = {stream.value for stream in rule.streams.values()}
@@ -267,7 +267,7 @@ def _ops_of(region: Region, rule: Rule) -> list[Op] | None:
     return ops if ops and is_closed(region, ops, ends) else None
 
 
-def _checked(region: Region, rule: Rule, roles: Sequence[str] = ()) -> Rule | None:
+def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) -> StateRule | None:
     """The rule with its ops and settings, if they compute it and nothing else reads inside.
 
     roles: of the streams that are new; the settings of the others are known.
@@ -280,7 +280,7 @@ def _checked(region: Region, rule: Rule, roles: Sequence[str] = ()) -> Rule | No
     if not _stands_alone(region, rule, outside):
         return None
     if rule.in_blocks:
-        scale = scale_of(Trial(region.graph, rule))
+        scale = scale_of(StateTrial(region.graph, rule))
         return None if scale is None else changed(rule, scale=scale)
     query, key = rule.norms
     added = (*dict.fromkeys(_small_numbers(ops)), None)
@@ -290,15 +290,15 @@ def _checked(region: Region, rule: Rule, roles: Sequence[str] = ()) -> Rule | No
     logs = [rule.is_log]
     if "decay" in rule.streams and (not roles or "decay" in roles):
         logs.append(not rule.is_log)
-    for one, is_log in itertools.product(norms, logs):
-        tried = changed(rule, norms=one, is_log=is_log)
-        scale = scale_of(Trial(region.graph, tried))
+    for pair, is_log in itertools.product(norms, logs):
+        tried = changed(rule, norms=pair, is_log=is_log)
+        scale = scale_of(StateTrial(region.graph, tried))
         if scale is not None:
             return changed(tried, scale=scale)
     return None
 
 
-def _stands_alone(region: Region, rule: Rule, outside: tuple[int, ...]) -> bool:
+def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]) -> bool:
     """Whether one op in the same iteration can read all operands as they are before the others."""
     graph, ops = region.graph, rule.ops
     if any(ref.then and ref.then.repeat in outside for op in ops for ref in op.reads):

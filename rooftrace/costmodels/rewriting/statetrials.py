@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.rewriting.smallruns import Dim, NotRun, Piece, SmallRun, short
-from rooftrace.costmodels.rewriting.statechains import Chain
+from rooftrace.costmodels.rewriting.smallruns import Dim, NotRun, SmallTensor, SmallRun, short
+from rooftrace.costmodels.rewriting.statechains import StateChain
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -31,7 +31,7 @@ Sizes = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StateStream:
     """A value, and which of its dimensions are batch, tokens, heads and channels ("BTHD").
 
     heads: how many it has.
@@ -43,7 +43,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class StateRule:
     """A region that computes a delta rule or linear attention, and its operands.
 
     streams: by role: query, key, value, decay, beta.  out: with its order.  turned: the state has
@@ -52,10 +52,10 @@ class Rule:
     makes that cache, if the step does.
     """
 
-    chain: Chain
+    chain: StateChain
     ops: tuple[Op, ...]
-    streams: Mapping[str, Stream]
-    out: Stream
+    streams: Mapping[str, StateStream]
+    out: StateStream
     sizes: Sizes
     scale: float = 1.0
     norms: tuple[float | None, float | None] = (None, None)
@@ -77,10 +77,10 @@ class Rule:
         return [*self.ops, *self.between, *(op for op in (self.into, self.room) if op is not None)]
 
 
-class Trial:
+class StateTrial:
     """A region and the formula that it may compute; equal to those that are wired alike."""
 
-    def __init__(self, graph: OpGraph, rule: Rule) -> None:
+    def __init__(self, graph: OpGraph, rule: StateRule) -> None:
         self.graph, self.rule = graph, rule
         self._numbers: dict[int, int] = {}
         streams = sorted(rule.streams.items())
@@ -98,7 +98,7 @@ class Trial:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trial) and self.key == other.key
+        return isinstance(other, StateTrial) and self.key == other.key
 
     def _number(self, value: int) -> int:
         return self._numbers.setdefault(value, len(self._numbers))
@@ -122,7 +122,7 @@ class Trial:
 
 
 @lru_cache(1024)
-def scale_of(trial: Trial) -> float | None:
+def scale_of(trial: StateTrial) -> float | None:
     """How many times the formula's result the ops make; None where they compute something else."""
     graph, rule = trial.graph, trial.rule
     import numpy as np
@@ -153,12 +153,12 @@ def scale_of(trial: Trial) -> float | None:
     return None
 
 
-def _table(graph: OpGraph, stream: Stream) -> tuple[int, ...]:
+def _table(graph: OpGraph, stream: StateStream) -> tuple[int, ...]:
     """The lengths of a table behind that of heads."""
     return tuple(n for n in graph.values[stream.value].shape if n != 1)[1:]
 
 
-def _small_sizes(rule: Rule) -> Sizes:
+def _small_sizes(rule: StateRule) -> Sizes:
     """Two requests and two heads, or as many as heads share a key, and few channels."""
     batch, tokens, heads, width, columns = rule.sizes
     fewest = min(s.heads for s in rule.streams.values())
@@ -167,7 +167,7 @@ def _small_sizes(rule: Rule) -> Sizes:
     return min(batch, 2), tokens, min(fewest, 2) * shared, min(width, 3), few
 
 
-def _by_length(rule: Rule, sizes: Sequence[int]) -> dict[int, int]:
+def _by_length(rule: StateRule, sizes: Sequence[int]) -> dict[int, int]:
     """Lengths in the graph that are those of one dimension only, and what they are here."""
     pairs: dict[int, int] = {}
     for place, (long, small) in enumerate(zip(rule.sizes, sizes, strict=True)):
@@ -177,7 +177,7 @@ def _by_length(rule: Rule, sizes: Sequence[int]) -> dict[int, int]:
 
 
 def _run(
-    graph: OpGraph, rule: Rule, arrays: Mapping[str, Array], sizes: Sequence[int],
+    graph: OpGraph, rule: StateRule, arrays: Mapping[str, Array], sizes: Sequence[int],
     known_sizes: Mapping[int, int],
 ) -> tuple[Array, Array]:  # fmt: skip
     """The result [B, T, H, V] and the last state [B, H, K, V] of the ops."""
@@ -197,7 +197,7 @@ def _run(
     dims = tuple((f,) if f[0] != 1 else () for f in state)
     if rule.chain.first is not None:
         array = arrays["state"].transpose(0, 1, 3, 2) if rule.turned else arrays["state"]
-        pieces[rule.chain.first] = Piece(array.copy(), dims)
+        pieces[rule.chain.first] = SmallTensor(array.copy(), dims)
         if graph.values[rule.chain.first].shape != tuple(f[0] for f in state):
             raise NotRun("a state in another shape")
     run = SmallRun(graph, pieces, rule.outer, known_sizes)
@@ -212,8 +212,8 @@ def _run(
 
 
 def _laid(
-    graph: OpGraph, stream: Stream, array: Array, factors: Mapping[str, tuple[int, int]]
-) -> Piece:
+    graph: OpGraph, stream: StateStream, array: Array, factors: Mapping[str, tuple[int, int]]
+) -> SmallTensor:
     """Numbers [B, T, H, D] as a stream has them."""
     usual = [d for d in "BTHD" if d in stream.order]
     turned = array.transpose([usual.index(d) for d in stream.order])
@@ -221,17 +221,17 @@ def _laid(
     dims: list[Dim] = []
     for n in graph.values[stream.value].shape:
         dims.append((left.pop(0),) if n != 1 else ())
-    return Piece(turned.reshape(short(dims)).copy(), dims)
+    return SmallTensor(turned.reshape(short(dims)).copy(), dims)
 
 
-def _laid_table(graph: OpGraph, stream: Stream, array: Array, heads: tuple[int, int]) -> Piece:
+def _laid_table(graph: OpGraph, stream: StateStream, array: Array, heads: tuple[int, int]) -> SmallTensor:
     """A table [H, n] or [H, n, n] as the graph has it."""
     shape = graph.values[stream.value].shape
     first = next((d for d, n in enumerate(shape) if n != 1), 0)
     if shape[first] != heads[0]:
         raise NotRun("a table that does not begin with heads")
     dims = [((heads if d == first else (n, n)),) if n != 1 else () for d, n in enumerate(shape)]
-    return Piece(array.reshape(short(dims)).copy(), dims)
+    return SmallTensor(array.reshape(short(dims)).copy(), dims)
 
 
 @lru_cache(16)
@@ -300,7 +300,7 @@ def _formula(
 
 
 def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Array]:
-    """The same where tables say how far a block of tokens decays."""
+    """The results where tables say how far a block of tokens decays."""
     import numpy as np
 
     batch, tokens, heads, width, columns = sizes

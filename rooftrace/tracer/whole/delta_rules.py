@@ -86,7 +86,7 @@ def _delta_rule_into(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None,
     state: Tensor | None, into: Tensor, *rest: float | bool | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same; the last state is written into the cache that holds it."""
+    """A delta rule whose last state is written into the cache that holds it."""
     out, last = _delta_rule(query, key, value, decay, beta, state, *rest)  # type: ignore[arg-type]
     return out, into.copy_(last)
 
