@@ -127,6 +127,22 @@ class Retention(Recurrence):
         return torch.stack(said, 1) * KEY**-0.5, state
 
 
+class Bonus(Recurrence):
+    """The state before the token and a bonus for what it adds (RWKV-6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bonus = nn.Parameter(torch.empty(HEADS, KEY))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
+        said = []
+        for t in range(q.shape[1]):
+            new = k[:, t, :, :, None] @ v[:, t, :, None]
+            said.append((q[:, t, :, None] @ (self.bonus[..., None] * new + state)).squeeze(2))
+            state = new + g[:, t].exp()[..., None] * state
+        return torch.stack(said, 1), state
+
+
 # -- what is no such recurrence --------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ DELTA, LINEAR = "gated-delta-rule: 1 delta rule", "linear-attention: 1 linear at
         (written.Householder, DELTA),
         (written.Gated, LINEAR),
         (written.Retention, LINEAR),
+        (written.Bonus, LINEAR),
     ],
 )
 def test_a_recurrence_becomes_one_op_with_the_same_results(
@@ -230,7 +231,7 @@ def operands(tokens: int, beta: bool = True, channels: bool = False) -> list[Any
         *(x.to("meta", torch.bfloat16) for x in made),
         torch.empty(shape, device="meta"),
         torch.empty(2, tokens, 4, device="meta").bfloat16() if beta else None,
-        state, 0.5, None, None, True, True,
+        None, state, 0.5, None, None, True, True,
     ]  # fmt: skip
 
 
@@ -281,7 +282,7 @@ def test_kernels_on_meta_have_the_shapes_of_those_on_real_tensors() -> None:
         for one, two in zip(own_ops().delta_rule(*real), meta, strict=True):
             assert (one.shape, one.dtype) == (two.shape, two.dtype)
         into = torch.rand(2, 4, 8, 16)
-        out, last = own_ops().delta_rule_(*real[:6], into, *real[6:])
+        out, last = own_ops().delta_rule_(*real[:7], into, *real[7:])
         assert torch.equal(out, own_ops().delta_rule(*real)[0]) and torch.equal(into, last)
 
 

@@ -173,7 +173,7 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
     query, key = rule.norms
     rest |= {"scale": rule.scale, "query_norm": query, "key_norm": key}
     rest |= {"is_log": rule.is_log, "keep": keep}
-    names = ("query", "key", "value", "decay", "beta")
+    names = ("query", "key", "value", "decay", "beta", "bonus")
     target = DELTA_RULE_INTO if "into" in rest else DELTA_RULE
     return target, {name: operands.get(name) for name in names} | rest
 

@@ -245,7 +245,9 @@ def _expanded(run: SmallRun, op: Op) -> SmallTensor:
 def _unsqueezed(run: SmallRun, op: Op) -> SmallTensor:
     piece = run.of(op, "self")
     at = op.arguments["dim"] % (len(piece.dims) + 1)
-    return SmallTensor(run.np.expand_dims(piece.array, at), (*piece.dims[:at], (), *piece.dims[at:]))
+    return SmallTensor(
+        run.np.expand_dims(piece.array, at), (*piece.dims[:at], (), *piece.dims[at:])
+    )
 
 
 def _squeezed(run: SmallRun, op: Op) -> SmallTensor:
@@ -331,7 +333,9 @@ def _padded(run: SmallRun, op: Op) -> SmallTensor:
     )
 
 
-def _summed(run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: array) -> SmallTensor:
+def _summed(
+    run: SmallRun, op: Op, of: Callable[[Array], Array] = lambda array: array
+) -> SmallTensor:
     piece = run.of(op, "self")
     rank = len(piece.dims)
     wanted = op.arguments.get("dim")
@@ -423,14 +427,18 @@ def _created(number: float | None) -> Callable[..., SmallTensor]:
 def _eye(run: SmallRun, op: Op) -> SmallTensor:
     shape = run.full(op)
     boolean = run.graph.values[op.outputs[0]].dtype == "bool"
-    return SmallTensor(run.np.eye(*shape, dtype=bool if boolean else float), [((n, n),) for n in shape])
+    return SmallTensor(
+        run.np.eye(*shape, dtype=bool if boolean else float), [((n, n),) for n in shape]
+    )
 
 
 def _arange(run: SmallRun, op: Op) -> SmallTensor:
     start, end, step = (
         op.arguments.get(n, d) for n, d in (("start", 0), ("end", None), ("step", 1))
     )
-    return SmallTensor(run.np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)])
+    return SmallTensor(
+        run.np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)]
+    )
 
 
 def _copied(run: SmallRun, op: Op) -> SmallTensor:

@@ -359,6 +359,8 @@ class StateRegion:
             for op in new:
                 for storage in read_by.pop(op.id, ()):
                     reading[storage] -= 1
+                    if not reading[storage]:
+                        del reading[storage]
                 for out in op.outputs:
                     storage = self.graph.values[out].storage
                     if out in self.leaves:
@@ -370,9 +372,8 @@ class StateRegion:
                             read_by[reader.id].add(storage)
                             reading[storage] += 1
                             heapq.heappush(waiting, reader.id)
-            open_ones = [s for s, count in reading.items() if count > 0]
-            if len(open_ones) == 1:
-                yield from self._values_read(open_ones[0])
+            if len(reading) == 1:
+                yield from self._values_read(next(iter(reading)))
             while waiting and waiting[0] in self.ops:
                 heapq.heappop(waiting)
             if not waiting:

@@ -106,10 +106,13 @@ def _roles(region: StateRegion, out: int, turned: bool) -> Iterator[dict[str, in
 
 
 def _tables(region: StateRegion, out: int, decay: frozenset[int]) -> dict[str, int]:
-    """Tables of decays by place in a block: of what is kept of keys, of queries, and of pairs."""
+    """Tables of decays by place in a block: of what is kept of keys, of queries, and of pairs; or
+    the bonus of a token in its own result."""
     streams, chain = region.streams, region.chain
     keys = frozenset().union(*(streams[value] for value in chain.columns)) & region.fixed
     others = (streams[out] - streams[chain.last]) & region.fixed
+    if not keys and len(others) == 1:
+        return {"bonus": min(others)}
     if not decay <= region.fixed or len(keys) != 1 or len(others) != 2:
         return {}
     query, pairs = sorted(others, key=region.wiring.size)
@@ -136,7 +139,9 @@ def _orders(shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
     return list(orders)
 
 
-def _candidates(region: StateRegion, role: str, leaf: int, sizes: Sequence[int]) -> list[StateStream]:
+def _candidates(
+    region: StateRegion, role: str, leaf: int, sizes: Sequence[int]
+) -> list[StateStream]:
     """Where a kernel may take a stream from: from its leaf on, to where it meets another one."""
     if role in TABLES:
         return [StateStream(leaf, TABLE, sizes[2])]
@@ -146,7 +151,13 @@ def _candidates(region: StateRegion, role: str, leaf: int, sizes: Sequence[int])
     if role not in ("query", "key"):
         counts = counts[:1]
     moving = leaf not in region.fixed and leaf in region.leaves
-    last = {"query": (width,), "key": (width,), "value": (columns,), "beta": (None,)}
+    last = {
+        "query": (width,),
+        "key": (width,),
+        "value": (columns,),
+        "beta": (None,),
+        "bonus": (width,),
+    }
     result = []
     for value in _line(region, leaf):
         for channels, count in itertools.product(last.get(role, (None, width)), counts):
@@ -216,14 +227,18 @@ def _line(region: StateRegion, leaf: int) -> list[int]:
 # -- what a region computes ------------------------------------------------------------------------
 
 
-def _judged(region: StateRegion, out: int, roles: Mapping[str, int], turned: bool) -> StateRule | None:
+def _judged(
+    region: StateRegion, out: int, roles: Mapping[str, int], turned: bool
+) -> StateRule | None:
     """The rule with these roles, its streams taken from as far up as the op allows."""
     sizes = _sizes(region, roles, turned)
     if sizes is None:
         return None
     batch, tokens, heads, _, columns = sizes
     named = {"B": batch, "T": tokens, "H": heads, "D": columns}
-    ends = [StateStream(out, order, heads) for order in _orders(region.graph.values[out].shape, named)]
+    ends = [
+        StateStream(out, order, heads) for order in _orders(region.graph.values[out].shape, named)
+    ]
     choices = {role: _candidates(region, role, leaf, sizes) for role, leaf in roles.items()}
     if not ends or not all(choices.values()):
         return None
@@ -231,14 +246,18 @@ def _judged(region: StateRegion, out: int, roles: Mapping[str, int], turned: boo
         streams = {role: _nearest(items, order) for role, items in choices.items()}
         rule = _checked(
             region,
-            StateRule(chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned),
+            StateRule(
+                chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned
+            ),
         )
         if rule is not None:
             return _from_the_top(region, rule, choices)
     return None
 
 
-def _from_the_top(region: StateRegion, rule: StateRule, choices: Mapping[str, Sequence[StateStream]]) -> StateRule:
+def _from_the_top(
+    region: StateRegion, rule: StateRule, choices: Mapping[str, Sequence[StateStream]]
+) -> StateRule:
     """The rule with each stream from as far up as the op allows: all at once, else one by one."""
     highest = dict(rule.streams)
     for role, items in choices.items():

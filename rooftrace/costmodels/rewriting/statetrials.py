@@ -46,7 +46,7 @@ class StateStream:
 class StateRule:
     """A region that computes a delta rule or linear attention, and its operands.
 
-    streams: by role: query, key, value, decay, beta.  out: with its order.  turned: the state has
+    streams: by role: query, key, value, decay, beta, bonus, tables.  out: with its order.  turned: the state has
     channels of the value first.  outer: how many repeats all ops are in.  into: the write of the
     last state into a cache, if that is all that reads it, behind the casts `between`; room: what
     makes that cache, if the step does.
@@ -224,7 +224,9 @@ def _laid(
     return SmallTensor(turned.reshape(short(dims)).copy(), dims)
 
 
-def _laid_table(graph: OpGraph, stream: StateStream, array: Array, heads: tuple[int, int]) -> SmallTensor:
+def _laid_table(
+    graph: OpGraph, stream: StateStream, array: Array, heads: tuple[int, int]
+) -> SmallTensor:
     """A table [H, n] or [H, n, n] as the graph has it."""
     shape = graph.values[stream.value].shape
     first = next((d for d, n in enumerate(shape) if n != 1), 0)
@@ -290,12 +292,14 @@ def _formula(
     last = arrays.get("state", np.zeros((batch, heads, width, columns)))
     out = np.empty((batch, tokens, heads, columns))
     for t in range(tokens):
-        last = last if decay is None else last * decay[:, t]
+        before, last = last, last if decay is None else last * decay[:, t]
         new = v[:, t]
         if beta is not None:
             new = beta[:, t, :, None] * (new - (last * k[:, t, :, :, None]).sum(-2))
-        last = last + k[:, t, :, :, None] * new[:, :, None]
-        out[:, t] = (last * q[:, t, :, :, None]).sum(-2)
+        added = k[:, t, :, :, None] * new[:, :, None]
+        last = last + added
+        seen = before + arrays["bonus"][..., None] * added if "bonus" in arrays else last
+        out[:, t] = (seen * q[:, t, :, :, None]).sum(-2)
     return out, last
 
 

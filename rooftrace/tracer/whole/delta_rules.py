@@ -24,6 +24,7 @@ def _delta_rule(
     value: Tensor,
     decay: Tensor | None,
     beta: Tensor | None,
+    bonus: Tensor | None,
     state: Tensor | None,
     scale: float,
     query_norm: float | None,
@@ -36,7 +37,8 @@ def _delta_rule(
     query, key [B, T, h, K], where each of h heads serves H / h of value [B, T, H, V]; decay
     [B, T, H], or [B, T, H, K] with one for each channel, or the same for all tokens ([H], [H, K]),
     as a logarithm or as it is; beta [B, T, H], None for linear attention without a delta.
-    query_norm, key_norm: what is added to the sum of squares of a row before it is divided by its
+    bonus [H, K]: the result has the state before the token, and that much of what it adds (RWKV-5,
+    RWKV-6, arXiv 2404.05892).  query_norm, key_norm: what is added to the sum of squares of a row before it is divided by its
     length.
     """
     wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
@@ -49,6 +51,7 @@ def _delta_rule(
     if decay is not None and decay.dim() < 3:
         decay = decay.expand(batch, steps, *decay.shape)
     for t in range(steps):
+        before = last
         if decay is not None:
             d = decay[:, t].to(wide)
             d = d.exp() if is_log else d
@@ -57,8 +60,10 @@ def _delta_rule(
         if beta is not None:
             known = torch.einsum("bhkv,bhk->bhv", last, k[:, t])
             new = beta[:, t].to(wide)[..., None] * (new - known)
-        last = last + k[:, t, :, :, None] * new[:, :, None]
-        out[:, t] = torch.einsum("bhkv,bhk->bhv", last, q[:, t])
+        added = k[:, t, :, :, None] * new[:, :, None]
+        last = last + added
+        seen = last if bonus is None else before + bonus.to(wide)[..., None] * added
+        out[:, t] = torch.einsum("bhkv,bhk->bhv", seen, q[:, t])
     kept = last.clone() if keep else last.new_empty((0,))
     return out.to(value.dtype), kept if state is None or not keep else kept.to(state.dtype)
 
@@ -72,7 +77,7 @@ def _rows(rows: Tensor, added: float | None, heads: int) -> Tensor:
 
 def _delta_rule_meta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None,
-    state: Tensor | None, scale: float, query_norm: float | None, key_norm: float | None,
+    bonus: Tensor | None, state: Tensor | None, scale: float, query_norm: float | None, key_norm: float | None,
     is_log: bool, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, _, heads, columns = value.shape
@@ -84,16 +89,16 @@ def _delta_rule_meta(
 
 def _delta_rule_into(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None,
-    state: Tensor | None, into: Tensor, *rest: float | bool | None,
+    bonus: Tensor | None, state: Tensor | None, into: Tensor, *rest: float | bool | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A delta rule whose last state is written into the cache that holds it."""
-    out, last = _delta_rule(query, key, value, decay, beta, state, *rest)  # type: ignore[arg-type]
+    out, last = _delta_rule(query, key, value, decay, beta, bonus, state, *rest)  # type: ignore[arg-type]
     return out, into.copy_(last)
 
 
 def _delta_rule_into_meta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None,
-    state: Tensor | None, into: Tensor, *rest: float | bool | None,
+    bonus: Tensor | None, state: Tensor | None, into: Tensor, *rest: float | bool | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return value.new_empty(value.shape), into
 
@@ -138,7 +143,10 @@ def _block_attention_meta(
     return value.new_empty(value.shape), value.new_empty(shape)
 
 
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? decay, Tensor? beta, Tensor? state"
+_OPERANDS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? decay, Tensor? beta, Tensor? bonus, "
+    "Tensor? state"
+)
 _SETTINGS = "float scale, float? query_norm, float? key_norm, bool is_log, bool keep"
 define(
     f"delta_rule({_OPERANDS}, {_SETTINGS}) -> (Tensor, Tensor)",
