@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.pricing.price import price_ops
-from rooftrace.costmodels.rewriting.smallruns import SmallTensor, SmallRun
+from rooftrace.costmodels.rewriting.smallruns import SmallRun, SmallTensor
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.whole.serving import own_ops
 from tests.costmodels import recurrence_support as written

@@ -315,6 +315,12 @@ class StateRegion:
             below = self.wiring.peeled(below.inputs[0])
         return below is not None and below.name in KNOWN - SPLITS
 
+    @cached_property
+    def moving(self) -> dict[int, frozenset[int]]:
+        """Value -> the leaves that it depends on and that are not the same for every token."""
+        fixed = self.fixed
+        return {value: leaves - fixed for value, leaves in self.streams.items()}
+
     @property
     def fixed(self) -> frozenset[int]:
         """The leaves that are weights or constants, and so the same for every token."""
@@ -383,7 +389,8 @@ class StateRegion:
             new = self._take(*op.outputs)
             if op.id not in self.ops:
                 return
-            self.__dict__.pop("streams", None)
+            for known in ("streams", "moving"):
+                self.__dict__.pop(known, None)
 
     def _keeps(self, reader: Op, value: int) -> bool:
         """Whether an op does no more with the last state than keep it, or make room for it."""

@@ -22,8 +22,8 @@ from rooftrace.costmodels.rewriting.statechains import (
 from rooftrace.costmodels.rewriting.statetrials import (
     TABLE,
     TABLES,
-    StateRule,
     Sizes,
+    StateRule,
     StateStream,
     StateTrial,
     scale_of,
@@ -178,8 +178,7 @@ def _nearest(items: Sequence[StateStream], order: str) -> StateStream:
 def _line(region: StateRegion, leaf: int) -> list[int]:
     """The values through which all goes that comes from a leaf, before it meets another stream."""
     readers, own = region.wiring.readers, frozenset({leaf})
-    others = region.fixed - own
-    streams = {value: leaves - others for value, leaves in region.streams.items()}
+    streams = region.streams if leaf in region.fixed else region.moving
     alone = {leaf}
     paths: dict[int, list[int]] = {}
     for op in sorted(region.ops.values(), key=lambda op: op.id):
@@ -239,8 +238,10 @@ def _judged(
     ends = [
         StateStream(out, order, heads) for order in _orders(region.graph.values[out].shape, named)
     ]
+    if not ends:
+        return None
     choices = {role: _candidates(region, role, leaf, sizes) for role, leaf in roles.items()}
-    if not ends or not all(choices.values()):
+    if not all(choices.values()):
         return None
     for end, order in itertools.product(ends, _ORDERS):
         streams = {role: _nearest(items, order) for role, items in choices.items()}
@@ -298,22 +299,17 @@ def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) ->
     rule = changed(rule, ops=tuple(ops), outer=len(outside))
     if not _stands_alone(region, rule, outside):
         return None
-    if rule.in_blocks:
-        scale = scale_of(StateTrial(region.graph, rule))
-        return None if scale is None else changed(rule, scale=scale)
-    query, key = rule.norms
-    added = (*dict.fromkeys(_small_numbers(ops)), None)
-    norms = itertools.product(
-        added if "query" in roles else (query,), added if "key" in roles else (key,)
+    trial = StateTrial(region.graph, rule)
+    query, key = (
+        (*_least_lengths(region, rule, role), None) if role in roles else (known,)
+        for role, known in zip(("query", "key"), rule.norms, strict=True)
     )
-    logs = [rule.is_log]
-    if "decay" in rule.streams and (not roles or "decay" in roles):
-        logs.append(not rule.is_log)
-    for pair, is_log in itertools.product(norms, logs):
-        tried = changed(rule, norms=pair, is_log=is_log)
-        scale = scale_of(StateTrial(region.graph, tried))
+    new_decay = "decay" in rule.streams and (not roles or "decay" in roles)
+    logs = (True, False) if new_decay and not rule.in_blocks else (rule.is_log,)
+    for norms, is_log in itertools.product(itertools.product(query, key), logs):
+        scale = scale_of(trial.other(norms=norms, is_log=is_log))
         if scale is not None:
-            return changed(tried, scale=scale)
+            return changed(rule, norms=norms, is_log=is_log, scale=scale)
     return None
 
 
@@ -340,10 +336,14 @@ def _common(ops: Sequence[Op]) -> tuple[int, ...]:
     return first
 
 
-def _small_numbers(ops: Sequence[Op]) -> Iterator[float]:
-    """What is added to a sum of squares, or the square of a least length: nothing divides by 0."""
-    for op in ops:
-        if op.name == "aten.add" and isinstance(number := op.arguments.get("other"), float):
-            yield number
-        elif op.name == "aten.clamp_min" and isinstance(number := op.arguments.get("min"), float):
-            yield number * number
+def _least_lengths(region: StateRegion, rule: StateRule, role: str) -> Iterator[float]:
+    """What is added to the sum of squares of a stream, or the square of its least length, so that
+    nothing is divided by zero."""
+    own = region.moving.get(rule.streams[role].value)
+    numbers = dict[float, None]()
+    for op in rule.ops:
+        if op.name in ("aten.add", "aten.clamp_min") and region.moving[op.outputs[0]] == own:
+            number = op.arguments.get("other", op.arguments.get("min"))
+            if isinstance(number, float):
+                numbers[number if op.name == "aten.add" else number * number] = None
+    return iter(numbers)

@@ -6,11 +6,11 @@ The formula is that of `tracer.whole.delta_rules`, on numpy's arrays.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.rewriting.smallruns import Dim, NotRun, SmallTensor, SmallRun, short
+from rooftrace.costmodels.rewriting.smallruns import Dim, NotRun, SmallRun, SmallTensor, short
 from rooftrace.costmodels.rewriting.statechains import StateChain
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -46,10 +46,10 @@ class StateStream:
 class StateRule:
     """A region that computes a delta rule or linear attention, and its operands.
 
-    streams: by role: query, key, value, decay, beta, bonus, tables.  out: with its order.  turned: the state has
-    channels of the value first.  outer: how many repeats all ops are in.  into: the write of the
-    last state into a cache, if that is all that reads it, behind the casts `between`; room: what
-    makes that cache, if the step does.
+    streams: by role: query, key, value, decay, beta, bonus, tables.  out: with its order.
+    turned: the state has channels of the value first.  outer: how many repeats all ops are in.
+    into: the write of the last state into a cache, if that is all that reads it, behind the casts
+    `between`; room: what makes that cache, if the step does.
     """
 
     chain: StateChain
@@ -80,19 +80,11 @@ class StateRule:
 class StateTrial:
     """A region and the formula that it may compute; equal to those that are wired alike."""
 
-    def __init__(self, graph: OpGraph, rule: StateRule) -> None:
+    def __init__(self, graph: OpGraph, rule: StateRule, wired: tuple[Any, ...] = ()) -> None:
         self.graph, self.rule = graph, rule
-        self._numbers: dict[int, int] = {}
-        streams = sorted(rule.streams.items())
-        starts = [self._number(stream.value) for _, stream in streams]
-        first = rule.chain.first
-        self.key = (
-            tuple((role, s.order, s.heads, graph.values[s.value].shape) for role, s in streams),
-            starts, None if first is None else self._number(first), rule.sizes, rule.norms,
-            rule.is_log, rule.turned, rule.out.order, [self._wired(op) for op in rule.ops],
-            self._number(rule.out.value), self._number(rule.chain.last),
-        )  # fmt: skip
-        self._hash = hash(repr(self.key))
+        self.wired = wired or _Numbered(graph, rule).wired()
+        self.key = self.wired, rule.norms, rule.is_log
+        self._hash = hash(self.key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -100,25 +92,48 @@ class StateTrial:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateTrial) and self.key == other.key
 
-    def _number(self, value: int) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
+    def other(self, **settings: Any) -> StateTrial:
+        """These ops beside the formula with other norms, or decays of the other kind."""
+        return StateTrial(self.graph, replace(self.rule, **settings), self.wired)
 
-    def _wired(self, op: Op) -> tuple[Any, ...]:
-        inner = op.repeats[self.rule.outer :]
-        return (
-            op.target, [(name, self._argument(item)) for name, item in op.arguments.items()],
-            [(self._number(i), self.graph.values[i].shape, self.graph.values[i].dtype == "bool")
-             for i in op.outputs],
-            [(self._number(-1 - r), self.graph.repeats[r].count) for r in inner],
-            sorted(op.steps.items()),
-        )  # fmt: skip
+
+class _Numbered:
+    """The ops of a rule, with values and repeats numbered as they come."""
+
+    def __init__(self, graph: OpGraph, rule: StateRule) -> None:
+        self.graph, self.rule = graph, rule
+        self.numbers: dict[int, int] = {}
+
+    def wired(self) -> tuple[Any, ...]:
+        """Equal for rules whose ops compute the same of streams of the same forms."""
+        rule, values = self.rule, self.graph.values
+        streams = tuple(
+            (role, s.order, s.heads, values[s.value].shape, self._number(s.value))
+            for role, s in sorted(rule.streams.items())
+        )
+        first = -1 if rule.chain.first is None else self._number(rule.chain.first)
+        ops = tuple(map(self._op, rule.ops))
+        ends = self._number(rule.out.value), self._number(rule.chain.last)
+        return streams, first, rule.sizes, rule.turned, rule.out.order, ops, ends
+
+    def _number(self, value: int) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    def _op(self, op: Op) -> tuple[Any, ...]:
+        values, inner = self.graph.values, op.repeats[self.rule.outer :]
+        made = tuple((self._number(i), values[i].shape, values[i].dtype) for i in op.outputs)
+        turns = tuple((self._number(-1 - r), self.graph.repeats[r].count) for r in inner)
+        items = tuple((name, self._argument(item)) for name, item in op.arguments.items())
+        return op.target, items, made, turns, tuple(op.steps.items())
 
     def _argument(self, item: Argument) -> Any:
         if isinstance(item, Ref):
             then = item.then
-            beside = then and (self._number(-1 - then.repeat), self._number(then.value), then.shift)
-            return "ref", self._number(item.id), beside, item.every
-        return [self._argument(x) for x in item] if isinstance(item, tuple) else item
+            if then is None:
+                return Ref, self._number(item.id), item.every
+            beside = self._number(-1 - then.repeat), self._number(then.value), then.shift
+            return Ref, self._number(item.id), item.every, beside
+        return tuple(map(self._argument, item)) if isinstance(item, tuple) else item
 
 
 @lru_cache(1024)

@@ -107,8 +107,9 @@ def block_attention(op: OpView) -> Cost:
 def delta_rule(op: OpView) -> Cost:
     """o[B, T, H, V] and the last state [B, H, K, V] of query, key [B, T, h, K], value, decay, beta.
 
-    Without beta it is linear attention.  A bonus of a token in its own result is not counted.  One token: decay, S^T k, the difference, the outer product
-    and S^T q take 7 K V + 3 V flop on the vector engine (5 K V without a delta).
+    Without beta it is linear attention.  A bonus of a token in its own result is not counted.  One
+    token: decay, S^T k, the difference, the outer product and S^T q take 7 K V + 3 V flop on the
+    vector engine (5 K V without a delta).
     """
     return _priced(op, _sizes(op), ("query", "key", "value", "decay", "beta", "bonus", "state"))
 

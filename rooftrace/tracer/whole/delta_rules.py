@@ -38,8 +38,8 @@ def _delta_rule(
     [B, T, H], or [B, T, H, K] with one for each channel, or the same for all tokens ([H], [H, K]),
     as a logarithm or as it is; beta [B, T, H], None for linear attention without a delta.
     bonus [H, K]: the result has the state before the token, and that much of what it adds (RWKV-5,
-    RWKV-6, arXiv 2404.05892).  query_norm, key_norm: what is added to the sum of squares of a row before it is divided by its
-    length.
+    RWKV-6, arXiv 2404.05892).  query_norm, key_norm: what is added to the sum of squares of a row
+    before it is divided by its length.
     """
     wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
     heads = value.shape[2]
@@ -77,8 +77,8 @@ def _rows(rows: Tensor, added: float | None, heads: int) -> Tensor:
 
 def _delta_rule_meta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None,
-    bonus: Tensor | None, state: Tensor | None, scale: float, query_norm: float | None, key_norm: float | None,
-    is_log: bool, keep: bool,
+    bonus: Tensor | None, state: Tensor | None, scale: float, query_norm: float | None,
+    key_norm: float | None, is_log: bool, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, _, heads, columns = value.shape
     shape = (batch, heads, key.shape[-1], columns) if keep else (0,)
