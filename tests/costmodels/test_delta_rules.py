@@ -20,7 +20,12 @@ from tests.costmodels.recurrence_support import HEADS, KEY, VALUE, Recurrence
 from tests.costmodels.serving_support import BATCH, TOKENS, Caches, changed, filled, run, traced
 
 BOTH = ("gated-delta-rule", "linear-attention")
-OPS = ("rooftrace.delta_rule", "rooftrace.delta_rule_", "rooftrace.block_attention")
+OPS = tuple(
+    f"rooftrace.{name}"
+    for name in (
+        "delta_rule", "delta_rule_", "linear_attention", "linear_attention_", "block_attention",
+    )
+)  # fmt: skip
 
 
 def difference(graph: OpGraph, other: OpGraph, module: nn.Module) -> float:
@@ -245,7 +250,8 @@ def test_the_flop_of_a_prompt_are_those_of_its_chunks() -> None:
     assert priced("delta_rule", *operands(100)).flops(operations=MATRIX) == rows * each
     linear = 2 * 8 * 16 * 2 + 2 * 64 * 8 + 2 * 64 * 16
     assert (
-        priced("delta_rule", *operands(100, beta=False)).flops(operations=MATRIX) == rows * linear
+        priced("linear_attention", *operands(100, beta=False)).flops(operations=MATRIX)
+        == rows * linear
     )
 
 
@@ -265,7 +271,7 @@ def test_a_token_reads_and_writes_its_states() -> None:
     assert cost.flops() == 7 * state + 3 * 2 * 4 * 16  # decay, S^T k, k v^T, S^T q; the difference
     rows = 2 * (2 * 8 + 2 * 8 + 4 * 16 + 4 * 16) * 2  # q, k, v, o
     assert cost.bytes() == 2 * 4 * state + rows + 2 * 4 * 4 + 2 * 4 * 2
-    assert priced("delta_rule", *operands(1, beta=False)).flops() == 5 * state
+    assert priced("linear_attention", *operands(1, beta=False)).flops() == 5 * state
 
 
 def test_a_decay_for_each_channel_is_summed_for_each() -> None:

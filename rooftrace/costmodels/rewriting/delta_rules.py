@@ -24,9 +24,7 @@ from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateSt
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-DELTA_RULE = "rooftrace.delta_rule.default"
 BLOCK_ATTENTION = "rooftrace.block_attention.default"
-DELTA_RULE_INTO = "rooftrace.delta_rule_.default"
 
 
 def gated_delta_rule(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -174,7 +172,8 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
     rest |= {"scale": rule.scale, "query_norm": query, "key_norm": key}
     rest |= {"is_log": rule.is_log, "keep": keep}
     names = ("query", "key", "value", "decay", "beta", "bonus")
-    target = DELTA_RULE_INTO if "into" in rest else DELTA_RULE
+    target = "delta_rule" if "beta" in operands else "linear_attention"
+    target = f"rooftrace.{target}{'_' if 'into' in rest else ''}.default"
     return target, {name: operands.get(name) for name in names} | rest
 
 

@@ -97,9 +97,17 @@ def between(s: StateSizes) -> tuple[float, float]:
 
 @builtin("rooftrace.block_attention", kind="bmm", family="attention", label="linear attention")
 def block_attention(op: OpView) -> Cost:
-    """`delta_rule` without a delta, its decays given as tables, which the kernels do without: they
-    make them of the H rates."""
+    """`linear_attention` whose decays are given as tables, which the kernels do without: they make
+    them of the H rates."""
     return _priced(op, _sizes(op), ("query", "key", "value", "rate", "state"))
+
+
+@builtin("rooftrace.linear_attention", "rooftrace.linear_attention_", kind="bmm",
+         family="attention", label="linear attention")
+def linear_attention(op: OpView) -> Cost:
+    """`delta_rule` without a delta: one token takes 5 K V flop on the vector engine.  A bonus of a
+    token in its own result is not counted."""
+    return _priced(op, _sizes(op), ("query", "key", "value", "decay", "bonus", "state"))
 
 
 @builtin("rooftrace.delta_rule", "rooftrace.delta_rule_", kind="bmm", family="attention",
@@ -107,11 +115,10 @@ def block_attention(op: OpView) -> Cost:
 def delta_rule(op: OpView) -> Cost:
     """o[B, T, H, V] and the last state [B, H, K, V] of query, key [B, T, h, K], value, decay, beta.
 
-    Without beta it is linear attention.  A bonus of a token in its own result is not counted.  One
-    token: decay, S^T k, the difference, the outer product and S^T q take 7 K V + 3 V flop on the
-    vector engine (5 K V without a delta).
+    One token: decay, S^T k, the difference, the outer product and S^T q take 7 K V + 3 V flop on
+    the vector engine.
     """
-    return _priced(op, _sizes(op), ("query", "key", "value", "decay", "beta", "bonus", "state"))
+    return _priced(op, _sizes(op), ("query", "key", "value", "decay", "beta", "state"))
 
 
 def _priced(op: OpView, s: StateSizes, read: tuple[str, ...]) -> Cost:

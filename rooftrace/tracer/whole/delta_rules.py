@@ -148,16 +148,17 @@ _OPERANDS = (
     "Tensor? state"
 )
 _SETTINGS = "float scale, float? query_norm, float? key_norm, bool is_log, bool keep"
-define(
-    f"delta_rule({_OPERANDS}, {_SETTINGS}) -> (Tensor, Tensor)",
-    Meta=_delta_rule_meta,
-    CPU=_delta_rule,
-)
-define(
-    f"delta_rule_({_OPERANDS}, Tensor(a!) into, {_SETTINGS}) -> (Tensor, Tensor(a!))",
-    Meta=_delta_rule_into_meta,
-    CPU=_delta_rule_into,
-)
+for _name in ("delta_rule", "linear_attention"):
+    define(
+        f"{_name}({_OPERANDS}, {_SETTINGS}) -> (Tensor, Tensor)",
+        Meta=_delta_rule_meta,
+        CPU=_delta_rule,
+    )
+    define(
+        f"{_name}_({_OPERANDS}, Tensor(a!) into, {_SETTINGS}) -> (Tensor, Tensor(a!))",
+        Meta=_delta_rule_into_meta,
+        CPU=_delta_rule_into,
+    )
 define(
     "block_attention(Tensor query, Tensor key, Tensor value, Tensor rate, Tensor query_decay, "
     "Tensor key_decay, Tensor pair_decay, Tensor? state, float scale, bool keep) "
