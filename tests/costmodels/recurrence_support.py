@@ -174,6 +174,33 @@ class Squared(ByEinsum):
         return torch.stack(said, 1), state
 
 
+class Clamped(ByEinsum):
+    """A state whose decay has a least value, of which small numbers know nothing.
+
+    early: the decays are clamped for all tokens, before the recurrence.
+    """
+
+    early = False
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
+        if self.early:
+            return super().mix(q, k, v, g.clamp_min(-0.5), beta, state)
+        said = []
+        for t in range(q.shape[1]):
+            state = g[:, t, :, None, None].clamp_min(-0.5).exp() * state
+            missed = v[:, t] - torch.einsum("bhvk,bhk->bhv", state, k[:, t])
+            missed = missed * beta[:, t, :, None]
+            state = state + torch.einsum("bhv,bhk->bhvk", missed, k[:, t])
+            said.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
+        return torch.stack(said, 1), state
+
+
+class ClampedEarly(Clamped):
+    """Decays that are clamped before the recurrence are decays like others."""
+
+    early = True
+
+
 class Watched(ByEinsum):
     """The size of every state is read, too."""
 

@@ -55,6 +55,7 @@ DELTA, LINEAR = "gated-delta-rule: 1 delta rule", "linear-attention: 1 linear at
     [
         (written.ByEinsum, DELTA),
         (written.Householder, DELTA),
+        (written.ClampedEarly, DELTA),
         (written.Gated, LINEAR),
         (written.Retention, LINEAR),
         (written.Bonus, LINEAR),
@@ -75,10 +76,18 @@ def test_a_recurrence_becomes_one_op_with_the_same_results(
 
 @pytest.mark.parametrize(
     "kind",
-    [written.Bent, written.Squared, written.Watched, written.BothWays, written.Swapped],
+    [
+        written.Bent,
+        written.Squared,
+        written.Clamped,
+        written.Watched,
+        written.BothWays,
+        written.Swapped,
+    ],
 )
 def test_what_is_no_such_recurrence_stays(kind: type[Recurrence]) -> None:
-    """A bent delta, a square in it, states read elsewhere, pairs both ways, streams shifted."""
+    """A bent delta, a square in it, least decays, states read elsewhere, pairs both ways, streams
+    shifted."""
     graph, result, notes = rewritten(filled(kind(), torch.float64), "prefill", 9)
     assert not notes and result is graph
 

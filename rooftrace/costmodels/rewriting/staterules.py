@@ -32,6 +32,8 @@ from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op, OpGraph
 
 _MOVED = LAYOUT | PARTS | CREATED | {"aten.copy_", "aten.stack", "aten.cat"}
+_BRANCHES = frozenset(f"aten.{name}" for name in ("clamp_min", "gt", "ge", "lt", "le", "eq"))
+"""Ops that do one thing or another by the size of a number: random ones may take one way only."""
 _ORDERS = ("BTHD", "BHTD", "TBHD", "BHDT")
 """The dimensions of a stream as they may lie: batch, token, head, channel."""
 
@@ -297,7 +299,7 @@ def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) ->
         return None
     outside = _common(ops)
     rule = changed(rule, ops=tuple(ops), outer=len(outside))
-    if not _stands_alone(region, rule, outside):
+    if not _stands_alone(region, rule, outside) or any(_branches(region, op) for op in ops):
         return None
     trial = StateTrial(region.graph, rule)
     query, key = (
@@ -311,6 +313,14 @@ def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) ->
         if scale is not None:
             return changed(rule, norms=norms, is_log=is_log, scale=scale)
     return None
+
+
+def _branches(region: StateRegion, op: Op) -> bool:
+    """Whether an op asks how large a number of a stream is, besides the length of a row."""
+    if op.name not in _BRANCHES or not region.streams[op.outputs[0]]:
+        return False
+    below = region.wiring.maker(op.inputs[0])
+    return below is None or below.name != "aten.linalg_vector_norm"
 
 
 def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]) -> bool:
