@@ -4,6 +4,8 @@ KERNELS: tuple[str, ...] = (
     "written-attention",
     "shared-heads",
     "mask-numbers",
+    "gated-delta-rule",
+    "linear-attention",
     "fused-routing",
     "fused-experts",
     "index-scores",

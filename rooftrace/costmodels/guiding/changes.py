@@ -118,6 +118,8 @@ ACTIONS: Mapping[str, str] = {
     "written-attention": "Compute attention that is written out in one kernel",
     "shared-heads": "Read keys and values that heads share without a copy for each",
     "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
+    "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
+    "linear-attention": "Run linear attention with the kernels of flash-linear-attention",
     "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
     "output",
     "routed-experts": "Compute each expert for the tokens routed to it only",

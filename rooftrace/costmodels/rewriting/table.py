@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.rewriting.attention_kernels import attention_kernels
 from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, share_heads
 from rooftrace.costmodels.rewriting.caches import static_caches
+from rooftrace.costmodels.rewriting.delta_rules import gated_delta_rule, linear_attention
 from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
@@ -62,6 +63,20 @@ REWRITES = (
         "read.",
         apply=masks_as_numbers,
         noun="attention",
+    ),
+    Rewrite(
+        name="gated-delta-rule",
+        meaning="A state that is corrected towards each value, in chunks or token by token, runs "
+        "as the kernels of flash-linear-attention.",
+        apply=gated_delta_rule,
+        noun="delta rule",
+    ),
+    Rewrite(
+        name="linear-attention",
+        meaning="A decaying state to which keys and values are added, in chunks or token by token, "
+        "runs as the kernels of flash-linear-attention.",
+        apply=linear_attention,
+        noun="linear attention",
     ),
     Rewrite(
         name="fused-routing",
