@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer.whole import recurrences as recurrences  # its ops
 from rooftrace.tracer.whole.attention import composed
 from rooftrace.tracer.whole.library import OPS, define
 from rooftrace.tracer.whole.packed import empty_result, packed_attention

@@ -1,0 +1,355 @@
+"""A recurrence of a state-space model as one op: what belongs to its kernel, and the op itself.
+
+The axes of all factors are b, t, h, p and n: sequences, tokens, heads, numbers of a head, and of
+the state for each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from msgspec.structs import replace as changed
+
+from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.indexing import (
+    Atom,
+    Dim,
+    Factor,
+    Walker,
+    named,
+    plain,
+    renamed,
+)
+from rooftrace.costmodels.rewriting.places import COPIES
+from rooftrace.hardware.precisions import precision
+from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.tracer.graph import Op, Tensor
+
+SELECTIVE_SCAN = "rooftrace.selective_scan.default"
+DUAL_SCAN = "rooftrace.ssd.default"
+STATE_UPDATE = "rooftrace.selective_state_update.default"
+LAYOUTS = {
+    "x": "bthp", "dt": "bthp", "A": "hpn", "B": "bthn", "C": "bthn", "D": "hp", "z": "bthp",
+    "dt_bias": "hp", "state": "bhpn",
+}  # fmt: skip
+"""The dimensions of the operands of the ops, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """A recurrence, as the op takes it.
+
+    factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
+    state behind the last token, where it is read.  written: the op that writes that into the state
+    of before.  options: softplus, low, high, chunk.  dropped: ids of the ops whose results the op
+    makes itself.
+    """
+
+    dual: bool
+    sizes: Mapping[str, int]
+    factors: Mapping[str, Factor]
+    y: Factor
+    last: Factor | None = None
+    written: Op | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    first: int = 0
+    place: Op
+    dropped: frozenset[int] = frozenset()
+
+
+# -- what belongs to it ----------------------------------------------------------------------------
+
+
+def finished(walker: Walker, scan: Scan) -> Scan | None:
+    """A recurrence with what its kernel does beside it: softplus and bias of dt, D x, the gate.
+
+    None where an operand is not what the kernel takes, or is overwritten before the kernel runs.
+    """
+    scan = _with_steps(walker, scan)
+    scan = _with_ending(walker, scan)
+    for name, factor in scan.factors.items():
+        axes = set(LAYOUTS[name])
+        if name == "dt" and scan.factors.get("A") is None:
+            axes -= {"p"}
+        if not factor.axes <= axes or any(d.start and d.atoms for d in factor.dims):
+            return None
+    tokens = walker.graph.values[scan.y.value].shape
+    covers = [
+        n for n, dim in zip(tokens, scan.y.dims, strict=True) for a in dim.atoms if a.axis == "t"
+    ]
+    if not _fits(scan) or (covers and not covers[0]):
+        return None
+    if scan.last is not None:
+        inside = scan.dropped
+        readers = walker.readers[scan.last.value]
+        if any(op.id < scan.place.id and op.id not in inside and _late(walker, op) for op in readers):
+            return None
+    return None if _overwritten(walker, scan) else scan
+
+
+def _late(walker: Walker, op: Op) -> bool:
+    """Whether something beside the recurrence reads a state before its kernel runs."""
+    return op.name == "aten.copy_"
+
+
+def _fits(scan: Scan) -> bool:
+    """Whether y is all of it: each axis once, and in full."""
+    atoms = [atom for dim in scan.y.dims for atom in dim.atoms]
+    sizes = {axis: n for axis, n in scan.sizes.items() if n > 1 and axis != "n"}
+    return {(a.axis, a.step, a.size) for a in atoms} == {(axis, 1, n) for axis, n in sizes.items()}
+
+
+def _overwritten(walker: Walker, scan: Scan) -> bool:
+    """Whether an op writes into an operand between the first op of the recurrence and its place."""
+    values = walker.graph.values
+    operands = {values[f.value].storage for f in scan.factors.values()}
+    return any(
+        op.kind == "kernel"
+        and op.id not in scan.dropped
+        and any(values[i].storage in operands and values[i].storage != i for i in op.outputs)
+        for op in walker.graph.ops[scan.first : scan.place.id]
+    )
+
+
+def _with_steps(walker: Walker, scan: Scan) -> Scan:
+    """dt before clamp, softplus and a bias, as far as it has them in this order."""
+    options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
+    factor = scan.factors["dt"]
+    bias: Factor | None = None
+    op = walker.maker(factor.value)
+    if op is not None and op.name == "aten.clamp" and len(op.inputs) == 1:
+        options |= {"low": op.arguments.get("min"), "high": op.arguments.get("max")}
+        factor = walker.source(Factor(op.inputs[0], factor.dims))
+        op = walker.maker(factor.value)
+    plain_softplus = op is not None and not {"beta", "threshold"} & set(op.arguments)
+    if op is not None and op.name == "aten.softplus" and plain_softplus:
+        options["softplus"] = True
+        factor = walker.source(Factor(op.inputs[0], factor.dims))
+        op = walker.maker(factor.value)
+    before = options["softplus"] or options["low"] is not None
+    if before and op is not None and op.name == "aten.add" and _is_sum(op):
+        sides = [walker.source(walker.aligned(i, factor.dims)) for i in op.inputs]
+        for side, other in (sides, sides[::-1]):
+            if side.axes <= {"h", "p"} and other.axes & {"b", "t"} | set() == other.axes & {"b", "t"}:
+                if not side.axes & {"b", "t"} and walker.graph.owner(side.value).role == "weights":
+                    factor, bias = other, side
+                    break
+    factors = {**scan.factors, "dt": factor}
+    if bias is not None:
+        factors["dt_bias"] = bias
+    return replace(scan, factors=factors, options=options)
+
+
+def _is_sum(op: Op) -> bool:
+    return len(op.inputs) == 2 and op.arguments.get("alpha", 1) == 1
+
+
+def _with_ending(walker: Walker, scan: Scan) -> Scan:
+    """y after D x and the gate, and the casts and cuts behind them, where nothing else reads it."""
+    graph = walker.graph
+    now = scan.y
+    while True:
+        readers = walker.readers[now.value]
+        if len(readers) != 1 or now.value in graph.outputs:
+            return scan
+        op = readers[0]
+        if not plain(op.reads) or len(op.outputs) != 1 or op.repeats != scan.place.repeats:
+            return scan
+        after = onto(walker, op.outputs[0], now)
+        if after is None:
+            return scan
+        now = after
+        more = _absorbed(walker, scan, op, after)
+        if more is not None:
+            scan = replace(scan, y=after, place=op, factors={**scan.factors, **more})
+        elif op.name in ("aten.add", "aten.mul", "aten.add_", "aten.mul_"):
+            return scan
+        elif op.name == "aten._to_copy" or _cuts(walker, op) or (
+            scan.dual and op.name in COPIES
+        ):
+            scan = replace(scan, y=after, place=op)
+
+
+def _cuts(walker: Walker, op: Op) -> bool:
+    values = walker.graph.values
+    return op.name == "aten.slice" and values[op.inputs[0]].shape != values[op.outputs[0]].shape
+
+
+def onto(walker: Walker, value: int, now: Factor) -> Factor | None:
+    """A value that is made of another one, with its axes called as those of the other."""
+    fresh = walker.fresh(value)
+    op = walker.graph.ops[walker.graph.producers[value]]
+    if op.name in ("aten.add", "aten.add_"):
+        if not _is_sum(op) or now.value not in op.inputs:
+            return None
+        pieces = [walker.aligned(now.value, fresh.dims)]
+    else:
+        pieces = walker.holding(fresh, now.value) or []
+    own = [piece for piece in pieces if piece.value == now.value]
+    names = named(own[0], now.dims) if len(own) == 1 else None
+    return None if names is None else renamed(fresh, names)
+
+
+def _absorbed(walker: Walker, scan: Scan, op: Op, after: Factor) -> dict[str, Factor] | None:
+    """The further operands of the kernel, where an op adds D x or multiplies by silu(z)."""
+    if len(op.inputs) != 2 or "z" in scan.factors:
+        return None
+    for value in op.inputs:
+        other = walker.source(walker.aligned(value, after.dims))
+        if op.name in ("aten.add", "aten.add_") and "D" not in scan.factors:
+            parts = [clamped(walker, part) for part in walker.parts(other)]
+            x = clamped(walker, scan.factors["x"])
+            skips = [part for part in parts if part != x]
+            if len(parts) == 2 and len(skips) == 1 and skips[0].axes <= {"h", "p"}:
+                return {"D": skips[0]}
+        maker = walker.maker(other.value)
+        if op.name in ("aten.mul", "aten.mul_") and maker is not None:
+            if maker.name == "aten.silu":
+                gate = walker.source(Factor(maker.inputs[0], other.dims))
+                if gate.axes == after.axes:
+                    return {"z": gate}
+    return None
+
+
+def clamped(walker: Walker, factor: Factor) -> Factor:
+    """A factor without the zeros that it is padded with: digits as long as its dimensions."""
+    shape = walker.graph.values[factor.value].shape
+    dims = tuple(
+        Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n)),), d.start)
+        if len(d.atoms) == 1
+        else d
+        for n, d in zip(shape, factor.dims, strict=True)
+    )
+    return Factor(factor.value, dims)
+
+
+# -- the op ----------------------------------------------------------------------------------------
+
+
+def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
+    """The op of a recurrence, and its results as the values that were read before."""
+    like, values = scan.place, edit.values
+    operands: dict[str, Argument] = {
+        name: laid_out(edit, like, clamped(walker, factor), LAYOUTS[name])
+        for name, factor in scan.factors.items()
+    }
+    empty = {name: None for name in LAYOUTS if name not in operands}
+    out = values[scan.y.value]
+    order, strides = memory_order(scan.y, out, "bthp")
+    arguments: dict[str, Argument] = {**operands, **empty, **scan.options, "order": order,
+                                      "dtype": f"dtype:{out.dtype}"}  # fmt: skip
+    shape = tuple(scan.sizes[axis] for axis in "bthp")
+    y = edit.value(shape, out.dtype, out.role, like.repeats, stride=strides)
+    if scan.written is not None:
+        state = operands["state"]
+        moved = edit.view(state, values[state.id].shape, values[state.id].stride, like.repeats)
+        arguments = {name: arguments[name] for name in _ordered("state", arguments, "chunk")}
+        edit.emit(like, STATE_UPDATE, arguments, (moved, y))
+        _as_before(edit, like, moved, scan.written.outputs[0])
+    else:
+        held = tuple(scan.sizes[axis] for axis in "bhpn")
+        wide = "fp64" if values[scan.factors["x"].value].dtype == "fp64" else "fp32"
+        last = edit.value(held, wide, "activations", like.repeats)
+        edit.emit(like, DUAL_SCAN if scan.dual else SELECTIVE_SCAN, arguments, (y, last))
+        if scan.last is not None:
+            replaces(edit, walker, like, last, scan.last, "bhpn")
+    replaces(edit, walker, like, y, scan.y, "bthp")
+
+
+def _ordered(first: str, arguments: Mapping[str, Argument], without: str) -> Sequence[str]:
+    return [first, *(name for name in arguments if name not in (first, without))]
+
+
+def memory_order(factor: Factor, tensor: Tensor, axes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How a value lies in memory: its axes, outermost first, and the strides of each."""
+    strides = {}
+    for dim, stride in zip(factor.dims, tensor.stride, strict=True):
+        for atom in reversed(dim.atoms):
+            strides[atom.axis] = stride
+            stride *= atom.size
+    known = sorted(strides, key=lambda axis: -strides[axis])
+    order = [axis for axis in axes if axis not in strides] + known
+    return tuple(axes.index(axis) for axis in order), tuple(strides.get(axis, 1) for axis in axes)
+
+
+def replaces(
+    edit: Editor, walker: Walker, like: Op, made: int, before: Factor, axes: str
+) -> None:
+    """The value of before, and its views, as views of a new one; as a copy in its own precision."""
+    values = edit.values
+    old = values[before.value]
+    seen = _arranged(edit, like, Ref(made), before, axes)
+    if old.dtype != values[made].dtype:
+        values[before.value] = changed(
+            old, storage=before.value, stride=Tensor.contiguous(old.shape), then=None
+        )
+        cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
+        edit.emit(like, "aten._to_copy.default", cast, (before.value,))
+        return
+    for value in _views(walker, before.value):
+        values[value] = changed(values[value], storage=made)
+    edit.emit(
+        like, "aten.reshape.default", {"self": seen, "shape": old.shape}, (before.value,), kind="view"
+    )
+
+
+def _arranged(edit: Editor, like: Op, made: Ref, before: Factor, axes: str) -> Ref:
+    """A value with its dimensions in the order in which another one has them."""
+    there = [str(atom.axis) for dim in before.dims for atom in dim.atoms]
+    order = tuple(axes.index(a) for a in [*(a for a in axes if a not in there), *there])
+    return made if order == tuple(range(len(axes))) else edit.permuted(like, made, order)
+
+
+def _views(walker: Walker, value: int) -> set[int]:
+    """A value and the views that are taken of it."""
+    values, seen, front = walker.graph.values, set[int](), [value]
+    while front:
+        now = front.pop()
+        seen.add(now)
+        for op in walker.readers[now]:
+            front += [
+                i for i in op.outputs if values[i].storage == values[value].storage and i not in seen
+            ]
+    return seen
+
+
+def _as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
+    """What is left of a state after the op, in the shape that it is read in."""
+    shape = edit.values[value].shape
+    edit.emit(
+        like, "aten.reshape.default", {"self": Ref(moved), "shape": shape}, (value,), kind="view"
+    )
+
+
+def laid_out(edit: Editor, like: Op, factor: Factor, axes: Collection[str]) -> Ref:
+    """An operand with a dimension for each of these axes, of one element where it has none."""
+    ref = Ref(factor.value)
+    for d, dim in enumerate(factor.dims):
+        length = 1
+        for atom in dim.atoms:
+            length *= atom.size
+        ref = edit.sliced(like, ref, d, dim.start, dim.start + length)
+    tensor = edit.values[ref.id]
+    atoms, stride = [], []
+    for dim, step in zip(factor.dims, tensor.stride, strict=True):
+        steps = []
+        for atom in reversed(dim.atoms):
+            steps.append(step)
+            step *= atom.size
+        atoms += dim.atoms
+        stride += steps[::-1]
+    by_axis: dict[Any, list[tuple[Atom, int]]] = {}
+    for atom, step in zip(atoms, stride, strict=True):
+        by_axis.setdefault(atom.axis, []).append((atom, step))
+    sizes = tuple(atom.size for atom in atoms)
+    if sizes != tensor.shape:
+        ref = edit.viewed(like, ref, sizes, tuple(stride))
+    there = [axis for axis in axes if axis in by_axis]
+    order = tuple([a.axis for a in atoms].index(axis) for axis in there)
+    if order != tuple(range(len(order))):
+        ref = edit.permuted(like, ref, order)
+    shape = tuple(by_axis[axis][0][0].size if axis in by_axis else 1 for axis in axes)
+    steps_ = tuple(by_axis[axis][0][1] if axis in by_axis else 1 for axis in axes)
+    return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, steps_)
