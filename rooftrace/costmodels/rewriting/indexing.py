@@ -117,17 +117,20 @@ class Walker:
         for value in op.inputs:
             self.read(op, value)
 
-    def source(self, factor: Factor) -> Factor:
-        """What a value is a view, a copy, a cast or a padding of."""
+    def source(self, factor: Factor, at: int | None = None) -> Factor:
+        """What a value is a view, a copy, a cast or a padding of; as far back as the value `at`."""
         while True:
-            before = self._before(factor)
+            before = self._before(factor) if factor.value != at else None
             if before is None:
                 return factor
             factor = before
 
-    def parts(self, factor: Factor) -> tuple[Factor, ...]:
-        """The factors of a product, or of a sum of products; the factor alone where it is none."""
-        factor = self.source(factor)
+    def parts(self, factor: Factor, at: int | None = None) -> tuple[Factor, ...]:
+        """The factors of a product, or of a sum of products; the factor alone where it is none.
+
+        None is gone through beyond the value `at`.
+        """
+        factor = self.source(factor, at)
         op = self.maker(factor.value)
         if op is None or self._changes(factor.value):
             return (factor,)
@@ -141,14 +144,14 @@ class Walker:
         if made is None:
             return (factor,)
         self._pass(op)
-        return tuple(self.source(part) for part in made)
+        return tuple(self.source(part, at) for part in made)
 
     def holding(self, factor: Factor, value: int) -> list[Factor] | None:
         """A factor taken apart as far as is needed to see a value; None where it is not in it."""
-        factor = self.source(factor)
+        factor = self.source(factor, value)
         if factor.value == value:
             return [factor]
-        parts = self.parts(factor)
+        parts = self.parts(factor, value)
         if len(parts) == 1 and parts[0] == factor:
             return None
         inside = [self.holding(part, value) for part in parts]

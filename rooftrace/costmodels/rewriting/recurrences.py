@@ -167,9 +167,10 @@ def _sum(walker: Walker, add: Op) -> tuple[Factor, Factor, int, frozenset[int]] 
             if op.repeats != add.repeats or op.id in seen or not plain(op.reads):
                 continue
             if op.name in _SUMS:
+                walker.passed = set()
                 made = _summed(walker, h, op)
                 if made is not None:
-                    return (*made, frozenset({op.id, *seen}))
+                    return (*made, frozenset(walker.passed))
             elif op.kind == "view" or op.name in COPIES or op.name == "aten.mul":
                 seen[op.id] = op
                 front += op.outputs
