@@ -369,9 +369,10 @@ def named(factor: Factor, dims: Sequence[Dim]) -> Names | None:
                 b = Atom(b.axis, b.step, size)
             if a.size % size or b.size % size:
                 return None
-            names.setdefault(a.axis, []).append(
-                (Atom(a.axis, a.step, size), Atom(b.axis, b.step, size))
-            )
+            if (a.axis, a.step) != (b.axis, b.step):
+                names.setdefault(a.axis, []).append(
+                    (Atom(a.axis, a.step, size), Atom(b.axis, b.step, size))
+                )
             if a.size > size:
                 mine.append(Atom(a.axis, a.step * size, a.size // size))
             if b.size > size:

@@ -34,7 +34,7 @@ from rooftrace.tracer.graph import Op, OpGraph
 
 _LONGEST = 16
 """The most ops between a state and the sum over it that makes y."""
-_SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
+SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
 _BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
 
 
@@ -142,7 +142,7 @@ def _with_sum(
     others = [piece for piece in pieces if n not in piece.axes]
     if len(keys) != 1 or walker.readers[term_of(add, product)] != [add]:
         return None
-    factors = _decay(walker, exponent, others)
+    factors = decay_of(walker, exponent, others)
     if factors is None:
         return None
     shape = walker.graph.values[h].shape
@@ -166,7 +166,7 @@ def _sum(walker: Walker, add: Op) -> tuple[Factor, Factor, int, frozenset[int]] 
         for op in walker.readers[value]:
             if op.repeats != add.repeats or op.id in seen or not plain(op.reads):
                 continue
-            if op.name in _SUMS:
+            if op.name in SUMS:
                 walker.passed = set()
                 made = _summed(walker, h, op)
                 if made is not None:
@@ -196,7 +196,7 @@ def _summed(walker: Walker, h: int, op: Op) -> tuple[Factor, Factor, int] | None
     return called_y, by, int(str(n[0]))
 
 
-def _decay(
+def decay_of(
     walker: Walker, exponent: Factor, others: list[Factor]
 ) -> dict[str, Factor] | None:
     """dt, A and x: dt is what both the decay and what enters are multiplied by.
@@ -239,10 +239,9 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     y = _gathered(walker, chain, counts) if tokens > 1 else first.factors["y"]
     if y is None:
         return None
-    started = walker.maker(first.before)
-    if started is None or started.name not in _BLANKS:
+    if not blank(walker, first.before):
         factors["state"] = first.factors["state"]
-        if tokens == 1 and started is not None:
+        if tokens == 1 and first.before in walker.graph.producers:
             return None
     place = graph.ops[graph.producers[y.value]]
     if place.repeats != base:
@@ -252,8 +251,15 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     scan = _in_roles(walker, factors, y, after, first.n, tokens, place)
     if scan is None:
         return None
-    scan = replace(scan, first=min(step.add.id for step in chain[:1]))
+    inside = frozenset(number for step in chain for number in step.inside)
+    scan = replace(scan, first=first.add.id, inside=inside)
     return finished(walker, _ending(walker, scan, last, base))
+
+
+def blank(walker: Walker, value: int) -> bool:
+    """Whether a state is all zeros, as one is that nothing was written into."""
+    op = walker.maker(value)
+    return op is not None and op.name in _BLANKS
 
 
 def _turns(walker: Walker, step: _Step) -> int:
@@ -268,16 +274,16 @@ def _turns(walker: Walker, step: _Step) -> int:
 
 def _kept_inside(walker: Walker, step: _Step, following: _Step) -> bool:
     """Whether nothing but y and the next step reads a state."""
-    ends = {op.id for op in _ends(walker, step.h, step.inside)}
+    ends = {op.id for op in ends(walker, step.h, step.inside)}
     return ends <= {following.add.id, *following.inside, *step.inside}
 
 
-def _ends(walker: Walker, value: int, inside: frozenset[int] = frozenset()) -> Iterator[Op]:
+def ends(walker: Walker, value: int, inside: frozenset[int] = frozenset()) -> Iterator[Op]:
     """The ops that read a value, or a view or cast of it, and change it."""
     for op in walker.readers[value]:
         if (op.kind == "view" or op.name in COPIES) and op.id not in inside:
             for made in op.outputs:
-                yield from _ends(walker, made, inside)
+                yield from ends(walker, made, inside)
         else:
             yield op
 
@@ -404,7 +410,7 @@ def _unwrapped(walker: Walker, dt: Factor) -> frozenset[object]:
 
 def _ending(walker: Walker, scan: Scan, step: _Step, base: tuple[int, ...]) -> Scan:
     """A recurrence with what becomes of its last state."""
-    reading = [op for op in _ends(walker, step.h, step.inside) if op.id not in step.inside]
+    reading = [op for op in ends(walker, step.h, step.inside) if op.id not in step.inside]
     values = walker.graph.values
     own = values[step.before].storage
     writes = [

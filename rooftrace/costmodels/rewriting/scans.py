@@ -44,7 +44,7 @@ class Scan:
     factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
     state behind the last token, where it is read.  written: the op that writes that into the state
     of before.  options: softplus, low, high, chunk.  dropped: ids of the ops whose results the op
-    makes itself.
+    makes itself.  inside: of all ops that it stands for.
     """
 
     dual: bool
@@ -57,6 +57,7 @@ class Scan:
     first: int = 0
     place: Op
     dropped: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
 
 
 # -- what belongs to it ----------------------------------------------------------------------------
@@ -75,23 +76,15 @@ def finished(walker: Walker, scan: Scan) -> Scan | None:
             axes -= {"p"}
         if not factor.axes <= axes or any(d.start and d.atoms for d in factor.dims):
             return None
-    tokens = walker.graph.values[scan.y.value].shape
-    covers = [
-        n for n, dim in zip(tokens, scan.y.dims, strict=True) for a in dim.atoms if a.axis == "t"
-    ]
-    if not _fits(scan) or (covers and not covers[0]):
-        return None
-    if scan.last is not None:
-        inside = scan.dropped
-        readers = walker.readers[scan.last.value]
-        if any(op.id < scan.place.id and op.id not in inside and _late(walker, op) for op in readers):
+        if name in ("B", "C") and not _whole_groups(factor, scan.sizes["h"]):
             return None
-    return None if _overwritten(walker, scan) else scan
+    return scan if _fits(scan) and not _overwritten(walker, scan) else None
 
 
-def _late(walker: Walker, op: Op) -> bool:
-    """Whether something beside the recurrence reads a state before its kernel runs."""
-    return op.name == "aten.copy_"
+def _whole_groups(factor: Factor, heads: int) -> bool:
+    """Whether heads that share a key stand side by side."""
+    digits = [atom for dim in factor.dims for atom in dim.atoms if atom.axis == "h"]
+    return all(atom.step * atom.size == heads for atom in digits) and len(digits) <= 1
 
 
 def _fits(scan: Scan) -> bool:
@@ -148,14 +141,17 @@ def _is_sum(op: Op) -> bool:
 
 def _with_ending(walker: Walker, scan: Scan) -> Scan:
     """y after D x and the gate, and the casts and cuts behind them, where nothing else reads it."""
-    graph = walker.graph
-    now = scan.y
+    graph, now = walker.graph, scan.y
+    after_last = [] if scan.last is None else walker.readers[scan.last.value]
+    first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
     while True:
         readers = walker.readers[now.value]
         if len(readers) != 1 or now.value in graph.outputs:
             return scan
         op = readers[0]
         if not plain(op.reads) or len(op.outputs) != 1 or op.repeats != scan.place.repeats:
+            return scan
+        if op.id > first:  # the state behind the last token is read before
             return scan
         after = onto(walker, op.outputs[0], now)
         if after is None:
@@ -168,7 +164,7 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
             return scan
         elif op.name == "aten._to_copy" or _cuts(walker, op) or (
             scan.dual and op.name in COPIES
-        ):
+        ) or not _fits(scan):
             scan = replace(scan, y=after, place=op)
 
 
@@ -238,10 +234,11 @@ def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
     empty = {name: None for name in LAYOUTS if name not in operands}
     out = values[scan.y.value]
     order, strides = memory_order(scan.y, out, "bthp")
+    dtype = min(out.dtype, values[scan.factors["x"].value].dtype, key=lambda d: precision(d).bits)
     arguments: dict[str, Argument] = {**operands, **empty, **scan.options, "order": order,
-                                      "dtype": f"dtype:{out.dtype}"}  # fmt: skip
+                                      "dtype": f"dtype:{dtype}"}  # fmt: skip
     shape = tuple(scan.sizes[axis] for axis in "bthp")
-    y = edit.value(shape, out.dtype, out.role, like.repeats, stride=strides)
+    y = edit.value(shape, dtype, out.role, like.repeats, stride=strides)
     if scan.written is not None:
         state = operands["state"]
         moved = edit.view(state, values[state.id].shape, values[state.id].stride, like.repeats)
