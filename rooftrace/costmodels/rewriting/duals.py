@@ -28,13 +28,11 @@ from rooftrace.costmodels.rewriting.indexing import (
 from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.recurrences import (
     SUMS,
-    blank,
     decay_of,
-    ends,
     fuse,
     scans,
 )
-from rooftrace.costmodels.rewriting.scans import Scan, clamped, finished, onto
+from rooftrace.costmodels.rewriting.scans import Scan, blank, clamped, finished, onto
 from rooftrace.tracer.graph import Op, OpGraph
 
 _LONGEST = 24

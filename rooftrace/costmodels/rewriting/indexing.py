@@ -132,7 +132,7 @@ class Walker:
         """
         factor = self.source(factor, at)
         op = self.maker(factor.value)
-        if op is None or self._changes(factor.value):
+        if op is None or self.changes(factor.value):
             return (factor,)
         made: tuple[Factor, ...] | None = None
         if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
@@ -181,14 +181,14 @@ class Walker:
             value, tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
         )
 
-    def _changes(self, value: int) -> bool:
+    def changes(self, value: int) -> bool:
         """Whether an op writes into the bytes of a value after it was made."""
         return self.graph.values[value].storage in self._written
 
     def _before(self, factor: Factor) -> Factor | None:
         value, dims = factor
         op = self.maker(value)
-        if op is None or not op.inputs or self._changes(value):
+        if op is None or not op.inputs or self.changes(value):
             return None
         shape = self.graph.values[op.inputs[0]].shape
         moved = self._moved(op, value, dims, shape)

@@ -27,7 +27,7 @@ from rooftrace.costmodels.rewriting.indexing import (
     renamed,
 )
 from rooftrace.costmodels.rewriting.places import COPIES, Places
-from rooftrace.costmodels.rewriting.scans import Scan, emit_scan, finished
+from rooftrace.costmodels.rewriting.scans import Scan, blank, emit_scan, finished
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -35,7 +35,6 @@ from rooftrace.tracer.graph import Op, OpGraph
 _LONGEST = 16
 """The most ops between a state and the sum over it that makes y."""
 SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
-_BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
 
 
 def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -254,12 +253,6 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     inside = frozenset(number for step in chain for number in step.inside)
     scan = replace(scan, first=first.add.id, inside=inside)
     return finished(walker, _ending(walker, scan, last, base))
-
-
-def blank(walker: Walker, value: int) -> bool:
-    """Whether a state is all zeros, as one is that nothing was written into."""
-    op = walker.maker(value)
-    return op is not None and op.name in _BLANKS
 
 
 def _turns(walker: Walker, step: _Step) -> int:

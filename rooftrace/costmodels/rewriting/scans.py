@@ -221,6 +221,15 @@ def clamped(walker: Walker, factor: Factor) -> Factor:
     return Factor(factor.value, dims)
 
 
+_BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
+
+
+def blank(walker: Walker, value: int) -> bool:
+    """Whether a state is all zeros, as one is that nothing was written into."""
+    op = walker.maker(value)
+    return op is not None and op.name in _BLANKS and not walker.changes(value)
+
+
 # -- the op ----------------------------------------------------------------------------------------
 
 
@@ -244,7 +253,7 @@ def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
         moved = edit.view(state, values[state.id].shape, values[state.id].stride, like.repeats)
         arguments = {name: arguments[name] for name in _ordered("state", arguments, "chunk")}
         edit.emit(like, STATE_UPDATE, arguments, (moved, y))
-        _as_before(edit, like, moved, scan.written.outputs[0])
+        as_before(edit, like, moved, scan.written.outputs[0])
     else:
         held = tuple(scan.sizes[axis] for axis in "bhpn")
         wide = "fp64" if values[scan.factors["x"].value].dtype == "fp64" else "fp32"
@@ -312,7 +321,7 @@ def _views(walker: Walker, value: int) -> set[int]:
     return seen
 
 
-def _as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
+def as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
     """What is left of a state after the op, in the shape that it is read in."""
     shape = edit.values[value].shape
     edit.emit(
