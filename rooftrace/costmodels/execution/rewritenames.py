@@ -1,6 +1,10 @@
 """The names of the rewrites that an execution model can ask for; `rewriting` applies them."""
 
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = (
+    "causal-conv1d",
+    "selective-scan",
+    "ssd",
+)
 """Rewrites that put the kernel of a library in place of what its fallback writes out."""
 
 REWRITES = (

@@ -115,6 +115,9 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
 
 
 ACTIONS: Mapping[str, str] = {
+    "causal-conv1d": "Run causal convolutions over time by the kernel of causal-conv1d",
+    "selective-scan": "Run selective scans by the kernel of mamba_ssm",
+    "ssd": "Run state-space layers by the chunked kernels of mamba_ssm",
     "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
     "output",
     "routed-experts": "Compute each expert for the tokens routed to it only",

@@ -476,7 +476,7 @@ def _scan(
         walker,
         Scan(
             dual=True, sizes=sizes, factors=factors, y=y, last=after, place=place,
-            options={"chunk": length}, dropped=dropped, first=min(walker.passed),
+            chunk=length, dropped=dropped, first=min(walker.passed),
             inside=frozenset(walker.passed),
         ),
     )  # fmt: skip

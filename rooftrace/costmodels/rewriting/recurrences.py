@@ -267,8 +267,8 @@ def _turns(walker: Walker, step: _Step) -> int:
 
 def _kept_inside(walker: Walker, step: _Step, following: _Step) -> bool:
     """Whether nothing but y and the next step reads a state."""
-    ends = {op.id for op in ends(walker, step.h, step.inside)}
-    return ends <= {following.add.id, *following.inside, *step.inside}
+    readers = {op.id for op in ends(walker, step.h, step.inside)}
+    return readers <= {following.add.id, *following.inside, *step.inside}
 
 
 def ends(walker: Walker, value: int, inside: frozenset[int] = frozenset()) -> Iterator[Op]:
@@ -387,7 +387,6 @@ def _in_roles(
         factors={name: f for name, f in made.items() if f is not None},
         y=called_y,
         last=last,
-        options={"chunk": 1},
         place=place,
     )
 

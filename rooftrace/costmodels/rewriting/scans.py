@@ -6,7 +6,7 @@ the state for each of these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,13 +28,14 @@ from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, Tensor
 
 SELECTIVE_SCAN = "rooftrace.selective_scan.default"
-DUAL_SCAN = "rooftrace.ssd.default"
 STATE_UPDATE = "rooftrace.selective_state_update.default"
 LAYOUTS = {
     "x": "bthp", "dt": "bthp", "A": "hpn", "B": "bthn", "C": "bthn", "D": "hp", "z": "bthp",
     "dt_bias": "hp", "state": "bhpn",
 }  # fmt: skip
 """The dimensions of the operands of the ops, in order."""
+USUAL_CHUNK = 256
+"""Tokens of a chunk where the code names none: `chunk_size` of mamba_ssm's Mamba2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Scan:
 
     factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
     state behind the last token, where it is read.  written: the op that writes that into the state
-    of before.  options: softplus, low, high, chunk.  dropped: ids of the ops whose results the op
+    of before.  options: softplus, low, high, A_log; chunk: tokens of a chunk.  dropped: ids of the ops whose results the op
     makes itself.  inside: of all ops that it stands for.
     """
 
@@ -54,6 +55,7 @@ class Scan:
     last: Factor | None = None
     written: Op | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    chunk: int = USUAL_CHUNK
     first: int = 0
     place: Op
     dropped: frozenset[int] = frozenset()
@@ -68,13 +70,13 @@ def finished(walker: Walker, scan: Scan) -> Scan | None:
 
     None where an operand is not what the kernel takes, or is overwritten before the kernel runs.
     """
-    scan = _with_steps(walker, scan)
-    scan = _with_ending(walker, scan)
+    scan = _with_ending(walker, _with_decay(walker, _with_steps(walker, scan)))
+    scan = _with_last(walker, scan)
     for name, factor in scan.factors.items():
         axes = set(LAYOUTS[name])
         if name == "dt" and scan.factors.get("A") is None:
             axes -= {"p"}
-        if not factor.axes <= axes or any(d.start and d.atoms for d in factor.dims):
+        if not factor.axes <= axes:
             return None
         if name in ("B", "C") and not _whole_groups(factor, scan.sizes["h"]):
             return None
@@ -133,6 +135,43 @@ def _with_steps(walker: Walker, scan: Scan) -> Scan:
     if bias is not None:
         factors["dt_bias"] = bias
     return replace(scan, factors=factors, options=options)
+
+
+def _with_decay(walker: Walker, scan: Scan) -> Scan:
+    """A as the weight that it is made of as -exp(weight): an engine makes A once."""
+    made = scan.factors.get("A")
+    values = walker.graph.values
+    for name in ("aten.neg", "aten.exp"):
+        op = None if made is None else walker.maker(made.value)
+        if made is None or op is None or op.name != name:
+            return replace(scan, options={**scan.options, "A_log": False})
+        made = walker.source(Factor(op.inputs[0], made.dims))
+    stored = made is not None and values[values[made.value].storage].role == "weights"
+    if made is None or not stored:
+        return replace(scan, options={**scan.options, "A_log": False})
+    return replace(
+        scan, factors={**scan.factors, "A": made}, options={**scan.options, "A_log": True}
+    )
+
+
+def _with_last(walker: Walker, scan: Scan) -> Scan:
+    """The last state as what it is copied to, where that is a new cache that nothing else fills."""
+    readers = [] if scan.last is None else walker.readers[scan.last.value]
+    blanks = [op for op in readers if op.name == "aten.zeros_like"]
+    copies = [op for op in readers if op.name == "aten.copy_"]
+    if scan.last is None or len(blanks) != 1 or len(copies) != 1 or len(readers) != 2:
+        return scan
+    (empty,), (copy,) = blanks, copies
+    cache = empty.outputs[0]
+    values, outputs = walker.graph.values, walker.graph.outputs
+    alike = values[cache].dtype == values[scan.last.value].dtype
+    if copy.inputs[0] != cache or walker.readers[cache] != [copy] or cache in outputs or not alike:
+        return scan
+    return replace(
+        scan,
+        last=Factor(copy.outputs[0], scan.last.dims),
+        dropped=scan.dropped | {empty.id, copy.id},
+    )
 
 
 def _is_sum(op: Op) -> bool:
@@ -213,7 +252,7 @@ def clamped(walker: Walker, factor: Factor) -> Factor:
     """A factor without the zeros that it is padded with: digits as long as its dimensions."""
     shape = walker.graph.values[factor.value].shape
     dims = tuple(
-        Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n)),), d.start)
+        Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n - d.start)),), d.start)
         if len(d.atoms) == 1
         else d
         for n, d in zip(shape, factor.dims, strict=True)
@@ -234,38 +273,78 @@ def blank(walker: Walker, value: int) -> bool:
 
 
 def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
-    """The op of a recurrence, and its results as the values that were read before."""
-    like, values = scan.place, edit.values
-    operands: dict[str, Argument] = {
-        name: laid_out(edit, like, clamped(walker, factor), LAYOUTS[name])
-        for name, factor in scan.factors.items()
-    }
-    empty = {name: None for name in LAYOUTS if name not in operands}
-    out = values[scan.y.value]
+    """The kernels of a recurrence, and their results as the values that were read before."""
+    like, values, sizes = scan.place, edit.values, scan.sizes
+    operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)
+    for name, factor in scan.factors.items():
+        operands[name] = laid_out(edit, like, clamped(walker, factor), LAYOUTS[name])
+    out, x = values[scan.y.value], values[scan.factors["x"].value]
+    dtype = min(out.dtype, x.dtype, key=lambda name: precision(name).bits)
     order, strides = memory_order(scan.y, out, "bthp")
-    dtype = min(out.dtype, values[scan.factors["x"].value].dtype, key=lambda d: precision(d).bits)
-    arguments: dict[str, Argument] = {**operands, **empty, **scan.options, "order": order,
-                                      "dtype": f"dtype:{dtype}"}  # fmt: skip
-    shape = tuple(scan.sizes[axis] for axis in "bthp")
+    layout: dict[str, Argument] = {"order": order, "dtype": f"dtype:{dtype}"}
+    shape = tuple(sizes[axis] for axis in "bthp")
     y = edit.value(shape, dtype, out.role, like.repeats, stride=strides)
-    if scan.written is not None:
-        state = operands["state"]
-        moved = edit.view(state, values[state.id].shape, values[state.id].stride, like.repeats)
-        arguments = {name: arguments[name] for name in _ordered("state", arguments, "chunk")}
+    wide = "fp64" if x.dtype == "fp64" else "fp32"
+    if scan.written is not None and isinstance(operands["state"], Ref):
+        state = operands.pop("state")
+        old = values[state.id]
+        moved = edit.view(state, old.shape, old.stride, like.repeats)
+        arguments = {"state": state, **operands, **scan.options, **layout}
         edit.emit(like, STATE_UPDATE, arguments, (moved, y))
         as_before(edit, like, moved, scan.written.outputs[0])
     else:
-        held = tuple(scan.sizes[axis] for axis in "bhpn")
-        wide = "fp64" if values[scan.factors["x"].value].dtype == "fp64" else "fp32"
+        held = tuple(sizes[axis] for axis in "bhpn")
         last = edit.value(held, wide, "activations", like.repeats)
-        edit.emit(like, DUAL_SCAN if scan.dual else SELECTIVE_SCAN, arguments, (y, last))
+        if scan.dual and sizes["t"] > 1:
+            _emit_dual(edit, scan, {**operands, **scan.options}, layout, (y, last, wide))
+        else:
+            edit.emit(like, SELECTIVE_SCAN, {**operands, **scan.options, **layout}, (y, last))
         if scan.last is not None:
             replaces(edit, walker, like, last, scan.last, "bhpn")
     replaces(edit, walker, like, y, scan.y, "bthp")
 
 
-def _ordered(first: str, arguments: Mapping[str, Argument], without: str) -> Sequence[str]:
-    return [first, *(name for name in arguments if name not in (first, without))]
+def _emit_dual(
+    edit: Editor,
+    scan: Scan,
+    given_: Mapping[str, Argument],
+    layout: Mapping[str, Argument],
+    results: tuple[int, int, str],
+) -> None:
+    """The kernels that `mamba_chunk_scan_combined` launches, with what they write for each other.
+
+    Sums of decays, products and the states of chunks are in fp32, the states that begin the chunks
+    in the precision of C.
+    """
+    like, sizes, (y, last, wide) = scan.place, scan.sizes, results
+    length = scan.chunk
+    count = -(-sizes["t"] // length)
+    batch, heads = sizes["b"], sizes["h"]
+    by_token = (batch, heads, count, length)
+
+    def made(shape: tuple[int, ...], dtype: str) -> int:
+        return edit.value(shape, dtype, "temporary", like.repeats)
+
+    def part(name: str, names: Collection[str], more: Mapping[str, Argument],
+             outputs: tuple[int, ...]) -> None:  # fmt: skip
+        arguments = {**{n: given_[n] for n in names}, **more}
+        edit.emit(like, f"rooftrace.ssd_{name}.default", arguments, outputs)
+
+    steps, sums = made(by_token, wide), made(by_token, wide)
+    options = ("dt", "A", "dt_bias", "softplus", "low", "high", "A_log")
+    part("steps", options, {"chunk": length}, (steps, sums))
+    decays: dict[str, Argument] = {"steps": Ref(steps), "sums": Ref(sums)}
+    by_chunk = (batch, count, heads, sizes["p"], sizes["n"])
+    states = made(by_chunk, wide)
+    part("states", ("x", "B"), decays, (states,))
+    keys = edit.values[given_["C"].id]
+    begun = made(by_chunk, keys.dtype)
+    kept = {"states": Ref(states), "sums": Ref(sums), "state": given_["state"]}
+    part("passing", (), {**kept, "dtype": f"dtype:{keys.dtype}"}, (begun, last))
+    products = made((batch, count, keys.shape[2], length, length), wide)
+    part("products", ("C", "B"), {"chunk": length}, (products,))
+    ending = {"products": Ref(products), "begun": Ref(begun), **decays, **layout}
+    part("output", ("x", "C", "D", "z"), ending, (y,))
 
 
 def memory_order(factor: Factor, tensor: Tensor, axes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -287,15 +366,14 @@ def replaces(
     values = edit.values
     old = values[before.value]
     seen = _arranged(edit, like, Ref(made), before, axes)
-    if old.dtype != values[made].dtype:
-        values[before.value] = changed(
-            old, storage=before.value, stride=Tensor.contiguous(old.shape), then=None
-        )
+    owner = made if old.dtype == values[made].dtype else before.value
+    for value in _views(walker, before.value):
+        values[value] = changed(values[value], storage=owner)
+    if owner == before.value:
+        values[owner] = changed(values[owner], stride=Tensor.contiguous(old.shape), then=None)
         cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
         edit.emit(like, "aten._to_copy.default", cast, (before.value,))
         return
-    for value in _views(walker, before.value):
-        values[value] = changed(values[value], storage=made)
     edit.emit(
         like, "aten.reshape.default", {"self": seen, "shape": old.shape}, (before.value,), kind="view"
     )

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.causal_convs import fuse_causal_convs
+from rooftrace.costmodels.rewriting.duals import fuse_dual_scans
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
+from rooftrace.costmodels.rewriting.recurrences import fuse_selective_scans
 from rooftrace.tracer.graph import OpGraph
 
 INFERENCE = ("forward", "prefill", "decode", "requests")
@@ -31,6 +34,25 @@ class Rewrite:
 
 
 REWRITES = (
+    Rewrite(
+        name="causal-conv1d",
+        meaning="A causal convolution of each channel runs as one kernel, with its state and SiLU.",
+        apply=fuse_causal_convs,
+        noun="causal convolution",
+    ),
+    Rewrite(
+        name="selective-scan",
+        meaning="A recurrence whose state numbers decay each by itself runs as one kernel.",
+        apply=fuse_selective_scans,
+        noun="selective scan",
+    ),
+    Rewrite(
+        name="ssd",
+        meaning="A recurrence with one decay for each head runs as the kernels of state-space "
+        "duality.",
+        apply=fuse_dual_scans,
+        noun="state-space layer",
+    ),
     Rewrite(
         name="absorb-latent",
         meaning="Attention runs on the cached latents: the projection of the cache is multiplied "

@@ -2,8 +2,9 @@
 
 The kernels on a CPU say what the ops compute, token by token; those of the libraries are
 `causal_conv1d` (Dao-AILab/causal-conv1d), `selective_scan` and `selective_state_update`
-(state-spaces/mamba, arXiv 2312.00752), and `mamba_chunk_scan_combined` for `ssd` (arXiv
-2405.21060).  Sizes: B sequences of S tokens, H heads of P numbers, states of N numbers for each,
+(state-spaces/mamba, arXiv 2312.00752), and the five that `mamba_chunk_scan_combined` launches for
+state-space duality (arXiv 2405.21060): `ssd_steps`, `ssd_states`, `ssd_passing`, `ssd_products`,
+`ssd_output`.  Sizes: B sequences of S tokens, H heads of P numbers, states of N numbers for each,
 G groups of heads with keys and queries of their own.
 """
 
@@ -45,7 +46,7 @@ def _scan(
     softplus: bool,
     low: float | None,
     high: float | None,
-    chunk: int,
+    A_log: bool,
     order: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
@@ -53,12 +54,14 @@ def _scan(
 
     x, z, y [B, S, H, P]; dt [B, S, H, 1 or P]; A, D, dt_bias begin with H; B, C [B, S, G, N];
     state [B, H, P, N].  Without A, `dt` is the logarithm of the decay, and x is not scaled.
+    A_log: `A` is stored as log(-A), of which an engine makes A as it loads the weights.
     chunk: tokens that the kernel takes at once; the result is that of any number.
     """
     batch, tokens, heads, width = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     optional = (None if t is None else t.to(wide) for t in (A, D, z, dt_bias, state))
     decay, skip, gate, bias, h = optional
+    decay = -decay.exp() if A_log and decay is not None else decay
     values, keys, queries = x.to(wide), B.to(wide), C.to(wide)
     steps = _step_sizes(dt.to(wide), bias, softplus, low, high)
     repeats = heads // B.shape[2]
@@ -89,9 +92,9 @@ def _scan_meta(x: Tensor, dt: Tensor, A: Tensor | None, B: Tensor, *rest: object
 
 def _update(state: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     """One token of the scan, whose state is overwritten; the arguments behind are the same."""
-    dt, a, b, c, d, z, bias, softplus, low, high, order, dtype = rest
+    dt, a, b, c, d, z, bias, softplus, low, high, log, order, dtype = rest
     out, last = _scan(
-        x, dt, a, b, c, d, z, bias, state, softplus, low, high, 1, order, dtype  # type: ignore[arg-type]
+        x, dt, a, b, c, d, z, bias, state, softplus, low, high, log, order, dtype  # type: ignore[arg-type]
     )
     return state.copy_(last), out
 
@@ -99,6 +102,124 @@ def _update(state: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 def _update_meta(state: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     *_, order, dtype = rest
     return state, _laid_out(x, x.shape, order, dtype)  # type: ignore[arg-type]
+
+
+# -- the five kernels of state-space duality -------------------------------------------------------
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _chunks(x: Tensor, chunk: int, heads: int | None = None) -> Tensor:
+    """[B, S, G, ...] as [B, chunks, L, H, ...], zeros behind the last token; a group's for all of
+    its heads."""
+    x = x.to(_wide(x))
+    x = x if heads is None else x.repeat_interleave(heads // x.shape[2], 2)
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk))
+
+
+def _dual_steps(
+    dt: Tensor,
+    A: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    low: float | None,
+    high: float | None,
+    A_log: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """dt, and the running sums of dt A within each chunk: both [B, H, chunks, L]."""
+    wide = _wide(dt)
+    bias, decay = (None if t is None else t.to(wide) for t in (dt_bias, A))
+    steps = _step_sizes(dt.to(wide), bias, softplus, low, high)
+    decay = -decay.exp() if A_log and decay is not None else decay
+    logarithms = steps if decay is None else steps * decay[..., 0]
+    steps = torch.ones_like(steps) if decay is None else steps
+    cut = [_chunks(t, chunk)[..., 0].permute(0, 3, 1, 2) for t in (steps, logarithms)]
+    return cut[0].contiguous(), cut[1].cumsum(-1)
+
+
+def _dual_steps_meta(dt: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    chunk = int(rest[-1])  # type: ignore[call-overload]
+    shape = (dt.shape[0], dt.shape[2], -(-dt.shape[1] // chunk), chunk)
+    return dt.new_empty(shape, dtype=_wide(dt)), dt.new_empty(shape, dtype=_wide(dt))
+
+
+def _dual_states(x: Tensor, B: Tensor, steps: Tensor, sums: Tensor) -> Tensor:
+    """What each chunk leaves behind, [B, chunks, H, P, N]."""
+    chunk, heads = sums.shape[-1], x.shape[2]
+    decays = (sums[..., -1:] - sums).exp() * steps
+    return torch.einsum(
+        "bclhp,bclhn,bhcl->bchpn", _chunks(x, chunk), _chunks(B, chunk, heads), decays
+    ).contiguous()
+
+
+def _dual_states_meta(x: Tensor, B: Tensor, steps: Tensor, sums: Tensor) -> Tensor:
+    shape = (x.shape[0], sums.shape[2], x.shape[2], x.shape[3], B.shape[-1])
+    return x.new_empty(shape, dtype=sums.dtype)
+
+
+def _dual_passing(
+    states: Tensor, sums: Tensor, state: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The state that begins each chunk, in `dtype`, and the one behind the last."""
+    now = torch.zeros_like(states[:, 0]) if state is None else state.to(states.dtype)
+    begun = []
+    for chunk in range(states.shape[1]):
+        begun.append(now)
+        now = sums[:, :, chunk, -1].exp()[..., None, None] * now + states[:, chunk]
+    return torch.stack(begun, 1).to(dtype), now.clone()
+
+
+def _dual_passing_meta(
+    states: Tensor, sums: Tensor, state: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(states, dtype=dtype), torch.empty_like(states[:, 0])
+
+
+def _dual_products(C: Tensor, B: Tensor, chunk: int) -> Tensor:
+    """C B^T of each pair of tokens of a chunk, [B, chunks, G, L, L]."""
+    return torch.einsum("bclgn,bcsgn->bcgls", _chunks(C, chunk), _chunks(B, chunk)).contiguous()
+
+
+def _dual_products_meta(C: Tensor, B: Tensor, chunk: int) -> Tensor:
+    shape = (C.shape[0], -(-C.shape[1] // chunk), C.shape[2], chunk, chunk)
+    return C.new_empty(shape, dtype=_wide(C))
+
+
+def _dual_output(
+    products: Tensor,
+    x: Tensor,
+    steps: Tensor,
+    sums: Tensor,
+    C: Tensor,
+    begun: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    order: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """y within the chunks and of those before, with D x and the gate, [B, S, H, P]."""
+    chunk, heads, wide = sums.shape[-1], x.shape[2], sums.dtype
+    differences = sums[..., :, None] - sums[..., None, :]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
+    decays = differences.masked_fill(later, -torch.inf).exp() * steps[..., None, :]
+    weights = products.repeat_interleave(heads // products.shape[2], 2) * decays.transpose(1, 2)
+    y = torch.einsum("bchls,bcshp->bclhp", weights, _chunks(x, chunk))
+    before = torch.einsum("bclhn,bchpn->bclhp", _chunks(C, chunk, heads), begun.to(wide))
+    y = (y + before * sums.exp().permute(0, 2, 3, 1)[..., None]).flatten(1, 2)[:, : x.shape[1]]
+    y = y if D is None else y + x.to(wide) * D.to(wide)
+    y = y if z is None else y * F.silu(z.to(wide))
+    return _laid_out(x, x.shape, order, dtype).copy_(y)
+
+
+def _dual_output_meta(products: Tensor, x: Tensor, *rest: object) -> Tensor:
+    *_, order, dtype = rest
+    return _laid_out(x, x.shape, order, dtype)  # type: ignore[arg-type]
+
+
+# -- convolutions ----------------------------------------------------------------------------------
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -149,14 +270,39 @@ def _conv_update_meta(
 
 
 _OPERANDS = "Tensor x, Tensor dt, Tensor? A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
-_CHOICES = "bool softplus, float? low, float? high"
+_CHOICES = "bool softplus, float? low, float? high, bool A_log"
 _LAYOUT = "int[] order, ScalarType dtype"
-for _name in ("selective_scan", "ssd"):
-    define(
-        f"{_name}({_OPERANDS}, Tensor? state, {_CHOICES}, int chunk, {_LAYOUT}) -> (Tensor, Tensor)",
-        Meta=_scan_meta,
-        CPU=_scan,
-    )
+define(
+    f"selective_scan({_OPERANDS}, Tensor? state, {_CHOICES}, {_LAYOUT}) -> (Tensor, Tensor)",
+    Meta=_scan_meta,
+    CPU=_scan,
+)
+define(
+    f"ssd_steps(Tensor dt, Tensor? A, Tensor? dt_bias, {_CHOICES}, int chunk) -> (Tensor, Tensor)",
+    Meta=_dual_steps_meta,
+    CPU=_dual_steps,
+)
+define(
+    "ssd_states(Tensor x, Tensor B, Tensor steps, Tensor sums) -> Tensor",
+    Meta=_dual_states_meta,
+    CPU=_dual_states,
+)
+define(
+    "ssd_passing(Tensor states, Tensor sums, Tensor? state, ScalarType dtype) -> (Tensor, Tensor)",
+    Meta=_dual_passing_meta,
+    CPU=_dual_passing,
+)
+define(
+    "ssd_products(Tensor C, Tensor B, int chunk) -> Tensor",
+    Meta=_dual_products_meta,
+    CPU=_dual_products,
+)
+define(
+    "ssd_output(Tensor products, Tensor x, Tensor steps, Tensor sums, Tensor C, Tensor begun, "
+    f"Tensor? D, Tensor? z, {_LAYOUT}) -> Tensor",
+    Meta=_dual_output_meta,
+    CPU=_dual_output,
+)
 define(
     f"selective_state_update(Tensor(a!) state, {_OPERANDS}, {_CHOICES}, {_LAYOUT}) "
     "-> (Tensor(a!), Tensor)",
