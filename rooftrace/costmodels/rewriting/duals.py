@@ -385,7 +385,7 @@ def _to_end(walker: Walker, decay: Factor, within: _Chunk) -> bool:
 
 def _moved(factor: Factor, old: Dim, new: Dim) -> Factor | None:
     """A factor that is read at another index of one dimension."""
-    if len(old.atoms) == len(new.atoms) == 1:
+    if [atom.size for atom in old.atoms] == [atom.size for atom in new.atoms] and old.atoms:
         return renamed(factor, {old.atoms[0].axis: [(old.atoms[0], new.atoms[0])]})
     return Factor(factor.value, tuple(new if d == old else d for d in factor.dims))
 

@@ -1,0 +1,254 @@
+"""State-space layers by several hands, for the rewrites of their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.costmodels.serving_support import TOKENS
+
+
+class Mixer(nn.Module):
+    """A layer around a recurrence: embedding, projections, convolution, recurrence, projection.
+
+    What differs is how the recurrence is written: `scan` of a subclass.
+    """
+
+    width, inner, state, rank, window = 8, 12, 5, 3, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, self.width)
+        self.enter = nn.Linear(self.width, 2 * self.inner, bias=False)
+        self.conv = nn.Conv1d(self.inner, self.inner, self.window, groups=self.inner,
+                              padding=self.window - 1)  # fmt: skip
+        self.choose = nn.Linear(self.inner, self.rank + 2 * self.state, bias=False)
+        self.step = nn.Linear(self.rank, self.inner)
+        self.decays = nn.Parameter(torch.empty(self.inner, self.state))
+        self.skip = nn.Parameter(torch.empty(self.inner))
+        self.leave = nn.Linear(self.inner, self.width, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, gate = self.enter(self.table(ids)).chunk(2, -1)
+        x = self.convolved(x)
+        dt, keys, queries = self.choose(x).split([self.rank, self.state, self.state], -1)
+        y = self.scan(x, F.softplus(self.step(dt)), -self.decays.exp(), keys, queries)
+        y = y + x * self.skip
+        out: Tensor = self.leave(y * F.silu(gate))
+        return out
+
+    def convolved(self, x: Tensor) -> Tensor:
+        return F.silu(self.conv(x.mT)[..., : x.shape[1]].mT)
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """y [B, S, D] of x, dt [B, S, D], a [D, N] and b, c [B, S, N]."""
+        raise NotImplementedError
+
+
+class Minimal(Mixer):
+    """As teaching code has it: einsum for the discretisation, a loop, a list of results."""
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        decay = torch.exp(torch.einsum("bsd,dn->bsdn", dt, a))
+        entered = torch.einsum("bsd,bsn,bsd->bsdn", dt, b, x)
+        h = x.new_zeros(x.shape[0], x.shape[2], a.shape[1])
+        made = []
+        for t in range(x.shape[1]):
+            h = decay[:, t] * h + entered[:, t]
+            made.append(torch.einsum("bdn,bn->bd", h, c[:, t]))
+        return torch.stack(made, 1)
+
+
+class ByToken(Mixer):
+    """Everything inside the loop, the terms the other way round, product and sum by hand."""
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], a.shape[1], x.shape[2], dtype=x.dtype, device=x.device)
+        made = []
+        for t in range(x.shape[1]):
+            step = dt[:, t].unsqueeze(1)
+            entered = (x[:, t] * dt[:, t]).unsqueeze(1) * b[:, t].unsqueeze(-1)
+            h = entered + h * (a.t() * step).exp()
+            made.append((c[:, t].unsqueeze(-1) * h).sum(1, keepdim=True))
+        return torch.cat(made, 1)
+
+
+class Watched(Minimal):
+    """The same, but the mean of a state in the middle leaves the layer."""
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        decay = torch.exp(dt.unsqueeze(-1) * a)
+        entered = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
+        h = x.new_zeros(x.shape[0], x.shape[2], a.shape[1])
+        made, seen = [], x.new_zeros(())
+        for t in range(x.shape[1]):
+            h = decay[:, t] * h + entered[:, t]
+            seen = seen + h.mean()
+            made.append((h @ c[:, t].unsqueeze(-1)).squeeze(-1))
+        return torch.stack(made, 1) + seen
+
+
+class Squashed(Minimal):
+    """A nonlinearity inside the recurrence."""
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        decay = torch.exp(dt.unsqueeze(-1) * a)
+        entered = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
+        h = x.new_zeros(x.shape[0], x.shape[2], a.shape[1])
+        made = []
+        for t in range(x.shape[1]):
+            h = torch.tanh(decay[:, t] * h + entered[:, t])
+            made.append((h @ c[:, t].unsqueeze(-1)).squeeze(-1))
+        return torch.stack(made, 1)
+
+
+class Sigmoid(Minimal):
+    """A decay that is no exponential."""
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        decay = torch.sigmoid(dt.unsqueeze(-1) * a)
+        entered = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
+        h = x.new_zeros(x.shape[0], x.shape[2], a.shape[1])
+        made = []
+        for t in range(x.shape[1]):
+            h = decay[:, t] * h + entered[:, t]
+            made.append((h @ c[:, t].unsqueeze(-1)).squeeze(-1))
+        return torch.stack(made, 1)
+
+
+class Backwards(Minimal):
+    """From the last token to the first: no kernel for prompts runs so."""
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        decay = torch.exp(dt.unsqueeze(-1) * a)
+        entered = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
+        h = x.new_zeros(x.shape[0], x.shape[2], a.shape[1])
+        made = []
+        for t in reversed(range(x.shape[1])):
+            h = decay[:, t] * h + entered[:, t]
+            made.append((h @ c[:, t].unsqueeze(-1)).squeeze(-1))
+        return torch.stack(made, 1)
+
+
+class Centred(Minimal):
+    """A convolution that sees later tokens."""
+
+    def convolved(self, x: Tensor) -> Tensor:
+        return F.silu(self.conv(x.mT)[..., 1 : x.shape[1] + 1].mT)
+
+
+class Mixing(Minimal):
+    """A convolution over channels, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(self.inner, self.inner, self.window, padding=self.window - 1)
+
+
+class Padded(Minimal):
+    """Zeros are put before the first token by hand; no bias, no activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(self.inner, self.inner, self.window, groups=self.inner, bias=False)
+
+    def convolved(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x.mT, (self.window - 1, 0))).mT
+
+
+class Heads(nn.Module):
+    """A layer whose heads decay each by one number: what differs is `scan` of a subclass."""
+
+    width, heads, inner, state, groups, chunk = 8, 4, 3, 5, 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, self.width)
+        self.enter = nn.Linear(self.width, self.heads * (self.inner + 1), bias=False)
+        self.choose = nn.Linear(self.width, 2 * self.groups * self.state, bias=False)
+        self.decays = nn.Parameter(torch.empty(self.heads))
+        self.leave = nn.Linear(self.heads * self.inner, self.width, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids)
+        x, dt = self.enter(hidden).split([self.heads * self.inner, self.heads], -1)
+        x, dt = x.unflatten(-1, (self.heads, self.inner)), F.softplus(dt)
+        b, c = self.choose(hidden).unflatten(-1, (2, self.groups, self.state)).unbind(2)
+        b, c = (t.repeat_interleave(self.heads // self.groups, 2) for t in (b, c))
+        y = self.scan(x * dt.unsqueeze(-1), -self.decays.exp() * dt, b, c)
+        out: Tensor = self.leave(y.flatten(2))
+        return out
+
+    def scan(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Any:
+        """y [B, S, H, P] of x [B, S, H, P], a [B, S, H], b and c [B, S, H, N]."""
+        raise NotImplementedError
+
+
+class Listing(Heads):
+    """The chunked form with einsum: differences of running sums, and the same over chunks."""
+
+    def scan(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        x, a, b, c = (t.unflatten(1, (-1, self.chunk)) for t in (x, a, b, c))
+        a = a.permute(0, 3, 1, 2)
+        sums = a.cumsum(-1)
+        inside = torch.exp(differences_of(a))
+        y = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", c, b, inside, x)
+        left = torch.exp(sums[..., -1:] - sums)
+        states = torch.einsum("bclhn,bhcl,bclhp->bchpn", b, left, x)
+        states = torch.cat([torch.zeros_like(states[:, :1]), states], dim=1)
+        across = torch.exp(differences_of(F.pad(sums[..., -1], (1, 0))))
+        begun = torch.einsum("bhzc,bchpn->bzhpn", across, states)[:, :-1]
+        y = y + torch.einsum("bclhn,bchpn,bhcl->bclhp", c, begun, sums.exp())
+        return y.flatten(1, 2)
+
+
+def differences_of(a: Tensor) -> Tensor:
+    """[..., l, s]: the sum of a over s < k <= l; minus infinity where s > l."""
+    sums, size = a.cumsum(-1), a.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=a.device).triu(1)
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, -torch.inf)
+
+
+class Turned(Listing):
+    """The masks and differences the wrong way round: no recurrence over tokens."""
+
+    def scan(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return super().scan(x, a.cumsum(1), b, c)
+
+
+class Decayed(Heads):
+    """One decay for each head, token by token."""
+
+    def scan(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], self.heads, self.inner, self.state)
+        made = []
+        for t in range(x.shape[1]):
+            entered = torch.einsum("bhp,bhn->bhpn", x[:, t], b[:, t])
+            h = h * a[:, t].exp()[..., None, None] + entered
+            made.append(torch.einsum("bhpn,bhn->bhp", h, c[:, t]))
+        return torch.stack(made, 1)
+
+
+class Gates(nn.Module):
+    """Recurrent cells by hand: gates are sigmoids, and states have no outer product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, 8)
+        self.cell = nn.Linear(16, 32)
+        self.leave = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        h = c = x.new_zeros(x.shape[0], 8)
+        made = []
+        for t in range(x.shape[1]):
+            i, f, o, g = self.cell(torch.cat((x[:, t], h), -1)).chunk(4, -1)
+            c = f.exp() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            made.append(h)
+        out: Tensor = self.leave(torch.stack(made, 1))
+        return out
