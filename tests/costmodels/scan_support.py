@@ -212,11 +212,22 @@ def differences_of(a: Tensor) -> Tensor:
     return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, -torch.inf)
 
 
-class Turned(Listing):
-    """The masks and differences the wrong way round: no recurrence over tokens."""
+class Forgetful(Listing):
+    """States decay from the start of their chunk, where they should to its end."""
 
     def scan(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        return super().scan(x, a.cumsum(1), b, c)
+        x, a, b, c = (t.unflatten(1, (-1, self.chunk)) for t in (x, a, b, c))
+        a = a.permute(0, 3, 1, 2)
+        sums = a.cumsum(-1)
+        y = torch.einsum(
+            "bclhn,bcshn,bhcls,bcshp->bclhp", c, b, torch.exp(differences_of(a)), x
+        )
+        states = torch.einsum("bclhn,bhcl,bclhp->bchpn", b, torch.exp(sums[..., :1] - sums), x)
+        states = torch.cat([torch.zeros_like(states[:, :1]), states], dim=1)
+        across = torch.exp(differences_of(F.pad(sums[..., -1], (1, 0))))
+        begun = torch.einsum("bhzc,bchpn->bzhpn", across, states)[:, :-1]
+        y = y + torch.einsum("bclhn,bchpn,bhcl->bclhp", c, begun, sums.exp())
+        return y.flatten(1, 2)
 
 
 class Decayed(Heads):
