@@ -219,9 +219,7 @@ class Forgetful(Listing):
         x, a, b, c = (t.unflatten(1, (-1, self.chunk)) for t in (x, a, b, c))
         a = a.permute(0, 3, 1, 2)
         sums = a.cumsum(-1)
-        y = torch.einsum(
-            "bclhn,bcshn,bhcls,bcshp->bclhp", c, b, torch.exp(differences_of(a)), x
-        )
+        y = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", c, b, torch.exp(differences_of(a)), x)
         states = torch.einsum("bclhn,bhcl,bclhp->bchpn", b, torch.exp(sums[..., :1] - sums), x)
         states = torch.cat([torch.zeros_like(states[:, :1]), states], dim=1)
         across = torch.exp(differences_of(F.pad(sums[..., -1], (1, 0))))

@@ -231,5 +231,6 @@ def test_pairs_of_tokens_in_chunks() -> None:
     from rooftrace.costmodels.rules.recurrences import _pairs
 
     for tokens, chunk in ((8, 4), (10, 4), (3, 4), (1, 1), (7, 7)):
-        pairs = sum(s <= l and s // chunk == l // chunk for l in range(tokens) for s in range(tokens))
-        assert _pairs(tokens, chunk) == pairs
+        every = [(one, two) for one in range(tokens) for two in range(tokens)]
+        seen = [one <= two and one // chunk == two // chunk for one, two in every]
+        assert _pairs(tokens, chunk) == sum(seen)

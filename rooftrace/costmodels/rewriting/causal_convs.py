@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import Editor
-from rooftrace.costmodels.rewriting.indexing import Dim, Factor, Walker, full, plain
+from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, Walker, full, plain
 from rooftrace.costmodels.rewriting.places import COPIES, Places
 from rooftrace.costmodels.rewriting.scans import (
     as_before,
@@ -34,13 +34,13 @@ CONV_UPDATE = "rooftrace.causal_conv1d_update.default"
 class _Conv:
     """x, y and state are read at axes b, c and t; the filters [C, K] at c and k."""
 
-    x: Factor
-    y: Factor
-    weight: Factor
-    bias: Factor | None
+    x: ReadValue
+    y: ReadValue
+    weight: ReadValue
+    bias: ReadValue | None
     place: Op
     activation: str = ""
-    state: Factor | None = None
+    state: ReadValue | None = None
     written: Op | None = None
 
 
@@ -90,13 +90,13 @@ def _conv(walker: Walker, op: Op) -> _Conv | None:
     dims = tuple(full(axis, n) for axis, n in zip("bct", shape, strict=True))
     behind = None
     if state is not None:
-        behind = Factor(state, (*dims[:2], full("l", values[state].shape[2])))
-    filters = Factor(weight, (full("c", channels), Dim(()), full("k", length)))
+        behind = ReadValue(state, (*dims[:2], full("l", values[state].shape[2])))
+    filters = ReadValue(weight, (full("c", channels), Dim(()), full("k", length)))
     return _Conv(
-        x=walker.source(Factor(x, dims)),
-        y=Factor(made, dims),
+        x=walker.source(ReadValue(x, dims)),
+        y=ReadValue(made, dims),
         weight=walker.source(filters),
-        bias=walker.source(Factor(bias[0], (full("c", channels),))) if bias else None,
+        bias=walker.source(ReadValue(bias[0], (full("c", channels),))) if bias else None,
         place=walker.graph.ops[walker.graph.producers[made]],
         state=behind,
         written=written,
@@ -118,7 +118,11 @@ def _entered(
         pad = tuple(made.arguments["pad"])
         front = pad[0] - before
         return (made.inputs[0], None, front, None) if front >= 0 and not any(pad[1:]) else None
-    if made.name != "aten.cat" or int(made.arguments.get("dim", 0)) % 3 != 2 or len(made.inputs) != 2:
+    if (
+        made.name != "aten.cat"
+        or int(made.arguments.get("dim", 0)) % 3 != 2
+        or len(made.inputs) != 2
+    ):
         return None
     state, x = made.inputs
     front = values[state].shape[2] - before
@@ -137,7 +141,7 @@ def _moves(walker: Walker, written: Op, whole: int, state: int) -> bool:
     if written.name != "aten.copy_" or written.inputs[0] != state:
         return False
     shape = values[state].shape
-    read = Factor(written.inputs[1], tuple(full(d, n) for d, n in enumerate(shape)))
+    read = ReadValue(written.inputs[1], tuple(full(d, n) for d, n in enumerate(shape)))
     pieces = walker.holding(read, whole) or []
     start = values[whole].shape[2] - shape[2]
     last = Dim(full(2, shape[2]).atoms, start)
@@ -178,7 +182,7 @@ def _with_activation(walker: Walker, conv: _Conv) -> _Conv:
             return conv
         op = readers[0]
         if op.name == "aten.silu":
-            after = Factor(op.outputs[0], now.dims)
+            after = ReadValue(op.outputs[0], now.dims)
             return replace(conv, y=after, place=op, activation="silu")
         if op.kind != "view" or op.repeats != conv.place.repeats:
             return conv
@@ -189,7 +193,7 @@ def _with_activation(walker: Walker, conv: _Conv) -> _Conv:
 
 
 def _emit(edit: Editor, walker: Walker, conv: _Conv) -> None:
-    like, values = conv.place, edit.values
+    like, values = edit.kernel_for(conv.place), edit.values
     x = laid_out(edit, like, conv.x, "bct")
     order, strides = memory_order(conv.y, values[conv.y.value], "bct")
     arguments: dict[str, Argument] = {

@@ -17,9 +17,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Axis,
     Dim,
-    Factor,
     Names,
-    Summed,
+    ReadValue,
+    SumAxis,
     Walker,
     full,
     named,
@@ -64,11 +64,11 @@ class _Chunk:
     column: Axis
     over: Axis
     length: int
-    logarithm: Factor
-    queries: Factor
-    keys: Factor
-    x: Factor
-    y: Factor
+    logarithm: ReadValue
+    queries: ReadValue
+    keys: ReadValue
+    x: ReadValue
+    y: ReadValue
 
 
 def _chunked(walker: Walker, op: Op) -> Scan | None:
@@ -87,7 +87,7 @@ def _chunked(walker: Walker, op: Op) -> Scan | None:
 # -- decays ----------------------------------------------------------------------------------------
 
 
-def _segments(walker: Walker, read: Factor) -> tuple[Factor, Dim, Dim] | None:
+def _segments(walker: Walker, read: ReadValue) -> tuple[ReadValue, Dim, Dim] | None:
     """a, row and column, where a value is the exponential of the sum of a over column < k <= row.
 
     a is what is summed up, read at the row.
@@ -97,7 +97,7 @@ def _segments(walker: Walker, read: Factor) -> tuple[Factor, Dim, Dim] | None:
     if op is None or op.name != "aten.exp" or len(factor.dims) < 2:
         return None
     walker.passed.add(op.id)
-    masked = walker.source(Factor(op.inputs[0], factor.dims))
+    masked = walker.source(ReadValue(op.inputs[0], factor.dims))
     op = walker.maker(masked.value)
     if op is None or op.name != "aten.masked_fill" or op.arguments.get("value") != -math.inf:
         return None
@@ -126,7 +126,7 @@ def _segments(walker: Walker, read: Factor) -> tuple[Factor, Dim, Dim] | None:
     return None if column in a.dims and column.atoms else (a, row, column)
 
 
-def _running(walker: Walker, factor: Factor, along: Dim) -> Factor | None:
+def _running(walker: Walker, factor: ReadValue, along: Dim) -> ReadValue | None:
     """What a value is the running sum of, along the dimension that is read so."""
     op = walker.maker(factor.value)
     if op is None or op.name != "aten.cumsum":
@@ -134,16 +134,15 @@ def _running(walker: Walker, factor: Factor, along: Dim) -> Factor | None:
     if factor.dims[int(op.arguments["dim"])] != along:
         return None
     walker.passed.add(op.id)
-    return walker.source(Factor(op.inputs[0], factor.dims))
+    return walker.source(ReadValue(op.inputs[0], factor.dims))
 
 
 def _triangle(walker: Walker, mask: int) -> int | None:
     """k, where a mask [rows, columns] is true at column - row >= k; None for any other mask."""
     factor = walker.source(walker.fresh(mask))
     op = walker.maker(factor.value)
-    if op is None or factor.dims != walker.fresh(factor.value).dims:
-        if op is None or factor.value != mask and len(factor.dims) != 2:
-            return None
+    if op is None or factor.dims != walker.fresh(mask).dims[-2:]:
+        return None
     if op.name in ("aten.bitwise_not", "aten.logical_not"):
         below = _lower(walker, op.inputs[0])
         return None if below is None else below + 1
@@ -174,7 +173,7 @@ def _within(walker: Walker, exp: Op) -> _Chunk | None:
     if sums is None or any(len(dim.atoms) != 1 for dim in sums[1:]):
         return None
     a, row, column = sums
-    l, s = row.atoms[0].axis, column.atoms[0].axis
+    later, earlier = row.atoms[0].axis, column.atoms[0].axis
     front, seen = [decays.value], set[int]()
     while front and len(seen) < _LONGEST:
         for op in walker.readers[front.pop(0)]:
@@ -182,7 +181,7 @@ def _within(walker: Walker, exp: Op) -> _Chunk | None:
                 continue
             seen.add(op.id)
             if op.name in SUMS:
-                chunk = _products(walker, op, decays, (a, l, s, row.atoms[0].size))
+                chunk = _products(walker, op, decays, (a, later, earlier, row.atoms[0].size))
                 if chunk is not None:
                     return chunk
             if op.kind == "view" or op.name in (*COPIES, "aten.mul", *SUMS):
@@ -191,10 +190,10 @@ def _within(walker: Walker, exp: Op) -> _Chunk | None:
 
 
 def _products(
-    walker: Walker, op: Op, decays: Factor, known: tuple[Factor, Axis, Axis, int]
+    walker: Walker, op: Op, decays: ReadValue, known: tuple[ReadValue, Axis, Axis, int]
 ) -> _Chunk | None:
     """y within a chunk as the product of C, B, the decays and x, summed over s and the state."""
-    a, l, s, length = known
+    a, later, earlier, length = known
     y = walker.fresh(op.outputs[0])
     pieces = walker.holding(y, decays.value) or []
     own = [piece for piece in pieces if piece.value == decays.value]
@@ -205,15 +204,15 @@ def _products(
         renamed(part, names)
         for piece in pieces
         if piece.value != decays.value
-        for part in walker.apart(piece, lambda f: not _both(f, names, l, s))
+        for part in walker.apart(piece, lambda f: not _both(f, names, {later, earlier}))
     ]
-    over = {ax for f in factors if f for ax in f.axes if isinstance(ax, Summed)}
+    over = {ax for f in factors if f for ax in f.axes if isinstance(ax, SumAxis)}
     called_y = renamed(y, names)
-    if len(factors) != 3 or len(over) != 1 or called_y is None or s in called_y.axes:
+    if len(factors) != 3 or len(over) != 1 or called_y is None or earlier in called_y.axes:
         return None
     n = over.pop()
     found_ = {
-        name: [f for f in factors if f and (l in f.axes, s in f.axes, n in f.axes) == which]
+        name: [f for f in factors if f and tuple(a in f.axes for a in (later, earlier, n)) == which]
         for name, which in (
             ("queries", (True, False, True)),
             ("keys", (False, True, True)),
@@ -223,21 +222,21 @@ def _products(
     if any(len(matching) != 1 for matching in found_.values()):
         return None
     return _Chunk(
-        row=l, column=s, over=n, length=length, logarithm=a, y=called_y,
+        row=later, column=earlier, over=n, length=length, logarithm=a, y=called_y,
         **{name: matching[0] for name, matching in found_.items()},
     )  # fmt: skip
 
 
-def _both(factor: Factor, names: Names, l: Axis, s: Axis) -> bool:
+def _both(factor: ReadValue, names: Names, pair: set[Axis]) -> bool:
     """Whether a factor depends on both tokens of a pair."""
     axes = {other.axis for axis in factor.axes for _, other in names.get(axis, ())}
-    return {l, s} <= axes
+    return pair <= axes
 
 
 # -- across chunks ---------------------------------------------------------------------------------
 
 
-def _total(walker: Walker, within: _Chunk) -> tuple[Factor, Factor] | None:
+def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None:
     """y of a chunk and the chunks before it, and the states that begin the chunks."""
     now = within.y
     while True:
@@ -268,20 +267,20 @@ def _total(walker: Walker, within: _Chunk) -> tuple[Factor, Factor] | None:
     return None if begun is None else (after, begun)
 
 
-def _from_start(walker: Walker, factor: Factor, within: _Chunk) -> bool:
+def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from the start of a chunk: the exponential of the sum of a."""
     op = walker.maker(factor.value)
     if op is None or op.name != "aten.exp":
         return False
     walker.passed.add(op.id)
-    inner = walker.source(Factor(op.inputs[0], factor.dims))
+    inner = walker.source(ReadValue(op.inputs[0], factor.dims))
     along = full(within.row, within.length)
     return _running(walker, inner, along) == within.logarithm
 
 
 def _states(
-    walker: Walker, within: _Chunk, begun: Factor, total: Factor
-) -> tuple[Axis | int, Factor | None, Factor | None] | None:
+    walker: Walker, within: _Chunk, begun: ReadValue, total: ReadValue
+) -> tuple[Axis | int, ReadValue | None, ReadValue | None] | None:
     """The axis of chunks (1 where there is one), the state of before, and that behind the last."""
     parts = walker.parts(begun)
     if len(parts) != 2:
@@ -310,24 +309,24 @@ def _states(
     return None
 
 
-def _ends_of_chunks(
-    walker: Walker, within: _Chunk, a: Factor, row: Dim, chunks: Atom
-) -> bool:
+def _ends_of_chunks(walker: Walker, within: _Chunk, a: ReadValue, row: Dim, chunks: Atom) -> bool:
     """Whether `a` is 0, and then the sum of a over each chunk."""
     op = walker.maker(a.value)
     if op is None or op.name != "aten.constant_pad_nd" or op.arguments.get("value", 0):
         return False
     pad = op.arguments["pad"]
-    place = [d for d, dim in enumerate(a.dims) if dim == row and (row.atoms or d == len(a.dims) - 1)]
+    place = [
+        d for d, dim in enumerate(a.dims) if dim == row and (row.atoms or d == len(a.dims) - 1)
+    ]
     if len(place) != 1 or tuple(pad) != (0,) * (2 * (len(a.dims) - 1 - place[0])) + (1, 0):
         return False
     walker.passed.add(op.id)
     dims = list(a.dims)
     dims[place[0]] = full(chunks.axis, chunks.size)
-    return _at_end(walker, walker.source(Factor(op.inputs[0], tuple(dims))), within)
+    return _at_end(walker, walker.source(ReadValue(op.inputs[0], tuple(dims))), within)
 
 
-def _at_end(walker: Walker, factor: Factor, within: _Chunk) -> bool:
+def _at_end(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the sum of a over a whole chunk."""
     end, row = Dim((), within.length - 1), full(within.row, within.length)
     if end not in factor.dims:
@@ -337,11 +336,15 @@ def _at_end(walker: Walker, factor: Factor, within: _Chunk) -> bool:
 
 
 def _left_behind(
-    walker: Walker, within: _Chunk, kept: Factor, place: int, chunk: Dim
-) -> tuple[Factor | None] | None:
+    walker: Walker, within: _Chunk, kept: ReadValue, place: int, chunk: Dim
+) -> tuple[ReadValue | None] | None:
     """The state of before the first chunk, where `kept` is that and the states of all chunks."""
     op = walker.maker(kept.value)
-    if op is None or op.name != "aten.cat" or int(op.arguments.get("dim", 0)) % len(kept.dims) != place:
+    if (
+        op is None
+        or op.name != "aten.cat"
+        or int(op.arguments.get("dim", 0)) % len(kept.dims) != place
+    ):
         return None
     walker.passed.add(op.id)
     if len(op.inputs) != 2 or walker.graph.values[op.inputs[0]].shape[place] != 1:
@@ -349,7 +352,7 @@ def _left_behind(
     first, states = op.inputs
     dims = (*kept.dims[:place], chunk, *kept.dims[place + 1 :])
     same = (within.keys.value, within.x.value)
-    pieces = walker.apart(Factor(states, dims), lambda f: f.value in same)
+    pieces = walker.apart(ReadValue(states, dims), lambda f: f.value in same)
     keys = [p for p in pieces if p.value == same[0]]
     x = [p for p in pieces if p.value == same[1]]
     decays = [p for p in pieces if p not in keys and p not in x]
@@ -360,17 +363,17 @@ def _left_behind(
     decay = None if names is None else renamed(decays[0], names)
     if read != within.keys or decay is None or not _to_end(walker, decay, within):
         return None
-    state = walker.source(Factor(first, (*dims[:place], Dim(()), *dims[place + 1 :])))
+    state = walker.source(ReadValue(first, (*dims[:place], Dim(()), *dims[place + 1 :])))
     return (None if blank(walker, state.value) else state,)
 
 
-def _to_end(walker: Walker, decay: Factor, within: _Chunk) -> bool:
+def _to_end(walker: Walker, decay: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from a token to the end of its chunk."""
     op = walker.maker(decay.value)
     if op is None or op.name != "aten.exp":
         return False
     walker.passed.add(op.id)
-    inner = walker.source(Factor(op.inputs[0], decay.dims))
+    inner = walker.source(ReadValue(op.inputs[0], decay.dims))
     op = walker.maker(inner.value)
     if op is None or op.name != "aten.sub" or len(op.inputs) != 2:
         return False
@@ -383,20 +386,22 @@ def _to_end(walker: Walker, decay: Factor, within: _Chunk) -> bool:
     return _moved(summed, column, row) == within.logarithm
 
 
-def _moved(factor: Factor, old: Dim, new: Dim) -> Factor | None:
+def _moved(factor: ReadValue, old: Dim, new: Dim) -> ReadValue | None:
     """A factor that is read at another index of one dimension."""
     if [atom.size for atom in old.atoms] == [atom.size for atom in new.atoms] and old.atoms:
         return renamed(factor, {old.atoms[0].axis: [(old.atoms[0], new.atoms[0])]})
-    return Factor(factor.value, tuple(new if d == old else d for d in factor.dims))
+    return ReadValue(factor.value, tuple(new if d == old else d for d in factor.dims))
 
 
-def _last(walker: Walker, begun: Factor, chunks: int, row: Dim) -> tuple[Factor | None] | None:
+def _last(
+    walker: Walker, begun: ReadValue, chunks: int, row: Dim
+) -> tuple[ReadValue | None] | None:
     """What is read of the states besides those that begin the chunks: the one behind the last."""
     whole = walker.source(begun)
     place = whole.dims.index(row) if row in whole.dims else None
     if place is None:
         return None
-    result: Factor | None = None
+    result: ReadValue | None = None
     front = [whole.value]
     while front:
         for op in walker.readers[front.pop()]:
@@ -423,13 +428,14 @@ def _last(walker: Walker, begun: Factor, chunks: int, row: Dim) -> tuple[Factor 
 def _scan(
     walker: Walker,
     within: _Chunk,
-    total: Factor,
+    total: ReadValue,
     chunk: Axis,
-    state: Factor | None,
-    last: Factor | None,
+    state: ReadValue | None,
+    last: ReadValue | None,
 ) -> Scan | None:
     """The recurrence with its axes called b, t, h, p and n."""
-    graph, size, length = walker.graph, {}, within.length
+    graph, length = walker.graph, within.length
+    size: dict[Axis, int] = {}
     read = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
     others = {"y": total, **({"last": last} if last else {}), **({"state": state} if state else {})}
     for factor in (*read.values(), *others.values()):
@@ -437,15 +443,13 @@ def _scan(
             for atom in dim.atoms:
                 size[atom.axis] = max(size.get(atom.axis, 1), atom.step * atom.size)
     token = {within.row, within.column, chunk}
-    a_axes = [ax for dim in within.logarithm.dims for ax, *_ in dim.atoms if ax not in token]
-    own = [ax for ax in size if ax in within.x.axes - token and ax not in a_axes]
+    of_decay = [ax for dim in within.logarithm.dims for ax, *_ in dim.atoms if ax not in token]
+    own = [ax for ax in size if ax in within.x.axes - token and ax not in of_decay]
     parts = walker.parts(within.logarithm)
-    shared = [ax for ax in a_axes if all(ax in part.axes for part in parts)]
-    heads = shared if len(parts) == 2 else [ax for ax in total.axes if ax in a_axes][1:]
-    order = [ax for dim in within.x.dims for ax, *_ in dim.atoms if ax in a_axes]
-    if len(parts) != 2:
-        heads = order[1:]
-    batch = [ax for ax in a_axes if ax not in heads]
+    heads = [ax for ax in of_decay if all(ax in part.axes for part in parts)]
+    if len(parts) != 2:  # what is first of x is the batch
+        heads = [ax for dim in within.x.dims for ax, *_ in dim.atoms if ax in of_decay][1:]
+    batch = [ax for ax in of_decay if ax not in heads]
     if max(len(own), len(heads), len(batch)) > 1:
         return None
     names: Names = {

@@ -34,7 +34,7 @@ class Dim(NamedTuple):
     start: int = 0
 
 
-class Factor(NamedTuple):
+class ReadValue(NamedTuple):
     """A value, read at these dims."""
 
     value: int
@@ -46,13 +46,13 @@ class Factor(NamedTuple):
         return frozenset(atom.axis for dim in self.dims for atom in dim.atoms)
 
 
-class Turn(NamedTuple):
+class TurnAxis(NamedTuple):
     """The axis of the iterations of a repeat."""
 
     repeat: int
 
 
-class Summed(NamedTuple):
+class SumAxis(NamedTuple):
     """An axis that a product or a sum adds over."""
 
     op: int
@@ -96,10 +96,10 @@ class Walker:
             if values[i].storage != i
         }
 
-    def fresh(self, value: int) -> Factor:
+    def fresh(self, value: int) -> ReadValue:
         """A value at dims of its own."""
         shape = self.graph.values[value].shape
-        return Factor(value, tuple(full((value, d), size) for d, size in enumerate(shape)))
+        return ReadValue(value, tuple(full((value, d), size) for d, size in enumerate(shape)))
 
     def maker(self, value: int) -> Op | None:
         """The op that made a value, where it is made of the same iteration's values alone."""
@@ -117,7 +117,7 @@ class Walker:
         for value in op.inputs:
             self.read(op, value)
 
-    def source(self, factor: Factor, at: int | None = None) -> Factor:
+    def source(self, factor: ReadValue, at: int | None = None) -> ReadValue:
         """What a value is a view, a copy, a cast or a padding of; as far back as the value `at`."""
         while True:
             before = self._before(factor) if factor.value != at else None
@@ -125,7 +125,7 @@ class Walker:
                 return factor
             factor = before
 
-    def parts(self, factor: Factor, at: int | None = None) -> tuple[Factor, ...]:
+    def parts(self, factor: ReadValue, at: int | None = None) -> tuple[ReadValue, ...]:
         """The factors of a product, or of a sum of products; the factor alone where it is none.
 
         None is gone through beyond the value `at`.
@@ -134,7 +134,7 @@ class Walker:
         op = self.maker(factor.value)
         if op is None or self.changes(factor.value):
             return (factor,)
-        made: tuple[Factor, ...] | None = None
+        made: tuple[ReadValue, ...] | None = None
         if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
             made = tuple(self.aligned(i, factor.dims) for i in op.inputs)
         elif op.name in ("aten.bmm", "aten.mm", "aten.mv"):
@@ -146,7 +146,7 @@ class Walker:
         self._pass(op)
         return tuple(self.source(part, at) for part in made)
 
-    def holding(self, factor: Factor, value: int) -> list[Factor] | None:
+    def holding(self, factor: ReadValue, value: int) -> list[ReadValue] | None:
         """A factor taken apart as far as is needed to see a value; None where it is not in it."""
         factor = self.source(factor, value)
         if factor.value == value:
@@ -163,7 +163,7 @@ class Walker:
             for piece in ([part] if pieces is None else pieces)
         ]
 
-    def apart(self, factor: Factor, whole: Callable[[Factor], bool]) -> list[Factor]:
+    def apart(self, factor: ReadValue, whole: Callable[[ReadValue], bool]) -> list[ReadValue]:
         """The factors of a value, each taken apart until it is `whole`, or no product."""
         factor = self.source(factor)
         if whole(factor):
@@ -173,11 +173,11 @@ class Walker:
             return [factor]
         return [piece for part in parts for piece in self.apart(part, whole)]
 
-    def aligned(self, value: int, dims: Sequence[Dim]) -> Factor:
+    def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
         """An operand that is broadcast to these dims."""
         shape = self.graph.values[value].shape
         dims = dims[len(dims) - len(shape) :]
-        return Factor(
+        return ReadValue(
             value, tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
         )
 
@@ -185,7 +185,7 @@ class Walker:
         """Whether an op writes into the bytes of a value after it was made."""
         return self.graph.values[value].storage in self._written
 
-    def _before(self, factor: Factor) -> Factor | None:
+    def _before(self, factor: ReadValue) -> ReadValue | None:
         value, dims = factor
         op = self.maker(value)
         if op is None or not op.inputs or self.changes(value):
@@ -195,7 +195,7 @@ class Walker:
         if moved is None:
             return None
         self._pass(op)
-        return Factor(op.inputs[0], moved)
+        return ReadValue(op.inputs[0], moved)
 
     def _moved(
         self, op: Op, value: int, dims: tuple[Dim, ...], shape: tuple[int, ...]
@@ -237,29 +237,31 @@ class Walker:
             if op.steps != {"index": 1}:
                 return None
             repeat = op.repeats[-1]
-            atoms = (Atom(Turn(repeat), 1, self.graph.repeats[repeat].count),)
+            atoms = (Atom(TurnAxis(repeat), 1, self.graph.repeats[repeat].count),)
         return (*dims[:dim], Dim(atoms, start), *dims[dim:])
 
-    def _product(self, op: Op, dims: tuple[Dim, ...]) -> tuple[Factor, ...] | None:
+    def _product(self, op: Op, dims: tuple[Dim, ...]) -> tuple[ReadValue, ...] | None:
         left, right = op.inputs
         shape = self.graph.values[left].shape
-        inner = full(Summed(op.id, 0), shape[-1])
+        inner = full(SumAxis(op.id, 0), shape[-1])
         if op.name == "aten.mv":
-            return Factor(left, (*dims, inner)), Factor(right, (inner,))
+            return ReadValue(left, (*dims, inner)), ReadValue(right, (inner,))
         *outer, row, column = dims
-        return Factor(left, (*outer, row, inner)), Factor(right, (*outer, inner, column))
+        return ReadValue(left, (*outer, row, inner)), ReadValue(right, (*outer, inner, column))
 
-    def _total(self, op: Op, dims: tuple[Dim, ...]) -> tuple[Factor, ...] | None:
+    def _total(self, op: Op, dims: tuple[Dim, ...]) -> tuple[ReadValue, ...] | None:
         shape = self.graph.values[op.inputs[0]].shape
         over = op.arguments.get("dim")
         if not isinstance(over, tuple) or not over:
             return None
         over = {d % len(shape) for d in over}
-        left = iter(d for i, d in enumerate(dims) if i not in over or not op.arguments.get("keepdim"))
-        read = tuple(
-            full(Summed(op.id, d), n) if d in over else next(left) for d, n in enumerate(shape)
+        left = iter(
+            d for i, d in enumerate(dims) if i not in over or not op.arguments.get("keepdim")
         )
-        return (Factor(op.inputs[0], read),)
+        read = tuple(
+            full(SumAxis(op.id, d), n) if d in over else next(left) for d, n in enumerate(shape)
+        )
+        return (ReadValue(op.inputs[0], read),)
 
 
 def _order(op: Op, rank: int) -> list[int]:
@@ -355,7 +357,7 @@ Names = dict[Axis, list[tuple[Atom, Atom]]]
 """By axis, its digits, each with the digit that it is called by."""
 
 
-def named(factor: Factor, dims: Sequence[Dim]) -> Names | None:
+def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
     """What the axes of a factor are called once it is read at `dims`; None where they differ."""
     names: Names = {}
     for own, other in zip(factor.dims, dims, strict=True):
@@ -382,7 +384,7 @@ def named(factor: Factor, dims: Sequence[Dim]) -> Names | None:
     return names
 
 
-def renamed(factor: Factor, names: Mapping[Axis, list[tuple[Atom, Atom]]]) -> Factor | None:
+def renamed(factor: ReadValue, names: Mapping[Axis, list[tuple[Atom, Atom]]]) -> ReadValue | None:
     """A factor with its axes called by other names; an axis without a name keeps its own."""
     made: list[Dim] = []
     for dim in factor.dims:
@@ -398,11 +400,13 @@ def renamed(factor: Factor, names: Mapping[Axis, list[tuple[Atom, Atom]]]) -> Fa
                     if lower % mine.step or upper % lower:
                         return None
                     size *= upper // lower
-                    atoms.append(Atom(other.axis, other.step * (lower // mine.step), upper // lower))
+                    atoms.append(
+                        Atom(other.axis, other.step * (lower // mine.step), upper // lower)
+                    )
             if size != atom.size:
                 return None
         made.append(Dim(joined(atoms), dim.start))
-    return Factor(factor.value, tuple(made))
+    return ReadValue(factor.value, tuple(made))
 
 
 def called(sizes: Mapping[Axis, tuple[Axis, int]]) -> Names:

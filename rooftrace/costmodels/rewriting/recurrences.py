@@ -8,17 +8,18 @@ and views do not matter (see `indexing`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Dim,
-    Factor,
-    Summed,
-    Turn,
+    ReadValue,
+    SumAxis,
+    TurnAxis,
     Walker,
     called,
     full,
@@ -42,7 +43,7 @@ def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:
     return fuse(graph, lambda walker: (scan for scan in scans(walker) if not scan.dual))
 
 
-def fuse(graph: OpGraph, find) -> tuple[OpGraph, int]:
+def fuse(graph: OpGraph, find: Callable[[Walker], Iterable[Scan]]) -> tuple[OpGraph, int]:
     """The graph with one op for each recurrence that `find` knows, and how many these are."""
     if not any(op.name == "aten.exp" for op in graph.ops):
         return graph, 0
@@ -69,7 +70,7 @@ class _Step:
     add: Op
     state: Ref
     before: int
-    factors: dict[str, Factor]
+    factors: dict[str, ReadValue]
     n: int
     inside: frozenset[int]
 
@@ -119,17 +120,19 @@ def _step(walker: Walker, add: Op) -> _Step | None:
     return None
 
 
-def _exponent(walker: Walker, decay: Ref, dims: Sequence[Dim]) -> Factor | None:
+def _exponent(walker: Walker, decay: Ref, dims: Sequence[Dim]) -> ReadValue | None:
     """What is exponentiated, read as the decay of a state."""
     if not plain((decay,)):
         return None
     factor = walker.source(walker.aligned(decay.id, dims))
     op = walker.maker(factor.value)
-    return Factor(op.inputs[0], factor.dims) if op is not None and op.name == "aten.exp" else None
+    return (
+        ReadValue(op.inputs[0], factor.dims) if op is not None and op.name == "aten.exp" else None
+    )
 
 
 def _with_sum(
-    walker: Walker, add: Op, product: Op, state: Ref, exponent: Factor, entered: Factor
+    walker: Walker, add: Op, product: Op, state: Ref, exponent: ReadValue, entered: ReadValue
 ) -> _Step | None:
     h = add.outputs[0]
     summed = _sum(walker, add)
@@ -156,9 +159,9 @@ def term_of(add: Op, product: Op) -> int:
     return next(i for i in add.inputs if i in product.outputs)
 
 
-def _sum(walker: Walker, add: Op) -> tuple[Factor, Factor, int, frozenset[int]] | None:
+def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[int]] | None:
     """y, what the state is multiplied by to make it, and the dimension that is summed."""
-    h, graph = add.outputs[0], walker.graph
+    h = add.outputs[0]
     front, seen = [h], dict[int, Op]()
     while front and len(seen) < _LONGEST:
         value = front.pop(0)
@@ -176,7 +179,7 @@ def _sum(walker: Walker, add: Op) -> tuple[Factor, Factor, int, frozenset[int]] 
     return None
 
 
-def _summed(walker: Walker, h: int, op: Op) -> tuple[Factor, Factor, int] | None:
+def _summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
     y = walker.fresh(op.outputs[0])
     pieces = walker.holding(y, h) or []
     own = [piece for piece in pieces if piece.value == h]
@@ -185,7 +188,7 @@ def _summed(walker: Walker, h: int, op: Op) -> tuple[Factor, Factor, int] | None
         return None
     shape = walker.graph.values[h].shape
     names = named(own[0], [full(d, n) for d, n in enumerate(shape)])
-    over = {a for a in own[0].axes if isinstance(a, Summed)}
+    over = {a for a in own[0].axes if isinstance(a, SumAxis)}
     if names is None or len(over) != 1:
         return None
     by, called_y = renamed(others[0], names), renamed(y, names)
@@ -196,8 +199,8 @@ def _summed(walker: Walker, h: int, op: Op) -> tuple[Factor, Factor, int] | None
 
 
 def decay_of(
-    walker: Walker, exponent: Factor, others: list[Factor]
-) -> dict[str, Factor] | None:
+    walker: Walker, exponent: ReadValue, others: list[ReadValue]
+) -> dict[str, ReadValue] | None:
     """dt, A and x: dt is what both the decay and what enters are multiplied by.
 
     Without such a factor, the exponent is the logarithm of the decay, and x enters as it is.
@@ -225,9 +228,9 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     counts = [_turns(walker, step) for step in chain]
     tokens = sum(counts)
     base = first.add.repeats if counts[0] == 1 else first.add.repeats[:-1]
-    if not all(counts) or not all(_kept_inside(walker, *pair) for pair in zip(chain, chain[1:], strict=False)):
+    if not all(counts) or not all(_kept_inside(walker, *pair) for pair in pairwise(chain)):
         return None
-    factors: dict[str, Factor] = {}
+    factors: dict[str, ReadValue] = {}
     for name in ("dt", "A", "B", "C", "x"):
         each = [step.factors.get(name) for step in chain]
         merged = _merged([f for f in each if f is not None], counts, tokens)
@@ -246,7 +249,7 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     if place.repeats != base:
         return None
     shape = graph.values[last.h].shape
-    after = Factor(last.h, tuple(full(d, n) for d, n in enumerate(shape)))
+    after = ReadValue(last.h, tuple(full(d, n) for d, n in enumerate(shape)))
     scan = _in_roles(walker, factors, y, after, first.n, tokens, place)
     if scan is None:
         return None
@@ -281,28 +284,28 @@ def ends(walker: Walker, value: int, inside: frozenset[int] = frozenset()) -> It
             yield op
 
 
-def _merged(each: Sequence[Factor], counts: Sequence[int], tokens: int) -> Factor | None:
+def _merged(each: Sequence[ReadValue], counts: Sequence[int], tokens: int) -> ReadValue | None:
     """What all steps read of one value, as one factor with an axis of tokens."""
     if len(each) != len(counts) or len({(f.value, len(f.dims)) for f in each}) != 1:
         return None
     dims = []
     for column in zip(*(f.dims for f in each), strict=True):
         start = column[0].start
-        turning = any(isinstance(a.axis, Turn) for d in column for a in d.atoms)
+        turning = any(isinstance(a.axis, TurnAxis) for d in column for a in d.atoms)
         if len(set(column)) == 1 and not turning:
             dims.append(column[0])
             continue
         place = start
         for dim, count in zip(column, counts, strict=True):
-            sizes = [a.size for a in dim.atoms if isinstance(a.axis, Turn)]
+            sizes = [a.size for a in dim.atoms if isinstance(a.axis, TurnAxis)]
             if dim.start != place or sizes != ([count] if count > 1 else []) or len(dim.atoms) > 1:
                 return None
             place += count
         dims.append(Dim((Atom("t", 1, tokens),), start))
-    return Factor(each[0].value, tuple(dims))
+    return ReadValue(each[0].value, tuple(dims))
 
 
-def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> Factor | None:
+def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> ReadValue | None:
     """What the y of all steps are put together to, in the order of the steps."""
     collector: Op | None = None
     items = []
@@ -333,7 +336,7 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
     called_ = None
     for step, item in zip(chain, items, strict=True):
         y = step.factors["y"]
-        pieces = walker.holding(Factor(item.id, tuple(inner)), y.value) or []
+        pieces = walker.holding(ReadValue(item.id, tuple(inner)), y.value) or []
         names = named(pieces[0], y.dims) if len(pieces) == 1 else None
         if names is None or sum(counts) != walker.graph.values[made.value].shape[dim]:
             return None
@@ -347,9 +350,9 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
 
 def _in_roles(
     walker: Walker,
-    factors: dict[str, Factor],
-    y: Factor,
-    after: Factor,
+    factors: dict[str, ReadValue],
+    y: ReadValue,
+    after: ReadValue,
     n: int,
     tokens: int,
     place: Op,
@@ -391,7 +394,7 @@ def _in_roles(
     )
 
 
-def _unwrapped(walker: Walker, dt: Factor) -> frozenset[object]:
+def _unwrapped(walker: Walker, dt: ReadValue) -> frozenset[object]:
     """The axes that dt depends on, before it is broadcast and a bias is added."""
     op = walker.maker(dt.value)
     if op is None or op.name not in ("aten.clamp", "aten.softplus", "aten.add"):
@@ -408,7 +411,9 @@ def _ending(walker: Walker, scan: Scan, step: _Step, base: tuple[int, ...]) -> S
     writes = [
         op
         for op in reading
-        if op.name == "aten.copy_" and "state" in scan.factors and values[op.inputs[0]].storage == own
+        if op.name == "aten.copy_"
+        and "state" in scan.factors
+        and values[op.inputs[0]].storage == own
         and values[op.outputs[0]].shape == values[step.before].shape
     ]
     if scan.sizes["t"] == 1 and len(writes) == 1 and reading == writes:

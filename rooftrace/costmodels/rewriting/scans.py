@@ -16,7 +16,7 @@ from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Dim,
-    Factor,
+    ReadValue,
     Walker,
     named,
     plain,
@@ -44,15 +44,16 @@ class Scan:
 
     factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
     state behind the last token, where it is read.  written: the op that writes that into the state
-    of before.  options: softplus, low, high, A_log; chunk: tokens of a chunk.  dropped: ids of the ops whose results the op
-    makes itself.  inside: of all ops that it stands for.
+    of before.  options: softplus, low, high, A_log; chunk: tokens of a chunk.  first: id of the
+    first op of the recurrence.  dropped: ids of the ops whose results the op makes itself.  inside:
+    of all ops that it stands for.
     """
 
     dual: bool
     sizes: Mapping[str, int]
-    factors: Mapping[str, Factor]
-    y: Factor
-    last: Factor | None = None
+    factors: Mapping[str, ReadValue]
+    y: ReadValue
+    last: ReadValue | None = None
     written: Op | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     chunk: int = USUAL_CHUNK
@@ -83,7 +84,7 @@ def finished(walker: Walker, scan: Scan) -> Scan | None:
     return scan if _fits(scan) and not _overwritten(walker, scan) else None
 
 
-def _whole_groups(factor: Factor, heads: int) -> bool:
+def _whole_groups(factor: ReadValue, heads: int) -> bool:
     """Whether heads that share a key stand side by side."""
     digits = [atom for dim in factor.dims for atom in dim.atoms if atom.axis == "h"]
     return all(atom.step * atom.size == heads for atom in digits) and len(digits) <= 1
@@ -112,25 +113,24 @@ def _with_steps(walker: Walker, scan: Scan) -> Scan:
     """dt before clamp, softplus and a bias, as far as it has them in this order."""
     options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
     factor = scan.factors["dt"]
-    bias: Factor | None = None
+    bias: ReadValue | None = None
     op = walker.maker(factor.value)
     if op is not None and op.name == "aten.clamp" and len(op.inputs) == 1:
         options |= {"low": op.arguments.get("min"), "high": op.arguments.get("max")}
-        factor = walker.source(Factor(op.inputs[0], factor.dims))
+        factor = walker.source(ReadValue(op.inputs[0], factor.dims))
         op = walker.maker(factor.value)
     plain_softplus = op is not None and not {"beta", "threshold"} & set(op.arguments)
     if op is not None and op.name == "aten.softplus" and plain_softplus:
         options["softplus"] = True
-        factor = walker.source(Factor(op.inputs[0], factor.dims))
+        factor = walker.source(ReadValue(op.inputs[0], factor.dims))
         op = walker.maker(factor.value)
     before = options["softplus"] or options["low"] is not None
     if before and op is not None and op.name == "aten.add" and _is_sum(op):
         sides = [walker.source(walker.aligned(i, factor.dims)) for i in op.inputs]
         for side, other in (sides, sides[::-1]):
-            if side.axes <= {"h", "p"} and other.axes & {"b", "t"} | set() == other.axes & {"b", "t"}:
-                if not side.axes & {"b", "t"} and walker.graph.owner(side.value).role == "weights":
-                    factor, bias = other, side
-                    break
+            stored = walker.graph.owner(side.value).role == "weights"
+            if bias is None and stored and side.axes <= {"h", "p"}:
+                factor, bias = other, side
     factors = {**scan.factors, "dt": factor}
     if bias is not None:
         factors["dt_bias"] = bias
@@ -145,7 +145,7 @@ def _with_decay(walker: Walker, scan: Scan) -> Scan:
         op = None if made is None else walker.maker(made.value)
         if made is None or op is None or op.name != name:
             return replace(scan, options={**scan.options, "A_log": False})
-        made = walker.source(Factor(op.inputs[0], made.dims))
+        made = walker.source(ReadValue(op.inputs[0], made.dims))
     stored = made is not None and values[values[made.value].storage].role == "weights"
     if made is None or not stored:
         return replace(scan, options={**scan.options, "A_log": False})
@@ -169,7 +169,7 @@ def _with_last(walker: Walker, scan: Scan) -> Scan:
         return scan
     return replace(
         scan,
-        last=Factor(copy.outputs[0], scan.last.dims),
+        last=ReadValue(copy.outputs[0], scan.last.dims),
         dropped=scan.dropped | {empty.id, copy.id},
     )
 
@@ -201,9 +201,12 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
             scan = replace(scan, y=after, place=op, factors={**scan.factors, **more})
         elif op.name in ("aten.add", "aten.mul", "aten.add_", "aten.mul_"):
             return scan
-        elif op.name == "aten._to_copy" or _cuts(walker, op) or (
-            scan.dual and op.name in COPIES
-        ) or not _fits(scan):
+        elif (
+            op.name == "aten._to_copy"
+            or _cuts(walker, op)
+            or (scan.dual and op.name in COPIES)
+            or not _fits(scan)
+        ):
             scan = replace(scan, y=after, place=op)
 
 
@@ -212,7 +215,7 @@ def _cuts(walker: Walker, op: Op) -> bool:
     return op.name == "aten.slice" and values[op.inputs[0]].shape != values[op.outputs[0]].shape
 
 
-def onto(walker: Walker, value: int, now: Factor) -> Factor | None:
+def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
     """A value that is made of another one, with its axes called as those of the other."""
     fresh = walker.fresh(value)
     op = walker.graph.ops[walker.graph.producers[value]]
@@ -227,7 +230,7 @@ def onto(walker: Walker, value: int, now: Factor) -> Factor | None:
     return None if names is None else renamed(fresh, names)
 
 
-def _absorbed(walker: Walker, scan: Scan, op: Op, after: Factor) -> dict[str, Factor] | None:
+def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str, ReadValue] | None:
     """The further operands of the kernel, where an op adds D x or multiplies by silu(z)."""
     if len(op.inputs) != 2 or "z" in scan.factors:
         return None
@@ -239,16 +242,15 @@ def _absorbed(walker: Walker, scan: Scan, op: Op, after: Factor) -> dict[str, Fa
             skips = [part for part in parts if part != x]
             if len(parts) == 2 and len(skips) == 1 and skips[0].axes <= {"h", "p"}:
                 return {"D": skips[0]}
-        maker = walker.maker(other.value)
-        if op.name in ("aten.mul", "aten.mul_") and maker is not None:
-            if maker.name == "aten.silu":
-                gate = walker.source(Factor(maker.inputs[0], other.dims))
-                if gate.axes == after.axes:
-                    return {"z": gate}
+        maker = walker.maker(other.value) if op.name in ("aten.mul", "aten.mul_") else None
+        if maker is not None and maker.name == "aten.silu":
+            gate = walker.source(ReadValue(maker.inputs[0], other.dims))
+            if gate.axes == after.axes:
+                return {"z": gate}
     return None
 
 
-def clamped(walker: Walker, factor: Factor) -> Factor:
+def clamped(walker: Walker, factor: ReadValue) -> ReadValue:
     """A factor without the zeros that it is padded with: digits as long as its dimensions."""
     shape = walker.graph.values[factor.value].shape
     dims = tuple(
@@ -257,7 +259,7 @@ def clamped(walker: Walker, factor: Factor) -> Factor:
         else d
         for n, d in zip(shape, factor.dims, strict=True)
     )
-    return Factor(factor.value, dims)
+    return ReadValue(factor.value, dims)
 
 
 _BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
@@ -274,7 +276,7 @@ def blank(walker: Walker, value: int) -> bool:
 
 def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
     """The kernels of a recurrence, and their results as the values that were read before."""
-    like, values, sizes = scan.place, edit.values, scan.sizes
+    like, values, sizes = edit.kernel_for(scan.place), edit.values, scan.sizes
     operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)
     for name, factor in scan.factors.items():
         operands[name] = laid_out(edit, like, clamped(walker, factor), LAYOUTS[name])
@@ -316,7 +318,7 @@ def _emit_dual(
     Sums of decays, products and the states of chunks are in fp32, the states that begin the chunks
     in the precision of C.
     """
-    like, sizes, (y, last, wide) = scan.place, scan.sizes, results
+    like, sizes, (y, last, wide) = edit.kernel_for(scan.place), scan.sizes, results
     length = scan.chunk
     count = -(-sizes["t"] // length)
     batch, heads = sizes["b"], sizes["h"]
@@ -347,7 +349,9 @@ def _emit_dual(
     part("output", ("x", "C", "D", "z"), ending, (y,))
 
 
-def memory_order(factor: Factor, tensor: Tensor, axes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def memory_order(
+    factor: ReadValue, tensor: Tensor, axes: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How a value lies in memory: its axes, outermost first, and the strides of each."""
     strides = {}
     for dim, stride in zip(factor.dims, tensor.stride, strict=True):
@@ -356,11 +360,13 @@ def memory_order(factor: Factor, tensor: Tensor, axes: str) -> tuple[tuple[int, 
             stride *= atom.size
     known = sorted(strides, key=lambda axis: -strides[axis])
     order = [axis for axis in axes if axis not in strides] + known
-    return tuple(axes.index(axis) for axis in order), tuple(strides.get(axis, 1) for axis in axes)
+    return tuple(axes.index(str(axis)) for axis in order), tuple(
+        strides.get(axis, 1) for axis in axes
+    )
 
 
 def replaces(
-    edit: Editor, walker: Walker, like: Op, made: int, before: Factor, axes: str
+    edit: Editor, walker: Walker, like: Op, made: int, before: ReadValue, axes: str
 ) -> None:
     """The value of before, and its views, as views of a new one; as a copy in its own precision."""
     values = edit.values
@@ -375,11 +381,15 @@ def replaces(
         edit.emit(like, "aten._to_copy.default", cast, (before.value,))
         return
     edit.emit(
-        like, "aten.reshape.default", {"self": seen, "shape": old.shape}, (before.value,), kind="view"
+        like,
+        "aten.reshape.default",
+        {"self": seen, "shape": old.shape},
+        (before.value,),
+        kind="view",
     )
 
 
-def _arranged(edit: Editor, like: Op, made: Ref, before: Factor, axes: str) -> Ref:
+def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
     """A value with its dimensions in the order in which another one has them."""
     there = [str(atom.axis) for dim in before.dims for atom in dim.atoms]
     order = tuple(axes.index(a) for a in [*(a for a in axes if a not in there), *there])
@@ -394,7 +404,9 @@ def _views(walker: Walker, value: int) -> set[int]:
         seen.add(now)
         for op in walker.readers[now]:
             front += [
-                i for i in op.outputs if values[i].storage == values[value].storage and i not in seen
+                i
+                for i in op.outputs
+                if values[i].storage == values[value].storage and i not in seen
             ]
     return seen
 
@@ -407,7 +419,7 @@ def as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
     )
 
 
-def laid_out(edit: Editor, like: Op, factor: Factor, axes: Collection[str]) -> Ref:
+def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -> Ref:
     """An operand with a dimension for each of these axes, of one element where it has none."""
     ref = Ref(factor.value)
     for d, dim in enumerate(factor.dims):
@@ -416,7 +428,8 @@ def laid_out(edit: Editor, like: Op, factor: Factor, axes: Collection[str]) -> R
             length *= atom.size
         ref = edit.sliced(like, ref, d, dim.start, dim.start + length)
     tensor = edit.values[ref.id]
-    atoms, stride = [], []
+    atoms: list[Atom] = []
+    stride: list[int] = []
     for dim, step in zip(factor.dims, tensor.stride, strict=True):
         steps = []
         for atom in reversed(dim.atoms):

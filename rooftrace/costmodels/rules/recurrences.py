@@ -150,5 +150,5 @@ def causal_conv1d(op: OpView) -> Cost:
 @builtin("rooftrace.causal_conv1d_update", kind="elementwise", family="convolution",
          label="causal conv1d update")
 def causal_conv1d_update(op: OpView) -> Cost:
-    """The same of the next tokens; the state is read and written in its place."""
+    """The causal convolution of the next tokens; the state is read and written in its place."""
     return _convolved(op, op.needed("x"))

@@ -11,6 +11,7 @@ G groups of heads with keys and queries of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from torch.nn import functional as F
 from rooftrace.tracer.whole.library import define
 
 
-def _laid_out(like: Tensor, shape: Sequence[int], order: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _laid_out(
+    like: Tensor, shape: Sequence[int], order: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """An empty tensor whose dimensions lie in memory in this order, outermost first."""
     inner = like.new_empty([shape[d] for d in order], dtype=dtype)
     return inner.permute([list(order).index(d) for d in range(len(shape))])
@@ -82,26 +85,42 @@ def _scan(
     return out, h.clone()
 
 
-def _scan_meta(x: Tensor, dt: Tensor, A: Tensor | None, B: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _scan_meta(
+    x: Tensor, dt: Tensor, A: Tensor | None, B: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     *_, order, dtype = rest
     batch, _, heads, width = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = _laid_out(x, x.shape, order, dtype)  # type: ignore[arg-type]
+    out = _laid_out(x, x.shape, order, dtype)
     return out, x.new_empty((batch, heads, width, B.shape[-1]), dtype=wide)
 
 
-def _update(state: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _update(state: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """One token of the scan, whose state is overwritten; the arguments behind are the same."""
     dt, a, b, c, d, z, bias, softplus, low, high, log, order, dtype = rest
     out, last = _scan(
-        x, dt, a, b, c, d, z, bias, state, softplus, low, high, log, order, dtype  # type: ignore[arg-type]
+        x,
+        dt,
+        a,
+        b,
+        c,
+        d,
+        z,
+        bias,
+        state,
+        softplus,
+        low,
+        high,
+        log,
+        order,
+        dtype,
     )
     return state.copy_(last), out
 
 
-def _update_meta(state: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _update_meta(state: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, order, dtype = rest
-    return state, _laid_out(x, x.shape, order, dtype)  # type: ignore[arg-type]
+    return state, _laid_out(x, x.shape, order, dtype)
 
 
 # -- the five kernels of state-space duality -------------------------------------------------------
@@ -116,7 +135,8 @@ def _chunks(x: Tensor, chunk: int, heads: int | None = None) -> Tensor:
     its heads."""
     x = x.to(_wide(x))
     x = x if heads is None else x.repeat_interleave(heads // x.shape[2], 2)
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk))
+    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk))
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
 
 
 def _dual_steps(
@@ -140,8 +160,8 @@ def _dual_steps(
     return cut[0].contiguous(), cut[1].cumsum(-1)
 
 
-def _dual_steps_meta(dt: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    chunk = int(rest[-1])  # type: ignore[call-overload]
+def _dual_steps_meta(dt: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    chunk = int(rest[-1])
     shape = (dt.shape[0], dt.shape[2], -(-dt.shape[1] // chunk), chunk)
     return dt.new_empty(shape, dtype=_wide(dt)), dt.new_empty(shape, dtype=_wide(dt))
 
@@ -214,9 +234,9 @@ def _dual_output(
     return _laid_out(x, x.shape, order, dtype).copy_(y)
 
 
-def _dual_output_meta(products: Tensor, x: Tensor, *rest: object) -> Tensor:
+def _dual_output_meta(products: Tensor, x: Tensor, *rest: Any) -> Tensor:
     *_, order, dtype = rest
-    return _laid_out(x, x.shape, order, dtype)  # type: ignore[arg-type]
+    return _laid_out(x, x.shape, order, dtype)
 
 
 # -- convolutions ----------------------------------------------------------------------------------
@@ -250,7 +270,7 @@ def _conv_update(
     activation: str,
     order: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The same behind the last columns in `state` [B, C, L], which moves on by those of x."""
+    """The causal convolution behind the last columns, `state` [B, C, L]; x moves them on."""
     whole = torch.cat((state, x), -1)
     last = weight.shape[1] - 1 + x.shape[-1]
     y = _convolved(whole[..., whole.shape[-1] - last :], weight, bias, activation)
@@ -269,7 +289,9 @@ def _conv_update_meta(
     return state, _laid_out(x, x.shape, order, x.dtype)
 
 
-_OPERANDS = "Tensor x, Tensor dt, Tensor? A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
+_OPERANDS = (
+    "Tensor x, Tensor dt, Tensor? A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
+)
 _CHOICES = "bool softplus, float? low, float? high, bool A_log"
 _LAYOUT = "int[] order, ScalarType dtype"
 define(
