@@ -261,3 +261,48 @@ class Gates(nn.Module):
             made.append(h)
         out: Tensor = self.leave(torch.stack(made, 1))
         return out
+
+
+class Steps(nn.Module):
+    """A layer with a state of the last columns: a convolution for prompts, a sum for a token.
+
+    new: the columns are put together anew, where else the state is rolled and written in place.
+    """
+
+    width, window, new = 6, 4, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, self.width)
+        self.conv = nn.Conv1d(self.width, self.width, self.window, groups=self.width,
+                              padding=self.window - 1)  # fmt: skip
+
+    def forward(self, ids: Tensor, memory: Any = None) -> dict[str, Any]:
+        x = self.table(ids).mT
+        if memory is None:
+            kept = F.pad(x, (self.window - x.shape[-1], 0)) if x.shape[-1] < self.window else x
+            y = self.conv(x)[..., : x.shape[-1]]
+            return {"logits": F.silu(y).mT, "memory": [kept[..., -self.window :].clone()]}
+        (state,) = memory
+        if self.new:
+            state = torch.cat((state[..., 1:], x), -1)
+        else:
+            self.moved(state, x[..., 0])
+        y = (state * self.conv.weight[:, 0]).sum(-1) + self.conv.bias
+        return {"logits": F.silu(y)[:, None], "memory": [state]}
+
+    def moved(self, state: Tensor, x: Tensor) -> None:
+        state.copy_(state.roll(-1, -1))
+        state[..., -1] = x
+
+
+class NewSteps(Steps):
+    new = True
+
+
+class WrongSteps(Steps):
+    """The new column is written where the oldest one was."""
+
+    def moved(self, state: Tensor, x: Tensor) -> None:
+        state.copy_(state.roll(-1, -1))
+        state[..., 0] = x

@@ -234,3 +234,22 @@ def test_pairs_of_tokens_in_chunks() -> None:
         every = [(one, two) for one in range(tokens) for two in range(tokens)]
         seen = [one <= two and one // chunk == two // chunk for one, two in every]
         assert _pairs(tokens, chunk) == sum(seen)
+
+
+@pytest.mark.parametrize("kind", (layers.Steps, layers.NewSteps), ids=lambda kind: kind.__name__)
+def test_a_step_that_sums_the_last_columns_by_hand(kind: Any) -> None:
+    module = filled(kind(), torch.float64)
+    graph = traced(module, "decode")
+    result, count = changes(graph, "causal-conv1d")
+    assert count == {"causal-conv1d": 1} and differences(graph, result, module) < EXACT
+    assert not {"aten.mul", "aten.sum", "aten.cat", "aten.roll", "aten.copy_"} & {
+        op.name for op in result.ops
+    }
+    prompt, found_ = changes(traced(module, "prefill"), "causal-conv1d")
+    assert found_ == {"causal-conv1d": 1}
+    assert differences(traced(module, "prefill"), prompt, module) < EXACT
+
+
+def test_a_step_that_keeps_other_columns_is_none() -> None:
+    graph = traced(filled(layers.WrongSteps()), "decode")
+    assert changes(graph, "causal-conv1d") == (graph, {})

@@ -11,8 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec.structs import replace as changed
+
 from rooftrace.costmodels.rewriting.editing import Editor
-from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, Walker, full, plain
+from rooftrace.costmodels.rewriting.indexing import (
+    Atom,
+    Axis,
+    Dim,
+    ReadValue,
+    Walker,
+    full,
+    plain,
+    renamed,
+)
 from rooftrace.costmodels.rewriting.places import COPIES, Places
 from rooftrace.costmodels.rewriting.scans import (
     as_before,
@@ -32,7 +43,11 @@ CONV_UPDATE = "rooftrace.causal_conv1d_update.default"
 
 @dataclass(frozen=True, slots=True)
 class _Conv:
-    """x, y and state are read at axes b, c and t; the filters [C, K] at c and k."""
+    """x, y and state are read at axes b, c and t; the filters [C, K] at c and k.
+
+    moved: the values that the state is read as after the op.  dropped: ids of the ops that made
+    them.
+    """
 
     x: ReadValue
     y: ReadValue
@@ -41,19 +56,20 @@ class _Conv:
     place: Op
     activation: str = ""
     state: ReadValue | None = None
-    written: Op | None = None
+    moved: tuple[int, ...] = ()
+    dropped: frozenset[int] = frozenset()
 
 
 def fuse_causal_convs(graph: OpGraph) -> tuple[OpGraph, int]:
     """Causal depthwise convolutions, with what lies around them, as one kernel each."""
-    if not any(op.name == "aten.convolution" for op in graph.ops):
+    if not any(op.name in ("aten.convolution", "aten.sum") for op in graph.ops):
         return graph, 0
     walker = Walker(Places(graph))
     convs = {conv.place.id: conv for conv in _convs(walker)}
     if not convs:
         return graph, 0
     edit = Editor(graph)
-    dropped = {conv.written.id for conv in convs.values() if conv.written is not None}
+    dropped = {number for conv in convs.values() for number in conv.dropped}
     edit.rewrite(convs, partial(_emit, edit, walker), dropped=dropped)
     result = without_left_behind(edit.done(), graph)
     return result, sum(graph.times(conv.place) for conv in convs.values())
@@ -63,8 +79,12 @@ def _convs(walker: Walker) -> Iterator[_Conv]:
     for op in walker.graph.ops:
         if op.name == "aten.convolution" and op.part == "forward" and plain(op.reads):
             conv = _conv(walker, op)
-            if conv is not None:
-                yield _with_activation(walker, conv)
+        elif op.name == "aten.sum" and op.part == "forward" and plain(op.reads):
+            conv = _step(walker, op)
+        else:
+            continue
+        if conv is not None:
+            yield _with_ending(walker, conv)
 
 
 def _conv(walker: Walker, op: Op) -> _Conv | None:
@@ -99,7 +119,8 @@ def _conv(walker: Walker, op: Op) -> _Conv | None:
         bias=walker.source(ReadValue(bias[0], (full("c", channels),))) if bias else None,
         place=walker.graph.ops[walker.graph.producers[made]],
         state=behind,
-        written=written,
+        moved=() if written is None else written.outputs,
+        dropped=frozenset() if written is None else frozenset({written.id}),
     )
 
 
@@ -173,8 +194,106 @@ def _cut(walker: Walker, made: int, first: int, tokens: int) -> int | None:
     return op.outputs[0] if whole else None
 
 
-def _with_activation(walker: Walker, conv: _Conv) -> _Conv:
-    """The convolution with the SiLU behind it, where nothing else reads it before that."""
+# -- a step of one token ---------------------------------------------------------------------------
+
+
+def _step(walker: Walker, op: Op) -> _Conv | None:
+    """A sum of products of the last columns with the filters, the newest of which is x."""
+    y, values = walker.fresh(op.outputs[0]), walker.graph.values
+    parts = walker.apart(y, lambda f: False)
+    if len(parts) != 2 or len(y.axes) > 2:
+        return None
+    for columns, filters in (parts, parts[::-1]):
+        if len(columns.dims) != 3 or filters.axes == columns.axes:
+            continue
+        batch, channel, place = columns.dims
+        if y.axes & place_axes(place) or not filters.axes <= place_axes(channel, place):
+            continue
+        moved = _moved_on(walker, columns.value, op)
+        if moved is None or values[values[filters.value].storage].role != "weights":
+            continue
+        x, state, dropped, others = moved
+        shape = values[state].shape
+        if values[x].shape[:2] != shape[:2]:
+            return None
+        if columns.dims != tuple(_whole(d, n) for d, n in zip(columns.dims, shape, strict=True)):
+            return None
+        names = {a.axis: [(a, Atom(to, 1, a.size))] for dim, to in
+                 zip((batch, channel, place), "bck", strict=True) for a in dim.atoms}  # fmt: skip
+        made, weight = renamed(y, names), renamed(filters, names)
+        dims = tuple(full(axis, n) for axis, n in zip("bcl", shape, strict=True))
+        if made is None or weight is None or shape[2] < 2:
+            return None
+        return _Conv(
+            x=walker.source(ReadValue(x, (*dims[:2], Dim(()))[: len(values[x].shape)])),
+            y=made, weight=weight, bias=None, place=op, state=ReadValue(state, dims),
+            moved=(columns.value, *others), dropped=dropped,
+        )  # fmt: skip
+    return None
+
+
+def _whole(dim: Dim, size: int) -> Dim:
+    """A dim that reads all of a dimension, if it is one."""
+    return dim if dim.start == 0 and [a.size for a in dim.atoms] == [size] * (size > 1) else Dim(())
+
+
+def place_axes(*dims: Dim) -> frozenset[Axis]:
+    """The axes of some dims."""
+    return frozenset(atom.axis for dim in dims for atom in dim.atoms)
+
+
+def _moved_on(
+    walker: Walker, value: int, reader: Op
+) -> tuple[int, int, frozenset[int], tuple[int, ...]] | None:
+    """x, the state of before, and what made this one of them: ids of ops, and further values."""
+    values = walker.graph.values
+    op = walker.places.made_by(value)
+    if op is None or len(op.inputs) != 2 or not plain(op.reads) or op.repeats != reader.repeats:
+        return None
+    products = {r.id for r in walker.readers[value] if r.name == "aten.mul"}
+    others = [r for r in walker.readers[value] if r.id not in products]
+    if len(products) != 1:
+        return None
+    if op.name == "aten.cat":
+        old, x = op.inputs
+        before = walker.source(walker.fresh(old))
+        rest = values[before.value].shape[-1:]
+        last = before.dims[-1] if before.dims else Dim(())
+        dim = int(op.arguments.get("dim", 0)) % len(values[value].shape)
+        if dim != 2 or last.start != 1 or rest != values[value].shape[-1:]:
+            return None
+        copies = [r for r in others if r.name == "aten.copy_" and r.inputs[0] == before.value]
+        if others != copies or values[values[before.value].storage].role != "kv":
+            return None
+        gone = frozenset({op.id, *(r.id for r in copies)})
+        return x, before.value, gone, tuple(i for r in copies for i in r.outputs)
+    if op.name != "aten.copy_":
+        return None
+    state, source = op.inputs
+    rolled = walker.maker(source)
+    if rolled is None or rolled.name != "aten.roll" or rolled.inputs != (state,):
+        return None
+    back, along = rolled.arguments.get("shifts"), rolled.arguments.get("dims")
+    if back != (-1,) or along not in ((-1,), (2,)) or len(others) != 1:
+        return None
+    (newest,) = others
+    index = newest.arguments.get("index")
+    length = values[state].shape[-1]
+    if newest.name != "aten.select" or index not in (-1, length - 1):
+        return None
+    writes = walker.readers[newest.outputs[0]]
+    if len(writes) != 1 or writes[0].name != "aten.copy_" or writes[0].id > min(products):
+        return None
+    if writes[0].inputs[0] != newest.outputs[0]:
+        return None
+    return writes[0].inputs[1], state, frozenset({op.id, writes[0].id, newest.id}), ()
+
+
+# -- what comes behind -----------------------------------------------------------------------------
+
+
+def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
+    """The convolution with the bias and SiLU behind it, where nothing else reads it before that."""
     now = conv.y
     while True:
         readers = walker.readers[now.value]
@@ -184,12 +303,32 @@ def _with_activation(walker: Walker, conv: _Conv) -> _Conv:
         if op.name == "aten.silu":
             after = ReadValue(op.outputs[0], now.dims)
             return replace(conv, y=after, place=op, activation="silu")
+        bias = _bias(walker, op, now) if conv.bias is None else None
+        if bias is not None:
+            after = onto(walker, op.outputs[0], now)
+            if after is None:
+                return conv
+            now, conv = after, replace(conv, y=after, place=op, bias=bias)
+            continue
         if op.kind != "view" or op.repeats != conv.place.repeats:
             return conv
         following = onto(walker, op.outputs[0], now)
         if following is None:
             return conv
         now = following
+
+
+def _bias(walker: Walker, op: Op, now: ReadValue) -> ReadValue | None:
+    """What an op adds to each channel, where it is a weight."""
+    after = onto(walker, op.outputs[0], now) if op.name == "aten.add" else None
+    if after is None:
+        return None
+    sides = [walker.source(walker.aligned(i, after.dims)) for i in op.inputs if i != now.value]
+    values = walker.graph.values
+    for side in sides:
+        if side.axes == {"c"} and values[values[side.value].storage].role == "weights":
+            return side
+    return None
 
 
 def _emit(edit: Editor, walker: Walker, conv: _Conv) -> None:
@@ -205,11 +344,13 @@ def _emit(edit: Editor, walker: Walker, conv: _Conv) -> None:
     }
     old = values[conv.y.value]
     y = edit.value(values[x.id].shape, old.dtype, old.role, like.repeats, stride=strides)
-    if conv.state is not None and conv.written is not None:
+    if conv.state is not None:
         state = laid_out(edit, like, conv.state, "bcl")
         moved = edit.view(state, values[state.id].shape, values[state.id].stride, like.repeats)
         edit.emit(like, CONV_UPDATE, {"state": state, **arguments}, (moved, y))
-        as_before(edit, like, moved, conv.written.outputs[0])
+        for value in conv.moved:
+            values[value] = changed(values[value], storage=values[state.id].storage)
+            as_before(edit, like, moved, value)
     else:
         edit.emit(like, CAUSAL_CONV, arguments, (y,))
     replaces(edit, walker, like, y, conv.y, "bct")
