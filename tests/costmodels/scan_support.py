@@ -306,3 +306,42 @@ class WrongSteps(Steps):
     def moved(self, state: Tensor, x: Tensor) -> None:
         state.copy_(state.roll(-1, -1))
         state[..., 0] = x
+
+
+class Parallel(Mixer):
+    """All tokens at once: pairs of neighbours are combined in place, upwards and then downwards.
+
+    skew: how far off the partner of each pair stands in the last sweep: no scan unless 0.
+    """
+
+    skew = 0
+
+    def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        decay = torch.exp(dt.unsqueeze(-1) * a)
+        entered = (dt.unsqueeze(-1) * b.unsqueeze(2)) * x.unsqueeze(-1)
+        h = self.combined(decay.clone().transpose(1, 2), entered.clone().transpose(1, 2))
+        return (h.transpose(1, 2) @ c.unsqueeze(-1)).squeeze(-1)
+
+    def combined(self, a: Tensor, h: Tensor) -> Tensor:
+        """h_t of all tokens; a and h are [B, D, S, N], with a power of two of tokens."""
+        tokens, step = h.shape[2], 1
+        while 2 * step <= tokens:
+            left, right = slice(step - 1, None, 2 * step), slice(2 * step - 1, None, 2 * step)
+            h[:, :, right].add_(a[:, :, right] * h[:, :, left])
+            a[:, :, right].mul_(a[:, :, left])
+            step *= 2
+        while step > 1:
+            step //= 2
+            left, right = (
+                slice(2 * step - 1, tokens - step, 2 * step),
+                slice(3 * step - 1, None, 2 * step),
+            )
+            if self.skew and step == 1:
+                left = slice(left.start - self.skew, left.stop - self.skew, left.step)
+            h[:, :, right].add_(a[:, :, right] * h[:, :, left])
+            a[:, :, right].mul_(a[:, :, left])
+        return h
+
+
+class Skewed(Parallel):
+    skew = 1

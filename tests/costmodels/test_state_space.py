@@ -13,6 +13,7 @@ import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.execution.executions import KERNELS, execution_model
 from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.rewriting.indexing import SumAxis
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Op
@@ -38,6 +39,8 @@ BY_HAND = {
     layers.Minimal: {"causal-conv1d": 1, "selective-scan": 1},
     layers.ByToken: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Padded: {"causal-conv1d": 1, "selective-scan": 1},
+    layers.Parallel: {"causal-conv1d": 1, "selective-scan": 1},
+    layers.Skewed: {"causal-conv1d": 1},
     layers.Listing: {"ssd": 1},
     layers.Decayed: {"ssd": 1},
     layers.Watched: {"causal-conv1d": 1},
@@ -168,6 +171,10 @@ def test_efficient_and_serving_ask_for_these_kernels_and_say_what_they_saved() -
     assert not {"compiled", "eager"} & {n for n in ("compiled", "eager") if OURS[0] in
                                         execution_model(n).rewrites}  # fmt: skip
     assert set(OURS) <= set(KERNELS)
+
+
+def test_axes_of_sums_are_no_axes_of_values() -> None:
+    assert SumAxis(170, 0) not in {(170, 0)}  # the axes of value 170 are pairs
 
 
 # -- prices ----------------------------------------------------------------------------------------

@@ -305,10 +305,8 @@ def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
             return replace(conv, y=after, place=op, activation="silu")
         bias = _bias(walker, op, now) if conv.bias is None else None
         if bias is not None:
-            after = onto(walker, op.outputs[0], now)
-            if after is None:
-                return conv
-            now, conv = after, replace(conv, y=after, place=op, bias=bias)
+            now, by_channel = bias
+            conv = replace(conv, y=now, place=op, bias=by_channel)
             continue
         if op.kind != "view" or op.repeats != conv.place.repeats:
             return conv
@@ -318,8 +316,8 @@ def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
         now = following
 
 
-def _bias(walker: Walker, op: Op, now: ReadValue) -> ReadValue | None:
-    """What an op adds to each channel, where it is a weight."""
+def _bias(walker: Walker, op: Op, now: ReadValue) -> tuple[ReadValue, ReadValue] | None:
+    """A sum, and what an op adds to each channel to make it, where that is a weight."""
     after = onto(walker, op.outputs[0], now) if op.name == "aten.add" else None
     if after is None:
         return None
@@ -327,7 +325,7 @@ def _bias(walker: Walker, op: Op, now: ReadValue) -> ReadValue | None:
     values = walker.graph.values
     for side in sides:
         if side.axes == {"c"} and values[values[side.value].storage].role == "weights":
-            return side
+            return after, side
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rooftrace.costmodels.rewriting.places import COPIES, Places
@@ -46,13 +47,15 @@ class ReadValue(NamedTuple):
         return frozenset(atom.axis for dim in self.dims for atom in dim.atoms)
 
 
-class TurnAxis(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TurnAxis:
     """The axis of the iterations of a repeat."""
 
     repeat: int
 
 
-class SumAxis(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SumAxis:
     """An axis that a product or a sum adds over."""
 
     op: int
@@ -95,6 +98,14 @@ class Walker:
             for i in op.outputs
             if values[i].storage != i
         }
+
+    def settled(self, storages: set[int]) -> None:
+        """From here on, values of these storages are read as they are once all was written."""
+        self._written -= storages
+
+    def unsettled(self, storages: set[int]) -> None:
+        """Take `settled` back."""
+        self._written |= storages
 
     def fresh(self, value: int) -> ReadValue:
         """A value at dims of its own."""

@@ -38,11 +38,6 @@ _LONGEST = 16
 SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
 
 
-def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Recurrences in which each number of a state decays by itself: `selective_scan` of Mamba."""
-    return fuse(graph, lambda walker: (scan for scan in scans(walker) if not scan.dual))
-
-
 def fuse(graph: OpGraph, find: Callable[[Walker], Iterable[Scan]]) -> tuple[OpGraph, int]:
     """The graph with one op for each recurrence that `find` knows, and how many these are."""
     if not any(op.name == "aten.exp" for op in graph.ops):
@@ -170,7 +165,7 @@ def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[
                 continue
             if op.name in SUMS:
                 walker.passed = set()
-                made = _summed(walker, h, op)
+                made = summed(walker, h, op)
                 if made is not None:
                     return (*made, frozenset(walker.passed))
             elif op.kind == "view" or op.name in COPIES or op.name == "aten.mul":
@@ -179,7 +174,7 @@ def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[
     return None
 
 
-def _summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
+def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
     y = walker.fresh(op.outputs[0])
     pieces = walker.holding(y, h) or []
     own = [piece for piece in pieces if piece.value == h]
@@ -250,7 +245,7 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
         return None
     shape = graph.values[last.h].shape
     after = ReadValue(last.h, tuple(full(d, n) for d, n in enumerate(shape)))
-    scan = _in_roles(walker, factors, y, after, first.n, tokens, place)
+    scan = in_roles(walker, factors, y, after, first.n, tokens, place)
     if scan is None:
         return None
     inside = frozenset(number for step in chain for number in step.inside)
@@ -348,7 +343,7 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
     return called_
 
 
-def _in_roles(
+def in_roles(
     walker: Walker,
     factors: dict[str, ReadValue],
     y: ReadValue,

@@ -16,7 +16,7 @@ from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
-from rooftrace.costmodels.rewriting.recurrences import fuse_selective_scans
+from rooftrace.costmodels.rewriting.parallel_scans import fuse_selective_scans
 from rooftrace.tracer.graph import OpGraph
 
 INFERENCE = ("forward", "prefill", "decode", "requests")
