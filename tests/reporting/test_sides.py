@@ -75,8 +75,8 @@ def test_sides_on_two_chips_under_two_execution_models(target: str) -> None:
 
 def test_a_named_rewrite_is_of_one_side() -> None:
     name = REWRITES[0].name
-    assert _execution({"rewrites": (name,)}, "efficient").rewrites == (name,)
-    assert _execution({}, "efficient").rewrites == ()
+    assert _execution({"rewrites": (name,)}, "compiled").rewrites == (name,)
+    assert _execution({}, "compiled").rewrites == ()
 
 
 def test_other_releases_of_torch_are_said() -> None:

@@ -13,6 +13,7 @@ from rooftrace.costmodels.allocating import Reserved, reserve
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating.breakdowns import Breakdowns
 from rooftrace.costmodels.estimating.communication import Together
+from rooftrace.costmodels.estimating.fallbacks import fallback_notes
 from rooftrace.costmodels.estimating.intervals import interval_of
 from rooftrace.costmodels.estimating.itemised import Itemised
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
@@ -84,7 +85,10 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that say what was rewritten and what else is worth knowing."""
-        return self.plan.notes
+        return (*self.plan.notes, *fallback_notes(self.graph.assumptions, self._resting_shares))
+
+    def _resting_shares(self) -> Mapping[int, float]:
+        return {number: s / self.t_est for number, s in self.assumption_seconds.items()}
 
     @property
     def own_notes(self) -> tuple[str, ...]:

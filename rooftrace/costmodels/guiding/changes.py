@@ -120,6 +120,9 @@ ACTIONS: Mapping[str, str] = {
     "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
     "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
     "linear-attention": "Run linear attention with the kernels of flash-linear-attention",
+    "causal-conv1d": "Run causal convolutions over time by the kernel of causal-conv1d",
+    "selective-scan": "Run selective scans by the kernel of mamba_ssm",
+    "ssd": "Run state-space layers by the chunked kernels of mamba_ssm",
     "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
     "output",
     "routed-experts": "Compute each expert for the tokens routed to it only",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 Match = TypeVar("Match")
@@ -95,6 +96,12 @@ class Editor:
                 columns = zip(*(repeat.names[part] for part in parts), strict=True)
                 names = {**repeat.names, value: tuple(join(list(column)) for column in columns)}
                 self.repeats[position] = replace(repeat, names=names)
+
+    def kernel_for(self, op: Op) -> Op:
+        """An op as the place of the kernel of a package, which is no fallback any more."""
+        known = self.graph.assumptions
+        rest = tuple(number for number in op.assumptions if known[number].kind != asked.FALLBACK)
+        return replace(op, assumptions=rest)
 
     def emit(
         self,

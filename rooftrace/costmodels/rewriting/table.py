@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from rooftrace.costmodels.rewriting.attention_kernels import attention_kernels
 from rooftrace.costmodels.rewriting.attention_operands import masks_as_numbers, share_heads
 from rooftrace.costmodels.rewriting.caches import static_caches
+from rooftrace.costmodels.rewriting.causal_convs import fuse_causal_convs
 from rooftrace.costmodels.rewriting.delta_rules import gated_delta_rule, linear_attention
+from rooftrace.costmodels.rewriting.duals import fuse_dual_scans
 from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
@@ -20,6 +22,7 @@ from rooftrace.costmodels.rewriting.index_scores import fuse_index_scores
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
 from rooftrace.costmodels.rewriting.narrow_products import narrow_operands
+from rooftrace.costmodels.rewriting.parallel_scans import fuse_selective_scans
 from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.tracer.graph import OpGraph
 
@@ -63,6 +66,25 @@ REWRITES = (
         "read.",
         apply=masks_as_numbers,
         noun="attention",
+    ),
+    Rewrite(
+        name="causal-conv1d",
+        meaning="A causal convolution of each channel runs as one kernel, with its state and SiLU.",
+        apply=fuse_causal_convs,
+        noun="causal convolution",
+    ),
+    Rewrite(
+        name="selective-scan",
+        meaning="A recurrence whose state numbers decay each by itself runs as one kernel.",
+        apply=fuse_selective_scans,
+        noun="selective scan",
+    ),
+    Rewrite(
+        name="ssd",
+        meaning="A recurrence with one decay for each head runs as the kernels of state-space "
+        "duality.",
+        apply=fuse_dual_scans,
+        noun="state-space layer",
     ),
     Rewrite(
         name="gated-delta-rule",

@@ -18,6 +18,8 @@ from rooftrace.tracer.asking.routings import (
 from rooftrace.tracer.paths import pattern_of
 
 ROUTING = "routing"
+FALLBACK = "fallback"
+"""Kind of those that say what code runs in place of a package's kernel: nobody decides them."""
 ALIASES: Mapping[str, str] = {"balanced-routing": ROUTING}
 """Other names of kinds, as they were called before."""
 ASSUMABLE: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from rooftrace.tracer.asking import names
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
-from rooftrace.tracer.lower import lower, without_asides
+from rooftrace.tracer.lower import lower, with_fallbacks, without_asides
 from rooftrace.tracer.recording import Recorder, look_for_gaps
 from rooftrace.tracer.releases import installed_release
 from rooftrace.tracer.tensors import owners, subclasses, tensors_in
@@ -82,7 +82,7 @@ def graph_of(
         provenance=provenance(target),
         repeats=recorder.repeat_calls,
     )
-    return without_asides(graph, recorder.values.asides)
+    return with_fallbacks(without_asides(graph, recorder.values.asides))
 
 
 def tell_freed(recorder: Recorder, gradients: Collection[int]) -> None:

@@ -23,6 +23,7 @@ from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite
 from rooftrace.tracer.recording.autocast import followed, set_aside
 from rooftrace.tracer.recording.draws import draws_repeated
+from rooftrace.tracer.recording.fallbacks import fallbacks_noted
 from rooftrace.tracer.recording.flex import flex_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept
 from rooftrace.tracer.recording.higher_order import higher_order_dispatched, run_higher_order
@@ -254,6 +255,7 @@ class Recorder(TorchDispatchMode, Tape):
     def _enter(self, enter: Callable[[AbstractContextManager[Any]], Any]) -> None:
         enter(self.scope.entered())
         enter(warnings_quiet())
+        enter(fallbacks_noted(self.values))
         enter(kept_whole())
         enter(flex_whole(self))
         enter(higher_order_dispatched())

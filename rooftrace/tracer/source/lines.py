@@ -76,12 +76,17 @@ def source_line(depth: int) -> str:
             key = (code, frame.f_lasti)
             line = _LINES.get(key)
             if line is None:
-                line = _LINES[key] = f"{_relative(code.co_filename)}:{frame.f_lineno}"
+                line = _LINES[key] = f"{relative(code.co_filename)}:{frame.f_lineno}"
             return line
         if kind == _OURS and code.co_name in _BOUNDARIES:
             return ""
         frame = frame.f_back
     return ""
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether a code object is neither torch's nor ours, nor Python's logging."""
+    return _kind(code.co_filename) == _USERS and f"{os.sep}logging{os.sep}" not in code.co_filename
 
 
 def users_line(places: Sequence[tuple[str, int]]) -> str:
@@ -91,7 +96,7 @@ def users_line(places: Sequence[tuple[str, int]]) -> str:
     """
     for filename, line in reversed(places):
         if _kind(filename) == _USERS:
-            return f"{_relative(filename)}:{line}"
+            return f"{relative(filename)}:{line}"
     return ""
 
 
@@ -137,7 +142,7 @@ def shown_below(root: str) -> None:
     _LINES.clear()
 
 
-def _relative(path: str) -> str:
+def relative(path: str) -> str:
     """A source path relative to the root, or the longest import path (or folder) that holds it."""
     if _ROOT[0] and os.path.realpath(path).startswith(_ROOT[0]):
         return os.path.realpath(path)[len(_ROOT[0]) :]
@@ -164,6 +169,6 @@ def users_traceback(error: BaseException, frames: int = 4) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         users.append(traceback.FrameSummary(error.filename, error.lineno or 0, "<module>"))
     return "\n".join(
-        f"  {_relative(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
+        f"  {relative(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
         for frame in users[-frames:]
     )

@@ -49,10 +49,16 @@ class Assumptions:
         self._index: dict[tuple[Any, ...], int] = {}
 
     def assume(
-        self, kind: str, text: str, value: Any = None, facts: Mapping[str, Any] | None = None
+        self,
+        kind: str,
+        text: str,
+        value: Any = None,
+        facts: Mapping[str, Any] | None = None,
+        where: str | None = None,  # a module path; that of the running module
     ) -> int:
         """Record an assumption (once per kind, module and text) and return its id."""
-        return self._assume(kind, self.where(), text, value, self.op, facts or {})
+        place, op = (self.where(), self.op) if where is None else (where, "")
+        return self._assume(kind, place, text, value, op, facts or {})
 
     def assume_again(self, number: int, path: str, other: str) -> int:
         """The id of an assumption made below one module path, for the module at another."""

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.whole import (  # noqa: F401
-    delta_rules as delta_rules,
-    experts as _experts,
-    indexers as _indexers,
+from rooftrace.tracer.whole import (  # noqa: F401  they register their ops
+    delta_rules,
+    experts,
+    indexers,
+    recurrences,
 )
 from rooftrace.tracer.whole.attention import MORE, OPTIONS, attended
 from rooftrace.tracer.whole.library import OPS, define

@@ -1,0 +1,354 @@
+"""Convolutions over time that see no later token, as the kernel of causal-conv1d.
+
+A module pads a depthwise convolution on both sides and cuts what lies behind, or puts zeros or the
+last columns before it; a step of one token keeps these columns in a state.  The kernel reads x
+once, adds the bias, applies SiLU, and moves the state on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from msgspec.structs import replace as changed
+
+from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.indexing import (
+    Atom,
+    Axis,
+    Dim,
+    ReadValue,
+    Walker,
+    full,
+    plain,
+    renamed,
+)
+from rooftrace.costmodels.rewriting.places import COPIES, Places
+from rooftrace.costmodels.rewriting.scans import (
+    as_before,
+    blank,
+    laid_out,
+    memory_order,
+    onto,
+    replaces,
+)
+from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.tracer.arguments import Argument
+from rooftrace.tracer.graph import Op, OpGraph
+
+CAUSAL_CONV = "rooftrace.causal_conv1d.default"
+CONV_UPDATE = "rooftrace.causal_conv1d_update.default"
+
+
+@dataclass(frozen=True, slots=True)
+class _Conv:
+    """x, y and state are read at axes b, c and t; the filters [C, K] at c and k.
+
+    moved: the values that the state is read as after the op.  dropped: ids of the ops that made
+    them.
+    """
+
+    x: ReadValue
+    y: ReadValue
+    weight: ReadValue
+    bias: ReadValue | None
+    place: Op
+    activation: str = ""
+    state: ReadValue | None = None
+    moved: tuple[int, ...] = ()
+    dropped: frozenset[int] = frozenset()
+
+
+def fuse_causal_convs(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Causal depthwise convolutions, with what lies around them, as one kernel each."""
+    if not any(op.name in ("aten.convolution", "aten.sum") for op in graph.ops):
+        return graph, 0
+    walker = Walker(Places(graph))
+    convs = {conv.place.id: conv for conv in _convs(walker)}
+    if not convs:
+        return graph, 0
+    edit = Editor(graph)
+    dropped = {number for conv in convs.values() for number in conv.dropped}
+    edit.rewrite(convs, partial(_emit, edit, walker), dropped=dropped)
+    result = without_left_behind(edit.done(), graph)
+    return result, sum(graph.times(conv.place) for conv in convs.values())
+
+
+def _convs(walker: Walker) -> Iterator[_Conv]:
+    for op in walker.graph.ops:
+        if op.name == "aten.convolution" and op.part == "forward" and plain(op.reads):
+            conv = _conv(walker, op)
+        elif op.name == "aten.sum" and op.part == "forward" and plain(op.reads):
+            conv = _step(walker, op)
+        else:
+            continue
+        if conv is not None:
+            yield _with_ending(walker, conv)
+
+
+def _conv(walker: Walker, op: Op) -> _Conv | None:
+    values, arguments = walker.graph.values, op.arguments
+    given_, weight, *bias = op.inputs
+    channels, each, length = (*values[weight].shape, 0, 0, 0)[:3]
+    usual = {"stride": (1,), "dilation": (1,), "transposed": False, "groups": channels}
+    if len(values[weight].shape) != 3 or each != 1 or channels < 2:
+        return None
+    if any(arguments.get(name, value) != value for name, value in usual.items()):
+        return None
+    if "groups" not in arguments or values[given_].shape[1] != channels:
+        return None
+    entered = _entered(walker, op, given_, length - 1, int(arguments["padding"][0]))
+    if entered is None:
+        return None
+    x, state, first, written = entered
+    tokens = values[x].shape[2]
+    made = _cut(walker, op.outputs[0], first, tokens)
+    if made is None:
+        return None
+    shape = values[x].shape
+    dims = tuple(full(axis, n) for axis, n in zip("bct", shape, strict=True))
+    behind = None
+    if state is not None:
+        behind = ReadValue(state, (*dims[:2], full("l", values[state].shape[2])))
+    filters = ReadValue(weight, (full("c", channels), Dim(()), full("k", length)))
+    return _Conv(
+        x=walker.source(ReadValue(x, dims)),
+        y=ReadValue(made, dims),
+        weight=walker.source(filters),
+        bias=walker.source(ReadValue(bias[0], (full("c", channels),))) if bias else None,
+        place=walker.graph.ops[walker.graph.producers[made]],
+        state=behind,
+        moved=() if written is None else written.outputs,
+        dropped=frozenset() if written is None else frozenset({written.id}),
+    )
+
+
+def _entered(
+    walker: Walker, op: Op, whole: int, before: int, padding: int
+) -> tuple[int, int | None, int, Op | None] | None:
+    """x, the state before it, where the first token is among the results, and what writes the
+    state; `before`: as many columns before a token are seen."""
+    values = walker.graph.values
+    if padding == before:
+        return whole, None, 0, None
+    made = walker.maker(whole)
+    if padding or made is None:
+        return None
+    if made.name == "aten.constant_pad_nd" and not made.arguments.get("value", 0):
+        pad = tuple(made.arguments["pad"])
+        front = pad[0] - before
+        return (made.inputs[0], None, front, None) if front >= 0 and not any(pad[1:]) else None
+    if (
+        made.name != "aten.cat"
+        or int(made.arguments.get("dim", 0)) % 3 != 2
+        or len(made.inputs) != 2
+    ):
+        return None
+    state, x = made.inputs
+    front = values[state].shape[2] - before
+    if front < 0:
+        return None
+    others = [reader for reader in _ends(walker, whole) if reader.id != op.id]
+    if blank(walker, state):
+        return (x, None, front, None) if not others else None
+    written = others[0] if len(others) == 1 else None
+    return (x, state, front, written) if written and _moves(walker, written, whole, state) else None
+
+
+def _moves(walker: Walker, written: Op, whole: int, state: int) -> bool:
+    """Whether an op writes the last columns of state and x into the state."""
+    values = walker.graph.values
+    if written.name != "aten.copy_" or written.inputs[0] != state:
+        return False
+    shape = values[state].shape
+    read = ReadValue(written.inputs[1], tuple(full(d, n) for d, n in enumerate(shape)))
+    pieces = walker.holding(read, whole) or []
+    start = values[whole].shape[2] - shape[2]
+    last = Dim(full(2, shape[2]).atoms, start)
+    return len(pieces) == 1 and pieces[0].dims == (*read.dims[:2], last)
+
+
+def _ends(walker: Walker, value: int) -> Iterator[Op]:
+    for op in walker.readers[value]:
+        if op.kind == "view" or op.name in COPIES:
+            for made in op.outputs:
+                yield from _ends(walker, made)
+        else:
+            yield op
+
+
+def _cut(walker: Walker, made: int, first: int, tokens: int) -> int | None:
+    """The results of the tokens alone: all that is read, or all that there are."""
+    graph = walker.graph
+    length, readers = graph.values[made].shape[2], walker.readers[made]
+    if length == tokens and first == 0:
+        return made
+    op = readers[0] if len(readers) == 1 and made not in graph.outputs else None
+    if op is None or op.name != "aten.slice" or op.arguments.get("step", 1) != 1:
+        return None
+    start = op.arguments.get("start") or 0
+    start = start + length if start < 0 else start
+    shape = graph.values[op.outputs[0]].shape
+    whole = int(op.arguments.get("dim", 0)) % 3 == 2 and (start, shape[2]) == (first, tokens)
+    return op.outputs[0] if whole else None
+
+
+# -- a step of one token ---------------------------------------------------------------------------
+
+
+def _step(walker: Walker, op: Op) -> _Conv | None:
+    """A sum of products of the last columns with the filters, the newest of which is x."""
+    y, values = walker.fresh(op.outputs[0]), walker.graph.values
+    parts = walker.apart(y, lambda f: False)
+    if len(parts) != 2 or len(y.axes) > 2:
+        return None
+    for columns, filters in (parts, parts[::-1]):
+        if len(columns.dims) != 3 or filters.axes == columns.axes:
+            continue
+        batch, channel, place = columns.dims
+        if y.axes & place_axes(place) or not filters.axes <= place_axes(channel, place):
+            continue
+        moved = _moved_on(walker, columns.value, op)
+        if moved is None or values[values[filters.value].storage].role != "weights":
+            continue
+        x, state, dropped, others = moved
+        shape = values[state].shape
+        if values[x].shape[:2] != shape[:2]:
+            return None
+        if columns.dims != tuple(_whole(d, n) for d, n in zip(columns.dims, shape, strict=True)):
+            return None
+        names = {a.axis: [(a, Atom(to, 1, a.size))] for dim, to in
+                 zip((batch, channel, place), "bck", strict=True) for a in dim.atoms}  # fmt: skip
+        made, weight = renamed(y, names), renamed(filters, names)
+        dims = tuple(full(axis, n) for axis, n in zip("bcl", shape, strict=True))
+        if made is None or weight is None or shape[2] < 2:
+            return None
+        return _Conv(
+            x=walker.source(ReadValue(x, (*dims[:2], Dim(()))[: len(values[x].shape)])),
+            y=made, weight=weight, bias=None, place=op, state=ReadValue(state, dims),
+            moved=(columns.value, *others), dropped=dropped,
+        )  # fmt: skip
+    return None
+
+
+def _whole(dim: Dim, size: int) -> Dim:
+    """A dim that reads all of a dimension, if it is one."""
+    return dim if dim.start == 0 and [a.size for a in dim.atoms] == [size] * (size > 1) else Dim(())
+
+
+def place_axes(*dims: Dim) -> frozenset[Axis]:
+    """The axes of some dims."""
+    return frozenset(atom.axis for dim in dims for atom in dim.atoms)
+
+
+def _moved_on(
+    walker: Walker, value: int, reader: Op
+) -> tuple[int, int, frozenset[int], tuple[int, ...]] | None:
+    """x, the state of before, and what made this one of them: ids of ops, and further values."""
+    values = walker.graph.values
+    op = walker.places.made_by(value)
+    if op is None or len(op.inputs) != 2 or not plain(op.reads) or op.repeats != reader.repeats:
+        return None
+    products = {r.id for r in walker.readers[value] if r.name == "aten.mul"}
+    others = [r for r in walker.readers[value] if r.id not in products]
+    if len(products) != 1:
+        return None
+    if op.name == "aten.cat":
+        old, x = op.inputs
+        before = walker.source(walker.fresh(old))
+        rest = values[before.value].shape[-1:]
+        last = before.dims[-1] if before.dims else Dim(())
+        dim = int(op.arguments.get("dim", 0)) % len(values[value].shape)
+        if dim != 2 or last.start != 1 or rest != values[value].shape[-1:]:
+            return None
+        copies = [r for r in others if r.name == "aten.copy_" and r.inputs[0] == before.value]
+        if others != copies or values[values[before.value].storage].role != "kv":
+            return None
+        gone = frozenset({op.id, *(r.id for r in copies)})
+        return x, before.value, gone, tuple(i for r in copies for i in r.outputs)
+    if op.name != "aten.copy_":
+        return None
+    state, source = op.inputs
+    rolled = walker.maker(source)
+    if rolled is None or rolled.name != "aten.roll" or rolled.inputs != (state,):
+        return None
+    back, along = rolled.arguments.get("shifts"), rolled.arguments.get("dims")
+    if back != (-1,) or along not in ((-1,), (2,)) or len(others) != 1:
+        return None
+    (newest,) = others
+    index = newest.arguments.get("index")
+    length = values[state].shape[-1]
+    if newest.name != "aten.select" or index not in (-1, length - 1):
+        return None
+    writes = walker.readers[newest.outputs[0]]
+    if len(writes) != 1 or writes[0].name != "aten.copy_" or writes[0].id > min(products):
+        return None
+    if writes[0].inputs[0] != newest.outputs[0]:
+        return None
+    return writes[0].inputs[1], state, frozenset({op.id, writes[0].id, newest.id}), ()
+
+
+# -- what comes behind -----------------------------------------------------------------------------
+
+
+def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
+    """The convolution with the bias and SiLU behind it, where nothing else reads it before that."""
+    now = conv.y
+    while True:
+        readers = walker.readers[now.value]
+        if len(readers) != 1 or now.value in walker.graph.outputs or len(readers[0].outputs) != 1:
+            return conv
+        op = readers[0]
+        if op.name == "aten.silu":
+            after = ReadValue(op.outputs[0], now.dims)
+            return replace(conv, y=after, place=op, activation="silu")
+        bias = _bias(walker, op, now) if conv.bias is None else None
+        if bias is not None:
+            now, by_channel = bias
+            conv = replace(conv, y=now, place=op, bias=by_channel)
+            continue
+        if op.kind != "view" or op.repeats != conv.place.repeats:
+            return conv
+        following = onto(walker, op.outputs[0], now)
+        if following is None:
+            return conv
+        now = following
+
+
+def _bias(walker: Walker, op: Op, now: ReadValue) -> tuple[ReadValue, ReadValue] | None:
+    """A sum, and what an op adds to each channel to make it, where that is a weight."""
+    after = onto(walker, op.outputs[0], now) if op.name == "aten.add" else None
+    if after is None:
+        return None
+    sides = [walker.source(walker.aligned(i, after.dims)) for i in op.inputs if i != now.value]
+    values = walker.graph.values
+    for side in sides:
+        if side.axes == {"c"} and values[values[side.value].storage].role == "weights":
+            return after, side
+    return None
+
+
+def _emit(edit: Editor, walker: Walker, conv: _Conv) -> None:
+    like, values = edit.kernel_for(conv.place), edit.values
+    x = laid_out(edit, like, conv.x, "bct")
+    order, strides = memory_order(conv.y, values[conv.y.value], "bct")
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "weight": laid_out(edit, like, conv.weight, "ck"),
+        "bias": None if conv.bias is None else laid_out(edit, like, conv.bias, "c"),
+        "activation": conv.activation,
+        "order": order,
+    }
+    old = values[conv.y.value]
+    y = edit.value(values[x.id].shape, old.dtype, old.role, like.repeats, stride=strides)
+    if conv.state is not None:
+        state = laid_out(edit, like, conv.state, "bcl")
+        moved = edit.view(state, values[state.id].shape, values[state.id].stride, like.repeats)
+        edit.emit(like, CONV_UPDATE, {"state": state, **arguments}, (moved, y))
+        for value in conv.moved:
+            values[value] = changed(values[value], storage=values[state.id].storage)
+            as_before(edit, like, moved, value)
+    else:
+        edit.emit(like, CAUSAL_CONV, arguments, (y,))
+    replaces(edit, walker, like, y, conv.y, "bct")

@@ -1,0 +1,486 @@
+"""State-space duality: a recurrence with one decay for each head, written over chunks of tokens.
+
+Within a chunk the decays from token s to token l are `L = exp(sum of a over s < k <= l)`, an
+exponential of masked sums.  From there: `y = (C B^T * L) x` within the chunk, the states that
+chunks leave behind, what they become over the chunks, and what these add to y.  All products are
+taken apart into factors (see `indexing`), so that their order does not matter (T. Dao and A. Gu,
+"Transformers are SSMs", arXiv 2405.21060, section 6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rooftrace.costmodels.rewriting.indexing import (
+    Atom,
+    Axis,
+    Dim,
+    Names,
+    ReadValue,
+    SumAxis,
+    Walker,
+    full,
+    named,
+    renamed,
+)
+from rooftrace.costmodels.rewriting.places import COPIES
+from rooftrace.costmodels.rewriting.recurrences import (
+    SUMS,
+    decay_of,
+    fuse,
+    scans,
+)
+from rooftrace.costmodels.rewriting.scans import Scan, blank, clamped, finished, onto
+from rooftrace.tracer.graph import Op, OpGraph
+
+_LONGEST = 24
+"""The most ops between the decays within a chunk and what is made of them."""
+
+
+def fuse_dual_scans(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Recurrences with one decay for each head, over chunks or token by token, as one kernel."""
+    return fuse(graph, _all)
+
+
+def _all(walker: Walker) -> Iterator[Scan]:
+    yield from (scan for scan in scans(walker) if scan.dual)
+    for op in walker.graph.ops:
+        if op.name == "aten.exp" and op.part == "forward":
+            scan = _chunked(walker, op)
+            if scan is not None:
+                yield scan
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What is multiplied within a chunk.  row, column: the axes l and s; over: that of the state.
+
+    logarithm: a, read at l.  queries: C at l.  keys, x: B and x at s.  y: the result.
+    """
+
+    row: Axis
+    column: Axis
+    over: Axis
+    length: int
+    logarithm: ReadValue
+    queries: ReadValue
+    keys: ReadValue
+    x: ReadValue
+    y: ReadValue
+
+
+def _chunked(walker: Walker, op: Op) -> Scan | None:
+    walker.passed = {op.id}
+    within = _within(walker, op)
+    total = None if within is None else _total(walker, within)
+    if within is None or total is None:
+        return None
+    add, across = total
+    chunks, state, last = _states(walker, within, across, add) or (None, None, None)
+    if chunks is None:
+        return None
+    return _scan(walker, within, add, chunks, state, last)
+
+
+# -- decays ----------------------------------------------------------------------------------------
+
+
+def _segments(walker: Walker, read: ReadValue) -> tuple[ReadValue, Dim, Dim] | None:
+    """a, row and column, where a value is the exponential of the sum of a over column < k <= row.
+
+    a is what is summed up, read at the row.
+    """
+    factor = walker.source(read)
+    op = walker.maker(factor.value)
+    if op is None or op.name != "aten.exp" or len(factor.dims) < 2:
+        return None
+    walker.passed.add(op.id)
+    masked = walker.source(ReadValue(op.inputs[0], factor.dims))
+    op = walker.maker(masked.value)
+    if op is None or op.name != "aten.masked_fill" or op.arguments.get("value") != -math.inf:
+        return None
+    walker.passed.add(op.id)
+    row, column = masked.dims[-2:]
+    if _triangle(walker, op.inputs[1]) != 1:
+        return None
+    inner = walker.source(walker.aligned(op.inputs[0], masked.dims))
+    op = walker.maker(inner.value)
+    if op is None:
+        return None
+    walker.passed.add(op.id)
+    if op.name == "aten.sub" and len(op.inputs) == 2:
+        upper, lower = (walker.source(walker.aligned(i, inner.dims)) for i in op.inputs)
+        a, other = (_running(walker, side, dim) for side, dim in ((upper, row), (lower, column)))
+        if a is None or other is None:
+            return None
+        return (a, row, column) if _moved(other, column, row) == a else None
+    summed = _running(walker, inner, row)
+    op = None if summed is None else walker.maker(summed.value)
+    if op is None or op.name != "aten.masked_fill" or op.arguments.get("value") != 0:
+        return None
+    if summed is None or _triangle(walker, op.inputs[1]) != 0 or summed.dims[-1] != column:
+        return None
+    a = walker.source(walker.aligned(op.inputs[0], summed.dims))
+    return None if column in a.dims and column.atoms else (a, row, column)
+
+
+def _running(walker: Walker, factor: ReadValue, along: Dim) -> ReadValue | None:
+    """What a value is the running sum of, along the dimension that is read so."""
+    op = walker.maker(factor.value)
+    if op is None or op.name != "aten.cumsum":
+        return None
+    if factor.dims[int(op.arguments["dim"])] != along:
+        return None
+    walker.passed.add(op.id)
+    return walker.source(ReadValue(op.inputs[0], factor.dims))
+
+
+def _triangle(walker: Walker, mask: int) -> int | None:
+    """k, where a mask [rows, columns] is true at column - row >= k; None for any other mask."""
+    factor = walker.source(walker.fresh(mask))
+    op = walker.maker(factor.value)
+    if op is None or factor.dims != walker.fresh(mask).dims[-2:]:
+        return None
+    if op.name in ("aten.bitwise_not", "aten.logical_not"):
+        below = _lower(walker, op.inputs[0])
+        return None if below is None else below + 1
+    if op.name == "aten.triu" and _all_true(walker, op.inputs[0]):
+        return int(op.arguments.get("diagonal", 0))
+    return None
+
+
+def _lower(walker: Walker, mask: int) -> int | None:
+    """k, where a mask is true at column - row <= k."""
+    op = walker.maker(walker.source(walker.fresh(mask)).value)
+    if op is None or op.name != "aten.tril" or not _all_true(walker, op.inputs[0]):
+        return None
+    return int(op.arguments.get("diagonal", 0))
+
+
+def _all_true(walker: Walker, mask: int) -> bool:
+    op = walker.maker(walker.source(walker.fresh(mask)).value)
+    return op is not None and op.name in ("aten.ones", "aten.ones_like", "aten.new_ones")
+
+
+# -- within a chunk --------------------------------------------------------------------------------
+
+
+def _within(walker: Walker, exp: Op) -> _Chunk | None:
+    decays = walker.fresh(exp.outputs[0])
+    sums = _segments(walker, decays)
+    if sums is None or any(len(dim.atoms) != 1 for dim in sums[1:]):
+        return None
+    a, row, column = sums
+    later, earlier = row.atoms[0].axis, column.atoms[0].axis
+    front, seen = [decays.value], set[int]()
+    while front and len(seen) < _LONGEST:
+        for op in walker.readers[front.pop(0)]:
+            if op.id in seen or op.repeats != exp.repeats:
+                continue
+            seen.add(op.id)
+            if op.name in SUMS:
+                chunk = _products(walker, op, decays, (a, later, earlier, row.atoms[0].size))
+                if chunk is not None:
+                    return chunk
+            if op.kind == "view" or op.name in (*COPIES, "aten.mul", *SUMS):
+                front += op.outputs
+    return None
+
+
+def _products(
+    walker: Walker, op: Op, decays: ReadValue, known: tuple[ReadValue, Axis, Axis, int]
+) -> _Chunk | None:
+    """y within a chunk as the product of C, B, the decays and x, summed over s and the state."""
+    a, later, earlier, length = known
+    y = walker.fresh(op.outputs[0])
+    pieces = walker.holding(y, decays.value) or []
+    own = [piece for piece in pieces if piece.value == decays.value]
+    names = named(own[0], decays.dims) if len(own) == 1 else None
+    if names is None:
+        return None
+    factors = [
+        renamed(part, names)
+        for piece in pieces
+        if piece.value != decays.value
+        for part in walker.apart(piece, lambda f: not _both(f, names, {later, earlier}))
+    ]
+    over = {ax for f in factors if f for ax in f.axes if isinstance(ax, SumAxis)}
+    called_y = renamed(y, names)
+    if len(factors) != 3 or len(over) != 1 or called_y is None or earlier in called_y.axes:
+        return None
+    n = over.pop()
+    found_ = {
+        name: [f for f in factors if f and tuple(a in f.axes for a in (later, earlier, n)) == which]
+        for name, which in (
+            ("queries", (True, False, True)),
+            ("keys", (False, True, True)),
+            ("x", (False, True, False)),
+        )
+    }
+    if any(len(matching) != 1 for matching in found_.values()):
+        return None
+    return _Chunk(
+        row=later, column=earlier, over=n, length=length, logarithm=a, y=called_y,
+        **{name: matching[0] for name, matching in found_.items()},
+    )  # fmt: skip
+
+
+def _both(factor: ReadValue, names: Names, pair: set[Axis]) -> bool:
+    """Whether a factor depends on both tokens of a pair."""
+    axes = {other.axis for axis in factor.axes for _, other in names.get(axis, ())}
+    return pair <= axes
+
+
+# -- across chunks ---------------------------------------------------------------------------------
+
+
+def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None:
+    """y of a chunk and the chunks before it, and the states that begin the chunks."""
+    now = within.y
+    while True:
+        readers = walker.readers[now.value]
+        if len(readers) != 1 or len(readers[0].outputs) != 1:
+            return None
+        op = readers[0]
+        after = onto(walker, op.outputs[0], now)
+        if after is None:
+            return None
+        if op.name in ("aten.add", "aten.add_"):
+            break
+        now = after
+    rest = next((i for i in op.inputs if i != now.value), None)
+    if rest is None:
+        return None
+    walker.passed.add(op.id)
+    other = walker.aligned(rest, after.dims)
+    same = within.queries.value
+    pieces = walker.apart(other, lambda f: f.value == same or within.row not in f.axes)
+    decays = [p for p in pieces if _from_start(walker, p, within)]
+    queries = [p for p in pieces if p.value == same]
+    states = [p for p in pieces if p not in decays and p not in queries]
+    if not len(decays) == len(queries) == len(states) == 1:
+        return None
+    names = named(queries[0], within.queries.dims)
+    begun = None if names is None else renamed(states[0], names)
+    return None if begun is None else (after, begun)
+
+
+def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
+    """Whether a factor is the decay from the start of a chunk: the exponential of the sum of a."""
+    op = walker.maker(factor.value)
+    if op is None or op.name != "aten.exp":
+        return False
+    walker.passed.add(op.id)
+    inner = walker.source(ReadValue(op.inputs[0], factor.dims))
+    along = full(within.row, within.length)
+    return _running(walker, inner, along) == within.logarithm
+
+
+def _states(
+    walker: Walker, within: _Chunk, begun: ReadValue, total: ReadValue
+) -> tuple[Axis | int, ReadValue | None, ReadValue | None] | None:
+    """The axis of chunks (1 where there is one), the state of before, and that behind the last."""
+    parts = walker.parts(begun)
+    if len(parts) != 2:
+        return None
+    for weights, kept in (parts, parts[::-1]):
+        over = [
+            (d, dim.atoms[0])
+            for d, dim in enumerate(kept.dims)
+            if len(dim.atoms) == 1 and dim.atoms[0].axis not in begun.axes
+        ]
+        sums = _segments(walker, weights) if len(over) == 1 else None
+        if sums is None:
+            continue
+        a, row, column = sums
+        place, z = over[0]
+        if column != Dim((z,)) or row.start or len(row.atoms) > 1:
+            return None
+        chunks = row.atoms[0] if row.atoms else Atom(1, 1, 1)
+        if z.size != chunks.size + 1 or not _ends_of_chunks(walker, within, a, row, chunks):
+            return None
+        held = _left_behind(walker, within, kept, place, full(chunks.axis, chunks.size))
+        if held is None:
+            return None
+        last = _last(walker, begun, chunks.size, row)
+        return None if last is None else (chunks.axis, held[0], last[0])
+    return None
+
+
+def _ends_of_chunks(walker: Walker, within: _Chunk, a: ReadValue, row: Dim, chunks: Atom) -> bool:
+    """Whether `a` is 0, and then the sum of a over each chunk."""
+    op = walker.maker(a.value)
+    if op is None or op.name != "aten.constant_pad_nd" or op.arguments.get("value", 0):
+        return False
+    pad = op.arguments["pad"]
+    place = [
+        d for d, dim in enumerate(a.dims) if dim == row and (row.atoms or d == len(a.dims) - 1)
+    ]
+    if len(place) != 1 or tuple(pad) != (0,) * (2 * (len(a.dims) - 1 - place[0])) + (1, 0):
+        return False
+    walker.passed.add(op.id)
+    dims = list(a.dims)
+    dims[place[0]] = full(chunks.axis, chunks.size)
+    return _at_end(walker, walker.source(ReadValue(op.inputs[0], tuple(dims))), within)
+
+
+def _at_end(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
+    """Whether a factor is the sum of a over a whole chunk."""
+    end, row = Dim((), within.length - 1), full(within.row, within.length)
+    if end not in factor.dims:
+        return False
+    anywhere = _moved(factor, end, row)
+    return anywhere is not None and _running(walker, anywhere, row) == within.logarithm
+
+
+def _left_behind(
+    walker: Walker, within: _Chunk, kept: ReadValue, place: int, chunk: Dim
+) -> tuple[ReadValue | None] | None:
+    """The state of before the first chunk, where `kept` is that and the states of all chunks."""
+    op = walker.maker(kept.value)
+    if (
+        op is None
+        or op.name != "aten.cat"
+        or int(op.arguments.get("dim", 0)) % len(kept.dims) != place
+    ):
+        return None
+    walker.passed.add(op.id)
+    if len(op.inputs) != 2 or walker.graph.values[op.inputs[0]].shape[place] != 1:
+        return None
+    first, states = op.inputs
+    dims = (*kept.dims[:place], chunk, *kept.dims[place + 1 :])
+    same = (within.keys.value, within.x.value)
+    pieces = walker.apart(ReadValue(states, dims), lambda f: f.value in same)
+    keys = [p for p in pieces if p.value == same[0]]
+    x = [p for p in pieces if p.value == same[1]]
+    decays = [p for p in pieces if p not in keys and p not in x]
+    if not len(keys) == len(x) == len(decays) == 1:
+        return None
+    names = named(x[0], within.x.dims)
+    read = None if names is None else renamed(keys[0], names)
+    decay = None if names is None else renamed(decays[0], names)
+    if read != within.keys or decay is None or not _to_end(walker, decay, within):
+        return None
+    state = walker.source(ReadValue(first, (*dims[:place], Dim(()), *dims[place + 1 :])))
+    return (None if blank(walker, state.value) else state,)
+
+
+def _to_end(walker: Walker, decay: ReadValue, within: _Chunk) -> bool:
+    """Whether a factor is the decay from a token to the end of its chunk."""
+    op = walker.maker(decay.value)
+    if op is None or op.name != "aten.exp":
+        return False
+    walker.passed.add(op.id)
+    inner = walker.source(ReadValue(op.inputs[0], decay.dims))
+    op = walker.maker(inner.value)
+    if op is None or op.name != "aten.sub" or len(op.inputs) != 2:
+        return False
+    walker.passed.add(op.id)
+    upper, lower = (walker.source(walker.aligned(i, inner.dims)) for i in op.inputs)
+    column, row = full(within.column, within.length), full(within.row, within.length)
+    summed = _running(walker, lower, column)
+    if summed is None or not _at_end(walker, upper, within):
+        return False
+    return _moved(summed, column, row) == within.logarithm
+
+
+def _moved(factor: ReadValue, old: Dim, new: Dim) -> ReadValue | None:
+    """A factor that is read at another index of one dimension."""
+    if [atom.size for atom in old.atoms] == [atom.size for atom in new.atoms] and old.atoms:
+        return renamed(factor, {old.atoms[0].axis: [(old.atoms[0], new.atoms[0])]})
+    return ReadValue(factor.value, tuple(new if d == old else d for d in factor.dims))
+
+
+def _last(
+    walker: Walker, begun: ReadValue, chunks: int, row: Dim
+) -> tuple[ReadValue | None] | None:
+    """What is read of the states besides those that begin the chunks: the one behind the last."""
+    whole = walker.source(begun)
+    place = whole.dims.index(row) if row in whole.dims else None
+    if place is None:
+        return None
+    result: ReadValue | None = None
+    front = [whole.value]
+    while front:
+        for op in walker.readers[front.pop()]:
+            if op.id in walker.passed:
+                front += op.outputs if op.kind == "view" else ()
+                continue
+            if op.kind != "view" or len(op.outputs) != 1:
+                return None
+            pieces = walker.holding(walker.fresh(op.outputs[0]), whole.value) or []
+            read = pieces[0].dims[place] if len(pieces) == 1 else None
+            if read != Dim((), chunks) or result is not None:
+                return None
+            dims = (*whole.dims[:place], read, *whole.dims[place + 1 :])
+            names = named(pieces[0], dims)
+            result = None if names is None else renamed(walker.fresh(op.outputs[0]), names)
+            if result is None:
+                return None
+    return (result,)
+
+
+# -- the recurrence --------------------------------------------------------------------------------
+
+
+def _scan(
+    walker: Walker,
+    within: _Chunk,
+    total: ReadValue,
+    chunk: Axis,
+    state: ReadValue | None,
+    last: ReadValue | None,
+) -> Scan | None:
+    """The recurrence with its axes called b, t, h, p and n."""
+    graph, length = walker.graph, within.length
+    size: dict[Axis, int] = {}
+    read = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
+    others = {"y": total, **({"last": last} if last else {}), **({"state": state} if state else {})}
+    for factor in (*read.values(), *others.values()):
+        for dim in factor.dims:
+            for atom in dim.atoms:
+                size[atom.axis] = max(size.get(atom.axis, 1), atom.step * atom.size)
+    token = {within.row, within.column, chunk}
+    of_decay = [ax for dim in within.logarithm.dims for ax, *_ in dim.atoms if ax not in token]
+    own = [ax for ax in size if ax in within.x.axes - token and ax not in of_decay]
+    parts = walker.parts(within.logarithm)
+    heads = [ax for ax in of_decay if all(ax in part.axes for part in parts)]
+    if len(parts) != 2:  # what is first of x is the batch
+        heads = [ax for dim in within.x.dims for ax, *_ in dim.atoms if ax in of_decay][1:]
+    batch = [ax for ax in of_decay if ax not in heads]
+    if max(len(own), len(heads), len(batch)) > 1:
+        return None
+    names: Names = {
+        within.row: [(Atom(within.row, 1, length), Atom("t", 1, length))],
+        within.column: [(Atom(within.column, 1, length), Atom("t", 1, length))],
+    }
+    chunks = size.get(chunk, 1)
+    names[chunk] = [(Atom(chunk, 1, chunks), Atom("t", length, chunks))]
+    sizes = {"b": 1, "h": 1, "p": 1}
+    for role, group in (("b", batch), ("h", heads), ("p", own), ("n", [within.over])):
+        for axis in group:
+            names[axis] = [(Atom(axis, 1, size[axis]), Atom(role, 1, size[axis]))]
+            sizes[role] = size[axis]
+    made = {name: renamed(f, names) for name, f in {**read, **others}.items()}
+    if any(f is None for f in made.values()):
+        return None
+    factors = {name: f for name, f in made.items() if f is not None}
+    y, after = factors.pop("y"), factors.pop("last", None)
+    decay = decay_of(walker, factors["dt"], [factors["x"]])
+    if decay is None:
+        return None
+    factors |= decay
+    x = clamped(walker, factors["x"])
+    sizes["t"] = next((a.size for d in x.dims for a in d.atoms if a.axis == "t"), 1)
+    place = graph.ops[graph.producers[y.value]]
+    dropped = frozenset() if after is None else frozenset({graph.producers[after.value]})
+    return finished(
+        walker,
+        Scan(
+            dual=True, sizes=sizes, factors=factors, y=y, last=after, place=place,
+            chunk=length, dropped=dropped, first=min(walker.passed),
+            inside=frozenset(walker.passed),
+        ),
+    )  # fmt: skip

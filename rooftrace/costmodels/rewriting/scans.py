@@ -1,0 +1,452 @@
+"""A recurrence of a state-space model as one op: what belongs to its kernel, and the op itself.
+
+The axes of all factors are b, t, h, p and n: sequences, tokens, heads, numbers of a head, and of
+the state for each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from msgspec.structs import replace as changed
+
+from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.indexing import (
+    Atom,
+    Dim,
+    ReadValue,
+    Walker,
+    named,
+    plain,
+    renamed,
+)
+from rooftrace.costmodels.rewriting.places import COPIES
+from rooftrace.hardware.precisions import precision
+from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.tracer.graph import Op, Tensor
+
+SELECTIVE_SCAN = "rooftrace.selective_scan.default"
+STATE_UPDATE = "rooftrace.selective_state_update.default"
+LAYOUTS = {
+    "x": "bthp", "dt": "bthp", "A": "hpn", "B": "bthn", "C": "bthn", "D": "hp", "z": "bthp",
+    "dt_bias": "hp", "state": "bhpn",
+}  # fmt: skip
+"""The dimensions of the operands of the ops, in order."""
+USUAL_CHUNK = 256
+"""Tokens of a chunk where the code names none: `chunk_size` of mamba_ssm's Mamba2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """A recurrence, as the op takes it.
+
+    factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
+    state behind the last token, where it is read.  written: the op that writes that into the state
+    of before.  options: softplus, low, high, A_log; chunk: tokens of a chunk.  first: id of the
+    first op of the recurrence.  dropped: ids of the ops whose results the op makes itself.  inside:
+    of all ops that it stands for.
+    """
+
+    dual: bool
+    sizes: Mapping[str, int]
+    factors: Mapping[str, ReadValue]
+    y: ReadValue
+    last: ReadValue | None = None
+    written: Op | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chunk: int = USUAL_CHUNK
+    first: int = 0
+    place: Op
+    dropped: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
+
+
+# -- what belongs to it ----------------------------------------------------------------------------
+
+
+def finished(walker: Walker, scan: Scan) -> Scan | None:
+    """A recurrence with what its kernel does beside it: softplus and bias of dt, D x, the gate.
+
+    None where an operand is not what the kernel takes, or is overwritten before the kernel runs.
+    """
+    scan = _with_ending(walker, _with_decay(walker, _with_steps(walker, scan)))
+    scan = _with_last(walker, scan)
+    for name, factor in scan.factors.items():
+        axes = set(LAYOUTS[name])
+        if name == "dt" and scan.factors.get("A") is None:
+            axes -= {"p"}
+        if not factor.axes <= axes:
+            return None
+        if name in ("B", "C") and not _whole_groups(factor, scan.sizes["h"]):
+            return None
+    return scan if _fits(scan) and not _overwritten(walker, scan) else None
+
+
+def _whole_groups(factor: ReadValue, heads: int) -> bool:
+    """Whether heads that share a key stand side by side."""
+    digits = [atom for dim in factor.dims for atom in dim.atoms if atom.axis == "h"]
+    return all(atom.step * atom.size == heads for atom in digits) and len(digits) <= 1
+
+
+def _fits(scan: Scan) -> bool:
+    """Whether y is all of it: each axis once, and in full."""
+    atoms = [atom for dim in scan.y.dims for atom in dim.atoms]
+    sizes = {axis: n for axis, n in scan.sizes.items() if n > 1 and axis != "n"}
+    return {(a.axis, a.step, a.size) for a in atoms} == {(axis, 1, n) for axis, n in sizes.items()}
+
+
+def _overwritten(walker: Walker, scan: Scan) -> bool:
+    """Whether an op writes into an operand between the first op of the recurrence and its place."""
+    values = walker.graph.values
+    operands = {values[f.value].storage for f in scan.factors.values()}
+    return any(
+        op.kind == "kernel"
+        and op.id not in scan.dropped
+        and any(values[i].storage in operands and values[i].storage != i for i in op.outputs)
+        for op in walker.graph.ops[scan.first : scan.place.id]
+    )
+
+
+def _with_steps(walker: Walker, scan: Scan) -> Scan:
+    """dt before clamp, softplus and a bias, as far as it has them in this order."""
+    options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
+    factor = scan.factors["dt"]
+    bias: ReadValue | None = None
+    op = walker.maker(factor.value)
+    if op is not None and op.name == "aten.clamp" and len(op.inputs) == 1:
+        options |= {"low": op.arguments.get("min"), "high": op.arguments.get("max")}
+        factor = walker.source(ReadValue(op.inputs[0], factor.dims))
+        op = walker.maker(factor.value)
+    plain_softplus = op is not None and not {"beta", "threshold"} & set(op.arguments)
+    if op is not None and op.name == "aten.softplus" and plain_softplus:
+        options["softplus"] = True
+        factor = walker.source(ReadValue(op.inputs[0], factor.dims))
+        op = walker.maker(factor.value)
+    before = options["softplus"] or options["low"] is not None
+    if before and op is not None and op.name == "aten.add" and _is_sum(op):
+        sides = [walker.source(walker.aligned(i, factor.dims)) for i in op.inputs]
+        for side, other in (sides, sides[::-1]):
+            stored = walker.graph.owner(side.value).role == "weights"
+            if bias is None and stored and side.axes <= {"h", "p"}:
+                factor, bias = other, side
+    factors = {**scan.factors, "dt": factor}
+    if bias is not None:
+        factors["dt_bias"] = bias
+    return replace(scan, factors=factors, options=options)
+
+
+def _with_decay(walker: Walker, scan: Scan) -> Scan:
+    """A as the weight that it is made of as -exp(weight): an engine makes A once."""
+    made = scan.factors.get("A")
+    values = walker.graph.values
+    for name in ("aten.neg", "aten.exp"):
+        op = None if made is None else walker.maker(made.value)
+        if made is None or op is None or op.name != name:
+            return replace(scan, options={**scan.options, "A_log": False})
+        made = walker.source(ReadValue(op.inputs[0], made.dims))
+    stored = made is not None and values[values[made.value].storage].role == "weights"
+    if made is None or not stored:
+        return replace(scan, options={**scan.options, "A_log": False})
+    return replace(
+        scan, factors={**scan.factors, "A": made}, options={**scan.options, "A_log": True}
+    )
+
+
+def _with_last(walker: Walker, scan: Scan) -> Scan:
+    """The last state as what it is copied to, where that is a new cache that nothing else fills."""
+    readers = [] if scan.last is None else walker.readers[scan.last.value]
+    blanks = [op for op in readers if op.name == "aten.zeros_like"]
+    copies = [op for op in readers if op.name == "aten.copy_"]
+    if scan.last is None or len(blanks) != 1 or len(copies) != 1 or len(readers) != 2:
+        return scan
+    (empty,), (copy,) = blanks, copies
+    cache = empty.outputs[0]
+    values, outputs = walker.graph.values, walker.graph.outputs
+    alike = values[cache].dtype == values[scan.last.value].dtype
+    if copy.inputs[0] != cache or walker.readers[cache] != [copy] or cache in outputs or not alike:
+        return scan
+    return replace(
+        scan,
+        last=ReadValue(copy.outputs[0], scan.last.dims),
+        dropped=scan.dropped | {empty.id, copy.id},
+    )
+
+
+def _is_sum(op: Op) -> bool:
+    return len(op.inputs) == 2 and op.arguments.get("alpha", 1) == 1
+
+
+def _with_ending(walker: Walker, scan: Scan) -> Scan:
+    """y after D x and the gate, and the casts and cuts behind them, where nothing else reads it."""
+    graph, now = walker.graph, scan.y
+    after_last = [] if scan.last is None else walker.readers[scan.last.value]
+    first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
+    while True:
+        readers = walker.readers[now.value]
+        if len(readers) != 1 or now.value in graph.outputs:
+            return scan
+        op = readers[0]
+        if not plain(op.reads) or len(op.outputs) != 1 or op.repeats != scan.place.repeats:
+            return scan
+        if op.id > first:  # the state behind the last token is read before
+            return scan
+        after = onto(walker, op.outputs[0], now)
+        if after is None:
+            return scan
+        now = after
+        more = _absorbed(walker, scan, op, after)
+        if more is not None:
+            scan = replace(scan, y=after, place=op, factors={**scan.factors, **more})
+        elif op.name in ("aten.add", "aten.mul", "aten.add_", "aten.mul_"):
+            return scan
+        elif (
+            op.name == "aten._to_copy"
+            or _cuts(walker, op)
+            or (scan.dual and op.name in COPIES)
+            or not _fits(scan)
+        ):
+            scan = replace(scan, y=after, place=op)
+
+
+def _cuts(walker: Walker, op: Op) -> bool:
+    values = walker.graph.values
+    return op.name == "aten.slice" and values[op.inputs[0]].shape != values[op.outputs[0]].shape
+
+
+def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
+    """A value that is made of another one, with its axes called as those of the other."""
+    fresh = walker.fresh(value)
+    op = walker.graph.ops[walker.graph.producers[value]]
+    if op.name in ("aten.add", "aten.add_"):
+        if not _is_sum(op) or now.value not in op.inputs:
+            return None
+        pieces = [walker.aligned(now.value, fresh.dims)]
+    else:
+        pieces = walker.holding(fresh, now.value) or []
+    own = [piece for piece in pieces if piece.value == now.value]
+    names = named(own[0], now.dims) if len(own) == 1 else None
+    return None if names is None else renamed(fresh, names)
+
+
+def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str, ReadValue] | None:
+    """The further operands of the kernel, where an op adds D x or multiplies by silu(z)."""
+    if len(op.inputs) != 2 or "z" in scan.factors:
+        return None
+    for value in op.inputs:
+        other = walker.source(walker.aligned(value, after.dims))
+        if op.name in ("aten.add", "aten.add_") and "D" not in scan.factors:
+            parts = [clamped(walker, part) for part in walker.parts(other)]
+            x = clamped(walker, scan.factors["x"])
+            skips = [part for part in parts if part != x]
+            if len(parts) == 2 and len(skips) == 1 and skips[0].axes <= {"h", "p"}:
+                return {"D": skips[0]}
+        maker = walker.maker(other.value) if op.name in ("aten.mul", "aten.mul_") else None
+        if maker is not None and maker.name == "aten.silu":
+            gate = walker.source(ReadValue(maker.inputs[0], other.dims))
+            if gate.axes == after.axes:
+                return {"z": gate}
+    return None
+
+
+def clamped(walker: Walker, factor: ReadValue) -> ReadValue:
+    """A factor without the zeros that it is padded with: digits as long as its dimensions."""
+    shape = walker.graph.values[factor.value].shape
+    dims = tuple(
+        Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n - d.start)),), d.start)
+        if len(d.atoms) == 1
+        else d
+        for n, d in zip(shape, factor.dims, strict=True)
+    )
+    return ReadValue(factor.value, dims)
+
+
+_BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
+
+
+def blank(walker: Walker, value: int) -> bool:
+    """Whether a state is all zeros, as one is that nothing was written into."""
+    op = walker.maker(value)
+    return op is not None and op.name in _BLANKS and not walker.changes(value)
+
+
+# -- the op ----------------------------------------------------------------------------------------
+
+
+def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
+    """The kernels of a recurrence, and their results as the values that were read before."""
+    like, values, sizes = edit.kernel_for(scan.place), edit.values, scan.sizes
+    operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)
+    for name, factor in scan.factors.items():
+        operands[name] = laid_out(edit, like, clamped(walker, factor), LAYOUTS[name])
+    out, x = values[scan.y.value], values[scan.factors["x"].value]
+    dtype = min(out.dtype, x.dtype, key=lambda name: precision(name).bits)
+    order, strides = memory_order(scan.y, out, "bthp")
+    layout: dict[str, Argument] = {"order": order, "dtype": f"dtype:{dtype}"}
+    shape = tuple(sizes[axis] for axis in "bthp")
+    y = edit.value(shape, dtype, out.role, like.repeats, stride=strides)
+    wide = "fp64" if x.dtype == "fp64" else "fp32"
+    if scan.written is not None and isinstance(operands["state"], Ref):
+        state = operands.pop("state")
+        old = values[state.id]
+        moved = edit.view(state, old.shape, old.stride, like.repeats)
+        arguments = {"state": state, **operands, **scan.options, **layout}
+        edit.emit(like, STATE_UPDATE, arguments, (moved, y))
+        as_before(edit, like, moved, scan.written.outputs[0])
+    else:
+        held = tuple(sizes[axis] for axis in "bhpn")
+        last = edit.value(held, wide, "activations", like.repeats)
+        if scan.dual and sizes["t"] > 1:
+            _emit_dual(edit, scan, {**operands, **scan.options}, layout, (y, last, wide))
+        else:
+            edit.emit(like, SELECTIVE_SCAN, {**operands, **scan.options, **layout}, (y, last))
+        if scan.last is not None:
+            replaces(edit, walker, like, last, scan.last, "bhpn")
+    replaces(edit, walker, like, y, scan.y, "bthp")
+
+
+def _emit_dual(
+    edit: Editor,
+    scan: Scan,
+    given_: Mapping[str, Argument],
+    layout: Mapping[str, Argument],
+    results: tuple[int, int, str],
+) -> None:
+    """The kernels that `mamba_chunk_scan_combined` launches, with what they write for each other.
+
+    Sums of decays, products and the states of chunks are in fp32, the states that begin the chunks
+    in the precision of C.
+    """
+    like, sizes, (y, last, wide) = edit.kernel_for(scan.place), scan.sizes, results
+    length = scan.chunk
+    count = -(-sizes["t"] // length)
+    batch, heads = sizes["b"], sizes["h"]
+    by_token = (batch, heads, count, length)
+
+    def made(shape: tuple[int, ...], dtype: str) -> int:
+        return edit.value(shape, dtype, "temporary", like.repeats)
+
+    def part(name: str, names: Collection[str], more: Mapping[str, Argument],
+             outputs: tuple[int, ...]) -> None:  # fmt: skip
+        arguments = {**{n: given_[n] for n in names}, **more}
+        edit.emit(like, f"rooftrace.ssd_{name}.default", arguments, outputs)
+
+    steps, sums = made(by_token, wide), made(by_token, wide)
+    options = ("dt", "A", "dt_bias", "softplus", "low", "high", "A_log")
+    part("steps", options, {"chunk": length}, (steps, sums))
+    decays: dict[str, Argument] = {"steps": Ref(steps), "sums": Ref(sums)}
+    by_chunk = (batch, count, heads, sizes["p"], sizes["n"])
+    states = made(by_chunk, wide)
+    part("states", ("x", "B"), decays, (states,))
+    keys = edit.values[given_["C"].id]
+    begun = made(by_chunk, keys.dtype)
+    kept = {"states": Ref(states), "sums": Ref(sums), "state": given_["state"]}
+    part("passing", (), {**kept, "dtype": f"dtype:{keys.dtype}"}, (begun, last))
+    products = made((batch, count, keys.shape[2], length, length), wide)
+    part("products", ("C", "B"), {"chunk": length}, (products,))
+    ending = {"products": Ref(products), "begun": Ref(begun), **decays, **layout}
+    part("output", ("x", "C", "D", "z"), ending, (y,))
+
+
+def memory_order(
+    factor: ReadValue, tensor: Tensor, axes: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How a value lies in memory: its axes, outermost first, and the strides of each."""
+    strides = {}
+    for dim, stride in zip(factor.dims, tensor.stride, strict=True):
+        for atom in reversed(dim.atoms):
+            strides[atom.axis] = stride
+            stride *= atom.size
+    known = sorted(strides, key=lambda axis: -strides[axis])
+    order = [axis for axis in axes if axis not in strides] + known
+    return tuple(axes.index(str(axis)) for axis in order), tuple(
+        strides.get(axis, 1) for axis in axes
+    )
+
+
+def replaces(
+    edit: Editor, walker: Walker, like: Op, made: int, before: ReadValue, axes: str
+) -> None:
+    """The value of before, and its views, as views of a new one; as a copy in its own precision."""
+    values = edit.values
+    old = values[before.value]
+    seen = _arranged(edit, like, Ref(made), before, axes)
+    owner = made if old.dtype == values[made].dtype else before.value
+    for value in _views(walker, before.value):
+        values[value] = changed(values[value], storage=owner)
+    if owner == before.value:
+        values[owner] = changed(values[owner], stride=Tensor.contiguous(old.shape), then=None)
+        cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
+        edit.emit(like, "aten._to_copy.default", cast, (before.value,))
+        return
+    edit.emit(
+        like,
+        "aten.reshape.default",
+        {"self": seen, "shape": old.shape},
+        (before.value,),
+        kind="view",
+    )
+
+
+def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
+    """A value with its dimensions in the order in which another one has them."""
+    there = [str(atom.axis) for dim in before.dims for atom in dim.atoms]
+    order = tuple(axes.index(a) for a in [*(a for a in axes if a not in there), *there])
+    return made if order == tuple(range(len(axes))) else edit.permuted(like, made, order)
+
+
+def _views(walker: Walker, value: int) -> set[int]:
+    """A value and the views that are taken of it."""
+    values, seen, front = walker.graph.values, set[int](), [value]
+    while front:
+        now = front.pop()
+        seen.add(now)
+        for op in walker.readers[now]:
+            front += [
+                i
+                for i in op.outputs
+                if values[i].storage == values[value].storage and i not in seen
+            ]
+    return seen
+
+
+def as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
+    """What is left of a state after the op, in the shape that it is read in."""
+    shape = edit.values[value].shape
+    edit.emit(
+        like, "aten.reshape.default", {"self": Ref(moved), "shape": shape}, (value,), kind="view"
+    )
+
+
+def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -> Ref:
+    """An operand with a dimension for each of these axes, of one element where it has none."""
+    ref = Ref(factor.value)
+    for d, dim in enumerate(factor.dims):
+        length = 1
+        for atom in dim.atoms:
+            length *= atom.size
+        ref = edit.sliced(like, ref, d, dim.start, dim.start + length)
+    tensor = edit.values[ref.id]
+    atoms: list[Atom] = []
+    stride: list[int] = []
+    for dim, step in zip(factor.dims, tensor.stride, strict=True):
+        steps = []
+        for atom in reversed(dim.atoms):
+            steps.append(step)
+            step *= atom.size
+        atoms += dim.atoms
+        stride += steps[::-1]
+    by_axis: dict[Any, list[tuple[Atom, int]]] = {}
+    for atom, step in zip(atoms, stride, strict=True):
+        by_axis.setdefault(atom.axis, []).append((atom, step))
+    sizes = tuple(atom.size for atom in atoms)
+    if sizes != tensor.shape:
+        ref = edit.viewed(like, ref, sizes, tuple(stride))
+    there = [axis for axis in axes if axis in by_axis]
+    order = tuple([a.axis for a in atoms].index(axis) for axis in there)
+    if order != tuple(range(len(order))):
+        ref = edit.permuted(like, ref, order)
+    shape = tuple(by_axis[axis][0][0].size if axis in by_axis else 1 for axis in axes)
+    steps_ = tuple(by_axis[axis][0][1] if axis in by_axis else 1 for axis in axes)
+    return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, steps_)
