@@ -153,19 +153,20 @@ def _delta(
     width, columns = sizes["key_width"], sizes["value_width"]
     rows = [meta(batch, tokens, sizes["heads"], width) for _ in range(2)]
     decay = meta(batch, tokens, heads, *[width] * channels, dtype=torch.float32)
-    given = [*rows, meta(batch, tokens, heads, columns), decay, meta(batch, tokens, heads)]
+    operands = [*rows, meta(batch, tokens, heads, columns), decay, meta(batch, tokens, heads)]
     state = meta(batch, heads, width, columns, dtype=torch.float32)
     norm = 1e-6 if delta else None
     settings = (width**-0.5, norm, norm, True, True)
+    name = "delta_rule" if delta else "linear_attention"
 
-    def run(*given: torch.Tensor) -> Any:
-        *operands, beta, state = given
-        operands = [*operands, beta if delta else None, state]
+    def run(*passed: torch.Tensor) -> Any:
+        *rows, beta, state = passed
+        read = [*rows, beta if delta else None, None, state]
         if tokens == 1:
-            return ops().delta_rule_(*operands, state, *settings)
-        return ops().delta_rule(*operands, *settings)
+            return getattr(ops(), f"{name}_")(*read, state, *settings)
+        return getattr(ops(), name)(*read, *settings)
 
-    return Plain(run), (*given, state)
+    return Plain(run), (*operands, state)
 
 
 def _ssd(sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -53,7 +53,7 @@ def selective_scan(op: OpView) -> Cost:
     return _scanned(op)
 
 
-@builtin("rooftrace.selective_state_update", kind="scan", label="state update")
+@builtin("rooftrace.selective_state_update", kind="state update", label="state update")
 def selective_state_update(op: OpView) -> Cost:
     """The scan of one token: the state is read and written in its place."""
     return _scanned(op)
@@ -65,13 +65,13 @@ def _pairs(tokens: int, chunk: int) -> int:
     return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
-@builtin("rooftrace.ssd_steps", kind="scan", label="ssd: steps")
+@builtin("rooftrace.ssd_steps", kind="ssd", label="ssd: steps")
 def ssd_steps(op: OpView) -> Cost:
     """dt, dt A and its running sum, for each of B S H."""
     return vector(op, (_steps(op) + 2) * op.needed("dt").elements) + op.streamed()
 
 
-@builtin("rooftrace.ssd_states", kind="scan", label="ssd: states")
+@builtin("rooftrace.ssd_states", kind="ssd", label="ssd: states")
 def ssd_states(op: OpView) -> Cost:
     """B^T x of each chunk: 2 B S H P N; x or B times the decay to the end of its chunk.
 
@@ -87,7 +87,7 @@ def ssd_states(op: OpView) -> Cost:
     return product + vector(op, batch * tokens * heads * (3 + size)) + op.streamed()
 
 
-@builtin("rooftrace.ssd_passing", kind="scan", label="ssd: passing states")
+@builtin("rooftrace.ssd_passing", kind="ssd", label="ssd: passing states")
 def ssd_passing(op: OpView) -> Cost:
     """Two for each number of the states of all chunks.  Of the sums it reads the last of each."""
     sums, states = op.needed("sums"), op.needed("states")
@@ -96,7 +96,7 @@ def ssd_passing(op: OpView) -> Cost:
     return vector(op, 2 * states.elements) + op.read(sums, last) + others
 
 
-@builtin("rooftrace.ssd_products", kind="scan", label="ssd: C B")
+@builtin("rooftrace.ssd_products", kind="ssd", label="ssd: C B")
 def ssd_products(op: OpView) -> Cost:
     """C B^T of all pairs of a chunk: 2 B S L G N."""
     queries, keys = op.needed("C"), op.needed("B")
@@ -109,7 +109,7 @@ def ssd_products(op: OpView) -> Cost:
     return product + op.streamed()
 
 
-@builtin("rooftrace.ssd_output", kind="scan", label="ssd: output")
+@builtin("rooftrace.ssd_output", kind="ssd", label="ssd: output")
 def ssd_output(op: OpView) -> Cost:
     """y = (C B^T * decays) x over the pairs with s <= l, and C times the states of before.
 
