@@ -31,8 +31,9 @@ FLOORS = {
     "sd3": (0.93, 0.93),
     "classifier": (0.85, 0.80),
 }
-BYTES = (0.9, 1.1)
-"""Our bytes over Inductor's, without what `benchmarks/inductor` says is left out, and why."""
+BYTES = (0.88, 1.1)
+"""Our bytes over Inductor's, without what `benchmarks/inductor` says is left out, and why.  Least is
+deepseek-v3: we join rotated halves straight into the query, where Inductor writes them first."""
 
 
 def benchmark(name: str) -> ModuleType:
