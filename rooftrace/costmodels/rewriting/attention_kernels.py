@@ -71,7 +71,12 @@ def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
 
 
 def with_pairs(graph: OpGraph) -> OpGraph:
-    """The products of attention that stays written out say how many of their pairs a mask shows."""
+    """The products of attention that stays written out say how many of their pairs a mask shows.
+
+    Not in training, whose backward products would not.
+    """
+    if any(op.part == "backward" for op in graph.ops):
+        return graph
     told: dict[int, dict[str, Any]] = {}
     for written in written_attentions(graph):
         pairs = None if written.mask is None else written.mask.op.facts.get("visible_pairs")

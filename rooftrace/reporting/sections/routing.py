@@ -25,6 +25,8 @@ _FACTS = {
     "counted": "counted",
 }
 """The facts of an assumption on routing, and their names here."""
+_KERNEL = "rooftrace.route_experts"
+"""The op that stands for a router's choice where one kernel makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def _choice(op: Op, graph: OpGraph) -> tuple[int, Mapping[str, Any]]:
     for number in op.assumptions if op.part == "forward" else ():
         made = graph.assumptions[number]
         known = made.facts.keys() >= _FACTS.keys() - {"counted"}
-        if made.op == op.name and known and made.facts["distinct"] > 0:
+        if op.name in (made.op, _KERNEL) and known and made.facts["distinct"] > 0:
             return number, made.facts
     return -1, {}
 
