@@ -38,7 +38,7 @@ class FormTotals:
 
     flops, bytes: of the whole step, as an estimate has them.  kv: bytes of the cache.
     routed_flops, routed_weights: of products whose rows are drawn among experts.  sent: bytes of
-    the inputs of experts and of their results.
+    the rows that come to experts and of their results.
     """
 
     form: Form
@@ -75,27 +75,16 @@ _Part = Callable[[PlanForm, Points, "set[int]"], Any]
 
 
 def _sent(plan: PlanForm, points: Points, routed: set[int]) -> Any:
-    """Bytes that products of experts read beside weights first, and write last, in each module."""
-    ends = {
-        end for pair in expert_ends(plan) for end in ((id(pair[0]), False), (id(pair[1]), True))
-    }
-    inputs: dict[int, Any] = {}
-    for kernel in plan.kernels:
-        activations = [
-            item.access
-            for item in kernel.traffic
-            if item.access.write is False and item.access.role != "weights"
-        ]
-        if activations:  # tokens are the largest; what says where they belong is small
-            inputs[id(kernel.numbers)] = max(activations, key=lambda access: access.size)
-    return plan.bytes(
-        points,
-        lambda group, access: (
-            access.wire == "hbm"
-            and (id(group), access.write) in ends
-            and (access.write or access is inputs.get(id(group)))
-        ),
+    """Bytes of the rows that come to the experts of each module, and of as many results.
+
+    They are twice what its last product writes: a first one may read a token once for all its
+    experts.
+    """
+    last = {id(numbers) for numbers in last_products(plan)}
+    written = plan.bytes(
+        points, lambda group, access: access.wire == "hbm" and access.write and id(group) in last
     )
+    return 2 * written
 
 
 _PARTS: Mapping[str, _Part] = {
@@ -122,8 +111,8 @@ def is_routed(kernel: KernelForm) -> bool:
     return GROUPED in kernel.numbers.spread_kind
 
 
-def expert_ends(plan: PlanForm) -> Iterator[tuple[Any, Any]]:
-    """The first and the last product of each module of experts: where tokens come, and leave."""
+def last_products(plan: PlanForm) -> Iterator[Any]:
+    """The last product of each module of experts, which tokens leave by."""
     by_module: dict[tuple[str, int], list[Any]] = {}
     run = 0
     before = ""
@@ -138,8 +127,7 @@ def expert_ends(plan: PlanForm) -> Iterator[tuple[Any, Any]]:
     for products in by_module.values():
         half = _turns(products)
         for start in range(0, len(products), half):
-            part = products[start : start + half]
-            yield part[0], part[-1]
+            yield products[start : start + half][-1]
 
 
 def _turns(products: list[Any]) -> int:
