@@ -15,6 +15,8 @@ CAUGHT_INSIDE = {
     "CannotCountError": "a counter cannot count such a thing: its count says so",
     "CaseTimeoutError": "a case of the suite took too long: its row says so",
     "ExpressionError": "a size in a file is no arithmetic: the file is refused",
+    "NoPatternError": "a mask is too large to look at each pair: an assumption says so",
+    "NotImpliedError": "a value follows from no ranges: it is unknown",
     "NotAlikeError": "a shortened trace does not hold: everything is run",
     "UnlikeLayersError": "layers that were repeated may differ: each is run",
     "NotOfferedError": "an operation that this device has not: its row says so",

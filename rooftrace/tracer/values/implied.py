@@ -77,7 +77,7 @@ class ImpliedTensors(KnownTensors):
                 box = tuple(slice(s, s + n) for s, n in zip(inner, view.shape, strict=True))
                 self.learn(view, value.viewed(partial(_cut, box)), entry.taint)
             else:
-                view.__dict__.pop(self.key)
+                view.__dict__.pop(self.key, None)
 
 
 def _cut(box: tuple[slice, ...], leaf: Tensor) -> Tensor:

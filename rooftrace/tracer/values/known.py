@@ -151,7 +151,7 @@ class KnownTensors:
                 continue
             value = known.value
             if trees.bytes_of(value) != memory:
-                del view.__dict__[self.key]
+                view.__dict__.pop(self.key, None)
             elif copied is not None:
                 at = value.storage_offset(), value.shape, value.stride()
                 own = value.new_empty(0).set_(copied, *at)
