@@ -435,3 +435,14 @@ def test_masks_of_torch_s_own_layers_are_known() -> None:
         graph = rt.trace(Encoder(), torch.empty(2, size, 16), padded)
     both = causal(size) + causal(lengths[1]) + (size - lengths[1]) * lengths[1]
     assert _masked(graph) == [both // 2, both // 2, causal(size)]
+
+
+def test_an_unknown_mask_of_other_numbers_is_no_mask_of_attention() -> None:
+    class Router(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            keep = x.sigmoid() > x.mean(-1, keepdim=True)
+            return x.masked_fill(~keep, float("-inf")).topk(2)[0]
+
+    graph = rt.trace(Router(), torch.empty(64, 256, device="meta"))
+    assert "mask" not in {a.kind for a in graph.assumptions}
+    assert not _masked(graph)

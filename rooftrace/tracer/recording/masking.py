@@ -30,19 +30,19 @@ def learn_mask_facts(
         position = _MASK[call.name]
         query, key, mask = (call.args[position - back] for back in (3, 2, 0))
         if mask is not None:
-            return _learnt(values, mask, query.shape[-2], key.shape[-2], facts)
+            return _learnt(values, mask, (query.shape[-2], key.shape[-2]), False, facts)
     elif call.name in _SCORES:
         scores = outputs[0] if outputs else call.args[0]
         if scores.is_floating_point() and scores.dim() >= _PLANE:
             value = values.implicit(scores)
             if value is not None and not value.certain:
-                return _learnt(values, scores, scores.shape[-2], scores.shape[-1], facts)
+                return _learnt(values, scores, scores.shape[-2:], True, facts)
     return records.NO_TAINT
 
 
 def _learnt(
-    values: Values, mask: Tensor, rows: int, columns: int, facts: dict[str, Any]
+    values: Values, mask: Tensor, sizes: Sequence[int], scores: bool, facts: dict[str, Any]
 ) -> frozenset[int]:
-    known, taint = values.mask_facts(mask, rows, columns)
+    known, taint = values.mask_facts(mask, sizes[0], sizes[1], scores)
     facts.update(known or {})
     return taint

@@ -219,9 +219,13 @@ class Values(Assumptions, ImpliedTensors):
         return entries if all(map(carried, (*call.tensors, *outputs))) else None
 
     def mask_facts(
-        self, mask: Tensor, rows: int, columns: int
+        self, mask: Tensor, rows: int, columns: int, scores: bool = False
     ) -> tuple[dict[str, Any] | None, frozenset[int]]:
-        """What a mask of attention says (see `masks.facts_of`), and what that rests on."""
+        """What a mask of attention says (see `masks.facts_of`), and what that rests on.
+
+        scores: it is masked numbers, which are no scores of attention unless something known hides
+        some of them (a router's have an unknown mask).
+        """
         entry, value = self.held(mask), self.implicit(mask)
         facts = None
         if value is not None:
@@ -234,6 +238,8 @@ class Values(Assumptions, ImpliedTensors):
             unsure = value is not None or mask.dtype == torch.bool
         else:
             unsure = masks.unsure(value)
+        if scores and unsure and (facts is None or facts["mask"] == "none"):
+            return None, _NO_TAINT
         if unsure:
             taint |= {self.assume("mask", masks.UNSURE)}
         return facts, taint
