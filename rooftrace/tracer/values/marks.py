@@ -94,8 +94,9 @@ def stored_in(module: Any) -> dict[str, str]:
     return marked
 
 
-MASKED = -1e4
-"""A number up to this, added to a score of attention, hides its position."""
+MASKED = -9e3
+"""A number up to this, added to a score of attention, hides its position: -10,000 is, which bf16
+holds as -9,984."""
 
 
 def mask_of(tensor: Tensor) -> Implicit | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from functools import reduce
 from typing import Any
@@ -18,7 +19,10 @@ from rooftrace.tracer.values.pairs import NoPatternError, ShownPairs, shown_pair
 _TRUE, _FALSE = Implicit.of(True), Implicit.of(False)
 
 
-_FAR = 1e3
+_HALF = 0.5
+_FILLS = 4
+"""The most different numbers that hide positions in one mask."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # -- what hides a position -----------------------------------------------------------------------
 
@@ -108,14 +112,22 @@ def _very_positive(value: Implicit) -> Implicit:
 
 
 def _falls_off(numbers: Tensor) -> bool:
-    """Whether some numbers hide positions: they lie far below all others, where the distance to a
-    key falls step by step."""
+    """Whether some numbers are such as code fills in to hide positions, and no data: the least of a
+    precision, or a round one."""
     low = numbers <= MASKED
     if not numbers.is_floating_point() or not bool(low.any()):
         return False
-    if bool(low.all()):
-        return bool((numbers == numbers.reshape(-1)[0]).all())
-    return float(numbers[~low].min()) - float(numbers[low].max()) >= _FAR
+    least, most = numbers[low].aminmax()
+    fills = [least] if least == most else torch.unique(numbers[low]).unbind()
+    return len(fills) <= _FILLS and all(map(_is_filled_in, fills))
+
+
+def _is_filled_in(number: Tensor) -> bool:
+    value = float(number)
+    if not math.isfinite(value) or math.frexp(value)[0] == -_HALF:  # a power of two
+        return True
+    likely = [float(f"{value:.1e}"), *(torch.finfo(kind).min for kind in _FLOATS)]
+    return any(bool(torch.tensor(guess).to(number.dtype) == number) for guess in likely)
 
 
 def _bool(op: str, *parts: Implicit) -> Implicit:
