@@ -469,3 +469,15 @@ def test_numbers_that_code_fills_in_hide(dtype: torch.dtype, number: float | Non
     mask = torch.zeros(4, 4, dtype=dtype).masked_fill(torch.ones(4, 4).triu(1) > 0, fill)
     facts = masks.facts_of(Implicit.of(mask), 4, 4)
     assert facts is not None and facts["visible_pairs"] == causal(4)
+
+
+def test_an_estimate_says_which_share_rests_on_an_unknown_mask() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=keep)
+
+    keep = torch.empty(1, 1, 2_100, 2_100, dtype=torch.bool, device="meta")
+    graph = rt.trace(Masked(), torch.empty(1, 4, 2_100, 64, device="meta"), keep)
+    (note,) = (note for note in rt.estimate(graph, "h100-sxm").notes if "rests on" in note)
+    assert note.endswith(f" % of the step rests on: {masks.UNSURE}")
+    assert float(note.split(" %")[0]) > 80  # all but the launch

@@ -13,9 +13,9 @@ from rooftrace.costmodels.allocating import Reserved, reserve
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating.breakdowns import Breakdowns
 from rooftrace.costmodels.estimating.communication import Together
-from rooftrace.costmodels.estimating.fallbacks import fallback_notes
 from rooftrace.costmodels.estimating.intervals import interval_of
 from rooftrace.costmodels.estimating.itemised import Itemised
+from rooftrace.costmodels.estimating.resting import resting_notes
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
@@ -85,10 +85,12 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that say what was rewritten and what else is worth knowing."""
-        return (*self.plan.notes, *fallback_notes(self.graph.assumptions, self._resting_shares))
+        return (*self.plan.notes, *self.resting_notes)
 
-    def _resting_shares(self) -> Mapping[int, float]:
-        return {number: s / self.t_est for number, s in self.assumption_seconds.items()}
+    @property
+    def resting_notes(self) -> tuple[str, ...]:
+        """Those of the notes that say what share of it rests on what is missing or unknown."""
+        return resting_notes(self)
 
     @property
     def own_notes(self) -> tuple[str, ...]:
@@ -101,10 +103,8 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @cached_property
     def assumption_seconds(self) -> Mapping[int, float]:
-        """Device seconds of the kernels that rest on each assumption, by its id.
-
-        A kernel rests on one if its own sizes, values or facts came from it.
-        """
+        """Device seconds of the kernels that rest on each assumption, by its id: of those whose own
+        sizes, values or facts came from it."""
         seconds: dict[int, float] = defaultdict(float)
         for row in self.rows:
             for assumption, share in runs.resting_shares(self.graph, row.ops).items():
