@@ -194,6 +194,9 @@ def test_models_of_four_authors_have_it_with_the_same_results(
     assert notes == [linear if family == "MiniMax" else delta]
     assert difference(graph, result, module) < 5e-5
     assert not any(op.name == "aten.cumsum" and op.family == "attention" for op in result.ops)
+    fallbacks = {a.id for a in result.assumptions if a.kind == "fallback"}
+    new = [op for op in result.ops if op.name in OPS]
+    assert new and not any(fallbacks & set(op.assumptions) for op in new)
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def _place(wiring: StateWiring, rule: StateRule) -> Op:
 
 def _emit(editor: Editor, rule: StateRule, like: Op) -> None:
     """The op of a rule, and the views that make of its results what others read."""
-    like = replace(like, steps={}, holds=())
+    like = replace(editor.kernel_for(like), steps={}, holds=())
     batch, tokens, heads, width, columns = rule.sizes
     target, arguments = _called(editor, rule, like)
     out, last, into = rule.out.value, rule.chain.last, rule.into
