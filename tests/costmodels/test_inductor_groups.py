@@ -32,8 +32,9 @@ FLOORS = {
     "classifier": (0.85, 0.80),
 }
 BYTES = (0.88, 1.1)
-"""Our bytes over Inductor's, without what `benchmarks/inductor` says is left out, and why.  Least is
-deepseek-v3: we join rotated halves straight into the query, where Inductor writes them first."""
+"""Our bytes over Inductor's, without what `benchmarks/inductor` says is left out, and why.  Least
+are those of deepseek-v3: we join rotated halves straight into the query, where Inductor writes them
+first."""
 
 
 def benchmark(name: str) -> ModuleType:

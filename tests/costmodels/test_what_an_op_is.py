@@ -79,9 +79,7 @@ def flash(op: rt.OpView) -> rt.Cost:
 
 @pytest.mark.parametrize("options", [{}, {"kind": "attention"}])
 def test_attention_is_known_by_its_sizes_or_by_its_rule(options):
-    rt.rule("mylib::flash_forward", **options)(
-        flash if not options else lambda op: op.streamed()
-    )
+    rt.rule("mylib::flash_forward", **options)(flash if not options else lambda op: op.streamed())
     shape = (2, 128, 4, 64)
     graph = alone("mylib.flash_forward", shape, shape, shape, out=shape)
     assert kind(graph) == "attention"
