@@ -394,7 +394,8 @@ SUMMARIES: Mapping[str, str] = {
     "naive": "attention scores through HBM, no fusion, one host dispatch per op",
     "eager": "ops as captured, SDPA one kernel, no fusion, one host dispatch per op",
     "compiled": "fusion groups detected in the graph, one host dispatch per group",
-    "efficient": "as compiled, launched as one graph",
+    "efficient": "as compiled, launched as one graph, with the kernels of libraries where a module "
+    "writes them out",
     "serving": "as efficient, rewritten as servers do: absorbed latents, routed experts only, "
     "fused qkv and gate-up, logits of the last position",
     "seed-naive": "as naive, with the seed's utilization (B_sat 64, eta_scalar 0.35)",

@@ -29,7 +29,8 @@ WORDS = {
     "limited by": "share of the step in kernels of that regime; the largest and the next",
     "MFU, HFU": "matrix FLOP over t_est and the dense peak, without and with recomputation",
     "naive": "attention scores through HBM, nothing fused, one host dispatch per op",
-    "efficient": "flash attention, groups fused as found in the graph, launched as one graph",
+    "efficient": "flash attention and other kernels of libraries, groups fused as found in the "
+    "graph, launched as one graph",
     "ridge": "FLOP/byte at which a chip's peak and bandwidth take equally long",
     "family": "what kind of work an op is: attention, dense, moe, norm, ...",
     "role": "whose bytes: weights, activations, kv, gradients, optimizer, temporary, constants",
