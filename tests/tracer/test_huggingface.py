@@ -262,6 +262,7 @@ def test_a_model_of_text_and_images_is_given_text(config: Callable[..., str]) ->
     assert list(loaded.inputs.kwargs) == ["input_ids"]
 
 
+@pytest.mark.slow
 def test_an_image_has_its_places_in_the_prompt(config: Callable[..., str]) -> None:
     image = {"pixel_values": "1,3,32,32:fp32"}
     path = config("llava", **LLAVA)

@@ -90,7 +90,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     @property
     def resting_notes(self) -> tuple[str, ...]:
         """Those of the notes that say what share of it rests on what is missing or unknown."""
-        return resting_notes(self)
+        return resting_notes(self.graph.assumptions, lambda: self.assumption_seconds, self.t_est)
 
     @property
     def own_notes(self) -> tuple[str, ...]:
