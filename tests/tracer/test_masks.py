@@ -292,6 +292,8 @@ def test_unknown_parts_are_named_and_known_parts_kept() -> None:
     assert op.facts["visible_pairs"] == causal(size)
     assert [a.kind for a in graph.assumptions] == ["mask"]
     assert "taken as visible" in graph.assumptions[0].text
+    notes = rt.estimate(graph, "h100-sxm", "serving").notes
+    assert not any(note.startswith("mask-numbers") for note in notes)  # it is still read
 
 
 def test_scores_that_are_written_out_know_what_masks_them() -> None:

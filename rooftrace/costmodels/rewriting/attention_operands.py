@@ -82,12 +82,14 @@ def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
     """Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not read.
 
     One of a single number leaves the graph where all that is known of it fits the number: its kind,
-    the most keys that a query sees, and the pairs that it shows.  Lengths are data, so a mask that
-    stands for them stays an operand, with the fact that no kernel reads it.
+    the most keys that a query sees, and the pairs that it shows; none of that may be assumed.
+    Lengths are data, so a mask that stands for them stays an operand, with the fact that no kernel
+    reads it.
     """
     ops, count = [], 0
     for op in graph.ops:
-        if op.target == ATTENTION and op.part == "forward" and _is_masked(op):
+        guessed = any(graph.assumptions[n].kind == "mask" for n in op.assumptions)
+        if op.target == ATTENTION and op.part == "forward" and _is_masked(op) and not guessed:
             numbers = _numbers(graph, op)
             if numbers is not None:
                 kept = {name: a for name, a in op.arguments.items() if name != "fill"}

@@ -19,6 +19,9 @@ where they are made of such."""
 MAX_CHOSEN = 1 << 28
 """Whole numbers up to this many that follow from a choice (of experts) are carried along: the rows
 of each expert depend on them.  Equal layers share them."""
+MAX_MARKED = 1 << 25
+"""Truths up to this many that follow from a choice (marks of experts, or of the keys that sparse
+attention takes) are carried along: each layer makes and looks at its own."""
 MAX_ASSUMED = 1 << 24
 """Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
@@ -80,7 +83,8 @@ def small(tensor: Tensor) -> bool:
 def fits_chosen(tensor: Tensor) -> bool:
     """Whether the values of a tensor that follow from a choice are worth carrying."""
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    return small(tensor) or (whole and tensor.numel() <= MAX_CHOSEN)
+    most = MAX_MARKED if tensor.dtype == torch.bool else MAX_CHOSEN
+    return small(tensor) or (whole and tensor.numel() <= most)
 
 
 def store(module: Any, name: str, form: str) -> None:

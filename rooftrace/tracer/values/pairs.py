@@ -83,7 +83,10 @@ class _Search:
         self, value: Implicit, leaves: dict[int, Tensor], planes: int, rows: int, columns: int
     ) -> None:
         self.value, self.planes, self.rows, self.columns = value, planes, rows, columns
-        self.leaves = {key: leaf.double() for key, leaf in leaves.items()}
+        self.leaves = {
+            key: leaf.to(torch.uint8) if leaf.dtype == torch.bool else leaf
+            for key, leaf in leaves.items()
+        }
         self.top = max((max(rows, columns, 1) - 1).bit_length(), _DENSE)
         self.shown: dict[int, list[tuple[Tensor, ...]]] = {}  # whole squares, by their level
         self.looked = 0
@@ -113,7 +116,7 @@ class _Search:
                 item if size > 1 else item.new_zeros(())
                 for item, size in zip(at, low.shape, strict=True)
             )
-            return low[places], high[places]
+            return low[places].double(), high[places].double()
 
         return bounds_of(self.value, leaf)
 

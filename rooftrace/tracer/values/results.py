@@ -44,17 +44,18 @@ class ResultMemo:
 
     def once(self, value: Value, what: Any, compute: Callable[[Value], Any]) -> Any:
         """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
-        key: tuple[Any, ...]
-        if isinstance(value, Implicit):
-            key = ("once", value.signature, what)
-        elif value.is_inference():
+        if isinstance(value, Implicit):  # told by its contents: what is computed is small
+            told = ("once", value.signature, what)
+            if told not in self.memo:
+                self.memo[told] = compute(value)
+            return self.memo[told]
+        if value.is_inference():
             return compute(value)
-        else:
-            key = ("once", id(value), self._state(value), what)
+        key = ("once", id(value), self._state(value), what)
         kept = self._recalled(key)
         if kept is None:
             kept = compute(value), value
-            self._keep(key, kept, [] if isinstance(value, Implicit) else [value])
+            self._keep(key, kept, [value])
         return kept[0]
 
     def of(self, call: Call, values: Mapping[int, Tensor]) -> Any:
