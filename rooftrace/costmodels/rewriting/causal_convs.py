@@ -33,7 +33,7 @@ from rooftrace.costmodels.rewriting.scans import (
     onto,
     replaces,
 )
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Argument
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -66,13 +66,8 @@ def fuse_causal_convs(graph: OpGraph) -> tuple[OpGraph, int]:
         return graph, 0
     walker = Walker(Places(graph))
     convs = {conv.place.id: conv for conv in _convs(walker)}
-    if not convs:
-        return graph, 0
-    edit = Editor(graph)
     dropped = {number for conv in convs.values() for number in conv.dropped}
-    edit.rewrite(convs, partial(_emit, edit, walker), dropped=dropped)
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(conv.place) for conv in convs.values())
+    return with_matches(graph, convs, partial(_emit, walker), dropped)
 
 
 def _convs(walker: Walker) -> Iterator[_Conv]:
@@ -329,7 +324,7 @@ def _bias(walker: Walker, op: Op, now: ReadValue) -> tuple[ReadValue, ReadValue]
     return None
 
 
-def _emit(edit: Editor, walker: Walker, conv: _Conv) -> None:
+def _emit(walker: Walker, edit: Editor, conv: _Conv) -> None:
     like, values = edit.kernel_for(conv.place), edit.values
     x = laid_out(edit, like, conv.x, "bct")
     order, strides = memory_order(conv.y, values[conv.y.value], "bct")

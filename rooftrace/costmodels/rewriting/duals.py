@@ -269,13 +269,18 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
 
 def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from the start of a chunk: the exponential of the sum of a."""
+    inner = _exponent(walker, factor)
+    along = full(within.row, within.length)
+    return inner is not None and _running(walker, inner, along) == within.logarithm
+
+
+def _exponent(walker: Walker, factor: ReadValue) -> ReadValue | None:
+    """What a factor is the exponential of; None where it is none."""
     op = walker.maker(factor.value)
     if op is None or op.name != "aten.exp":
-        return False
+        return None
     walker.passed.add(op.id)
-    inner = walker.source(ReadValue(op.inputs[0], factor.dims))
-    along = full(within.row, within.length)
-    return _running(walker, inner, along) == within.logarithm
+    return walker.source(ReadValue(op.inputs[0], factor.dims))
 
 
 def _states(
@@ -369,13 +374,9 @@ def _left_behind(
 
 def _to_end(walker: Walker, decay: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from a token to the end of its chunk."""
-    op = walker.maker(decay.value)
-    if op is None or op.name != "aten.exp":
-        return False
-    walker.passed.add(op.id)
-    inner = walker.source(ReadValue(op.inputs[0], decay.dims))
-    op = walker.maker(inner.value)
-    if op is None or op.name != "aten.sub" or len(op.inputs) != 2:
+    inner = _exponent(walker, decay)
+    op = None if inner is None else walker.maker(inner.value)
+    if inner is None or op is None or op.name != "aten.sub" or len(op.inputs) != 2:
         return False
     walker.passed.add(op.id)
     upper, lower = (walker.source(walker.aligned(i, inner.dims)) for i in op.inputs)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from functools import partial
 
-from rooftrace.costmodels.rewriting.editing import Editor, operand
+from rooftrace.costmodels.rewriting.editing import operand
 from rooftrace.costmodels.rewriting.expert_products import ExpertLayer, emit
 from rooftrace.costmodels.rewriting.places import COPIES, Places
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -46,12 +45,7 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
             match = _match(places, op)
             if match is not None:
                 layers[op.id] = match
-    if not layers:
-        return graph, 0
-    edit = Editor(graph)
-    edit.rewrite(layers, partial(emit, edit))
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(match.total) for match in layers.values())
+    return with_matches(graph, layers, emit)
 
 
 # -- what is there ---------------------------------------------------------------------------------

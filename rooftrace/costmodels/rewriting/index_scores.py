@@ -22,7 +22,7 @@ from rooftrace.costmodels.rewriting.regions import (
     shaped,
     straight,
 )
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -50,16 +50,11 @@ def fuse_index_scores(graph: OpGraph) -> tuple[OpGraph, int]:
         for op in graph.ops
         if op.name in ("aten.bmm", "aten.sum") and (match := _match(places, op)) is not None
     }
-    if not matches:
-        return graph, 0
-    edit = Editor(graph)
     gone = {number for match in matches.values() for number in match.inside}
-    edit.rewrite(matches, partial(_emit, edit, places), dropped=gone)
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(match.total) for match in matches.values())
+    return with_matches(graph, matches, partial(_emit, places), gone)
 
 
-def _emit(edit: Editor, places: Places, match: _Scores) -> None:
+def _emit(places: Places, edit: Editor, match: _Scores) -> None:
     op, values = match.total, edit.values
     (out,) = op.outputs
     batch, length, _ = values[match.key].shape

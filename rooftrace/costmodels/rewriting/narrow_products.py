@@ -9,12 +9,11 @@ result is written as it was added up (SGLang's and vLLM's `dsv3_router_gemm`, `t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import beside
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -39,12 +38,7 @@ def narrow_operands(graph: OpGraph) -> tuple[OpGraph, int]:
         for op in graph.ops
         if op.name in _PRODUCTS and (sides := _match(places, op)) is not None
     }
-    if not products:
-        return graph, 0
-    edit = Editor(graph)
-    edit.rewrite(products, partial(_emit, edit))
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(op) for op, _ in products.values())
+    return with_matches(graph, products, _emit)
 
 
 def _match(places: Places, op: Op) -> tuple[_Widened, ...] | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Dim,
@@ -29,7 +28,7 @@ from rooftrace.costmodels.rewriting.indexing import (
 )
 from rooftrace.costmodels.rewriting.places import COPIES, Places
 from rooftrace.costmodels.rewriting.scans import Scan, blank, emit_scan, finished
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -44,13 +43,8 @@ def fuse(graph: OpGraph, find: Callable[[Walker], Iterable[Scan]]) -> tuple[OpGr
         return graph, 0
     walker = Walker(Places(graph))
     there = {scan.place.id: scan for scan in find(walker)}
-    if not there:
-        return graph, 0
-    edit = Editor(graph)
     dropped = {number for scan in there.values() for number in scan.dropped}
-    edit.rewrite(there, partial(emit_scan, edit, walker), dropped=dropped)
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(scan.place) for scan in there.values())
+    return with_matches(graph, there, partial(emit_scan, walker), dropped)
 
 
 @dataclass(frozen=True, slots=True)

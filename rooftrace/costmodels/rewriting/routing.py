@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -59,16 +59,11 @@ def fuse_routing(graph: OpGraph) -> tuple[OpGraph, int]:
         for op in graph.ops
         if op.name == "aten.topk" and (match := _match(places, op)) is not None
     }
-    if not routers:
-        return graph, 0
-    edit = Editor(graph)
     gone = {number for match in routers.values() for number in match.inside}
-    edit.rewrite(routers, partial(_emit, edit, places), dropped=gone)
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(match.choice) for match in routers.values())
+    return with_matches(graph, routers, partial(_emit, places), gone)
 
 
-def _emit(edit: Editor, places: Places, match: _Routing) -> None:
+def _emit(places: Places, edit: Editor, match: _Routing) -> None:
     values, weights = edit.values, match.weights
     for value in own_storage(places, weights):
         values[value] = replace(values[value], storage=weights)

@@ -274,7 +274,7 @@ def blank(walker: Walker, value: int) -> bool:
 # -- the op ----------------------------------------------------------------------------------------
 
 
-def emit_scan(edit: Editor, walker: Walker, scan: Scan) -> None:
+def emit_scan(walker: Walker, edit: Editor, scan: Scan) -> None:
     """The kernels of a recurrence, and their results as the values that were read before."""
     like, values, sizes = edit.kernel_for(scan.place), edit.values, scan.sizes
     operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)

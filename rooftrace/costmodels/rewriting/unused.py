@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence, Set
+from functools import partial
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.rewriting.editing import Editor, Match
 from rooftrace.tracer.graph import Op, OpGraph
 
 
@@ -19,6 +21,22 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
         return graph, 0
     smaller = graph.with_ops(kept)
     return smaller, _launched(graph) - _launched(smaller)
+
+
+def with_matches(
+    graph: OpGraph,
+    matches: Mapping[int, Match],
+    emit: Callable[[Editor, Match], object],
+    dropped: Container[int] = (),
+) -> tuple[OpGraph, int]:
+    """The graph with what `emit` writes in the place of each match, by the id of its op, and how
+    often these ops ran; ops that are dropped, or left without a use, are gone."""
+    if not matches:
+        return graph, 0
+    edit = Editor(graph)
+    edit.rewrite(matches, partial(emit, edit), dropped)
+    count = sum(graph.times(graph.ops[place]) for place in matches)
+    return without_left_behind(edit.done(), graph), count
 
 
 def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
