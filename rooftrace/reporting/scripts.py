@@ -39,9 +39,9 @@ def run(
 ) -> ScriptCost:
     """Run a script, unmodified, on a GPU that is not there, and say what its steps cost.
 
-    The script runs in this process as `__main__`.  It sees a CUDA device with the name and memory
-    of `chip` (default h200-sxm); what it computes there has shapes and no values, and what it does
-    on the host is real.  Afterwards the process is as before.
+    The script runs in a process of its own.  It sees a CUDA device with the name and memory of
+    `chip` (default h200-sxm); what it computes there has shapes and no values, and what it does on
+    the host is real.
 
     command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
     system: how chips are joined, for a script of several processes; its chip is `chip` then.
@@ -65,7 +65,7 @@ def run(
     words = shlex.split(command) if isinstance(command, str) else list(command)
     device, per_node = _seen(chip, system, execution)
     with telling(progress):
-        script, ended = run_script(
+        script = run_script(
             words,
             device,
             steps=steps,
@@ -77,8 +77,8 @@ def run(
             boundary=boundary,
             seconds=_seconds(device, execution) if clock == "simulated" else None,
         )
-        if ended.exception is not None:
-            raise ScriptError(script, ended.exception) from ended.exception
+        if script.failure is not None:
+            raise ScriptError(script)
         return price_script(script, device, execution)
 
 

@@ -1,18 +1,17 @@
-"""Command lines as programs, run in this process at one rank, and the process after them."""
+"""Command lines as programs, run in a process of their own at one rank, and the caller after."""
 
 import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import pytest
-import torch
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
+from rooftrace.tracer.launching import CommandLine, Ended, Ranks, understood
+from tests.tracer.launched_here import ended_of, stopped_at
 
 pytestmark = pytest.mark.quick
 
@@ -33,9 +32,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def run(*words: str, world: int | None = None, rank: int = 0, **options: object) -> Ended:
-    launch = understood(words, options.pop("folder", None))  # type: ignore[arg-type]
-    with launched(launch, Ranks.of(launch, world, rank), **options) as program:  # type: ignore[arg-type]
-        return program()
+    return ended_of(words, options.pop("folder", None), world, rank, **options)
 
 
 # -- command lines ---------------------------------------------------------------------------------
@@ -256,17 +253,44 @@ def test_exit_handlers_run_once_the_last_first(
 
 
 def test_a_thread_that_goes_on_is_named(write: Write) -> None:
-    over = threading.Event()
-    threading.over = over  # type: ignore[attr-defined]
     text = (
         "import threading\n"
-        "threading.Thread(target=threading.over.wait, name='pump', daemon=True).start()\n"
+        "wait = threading.Event().wait\n"
+        "threading.Thread(target=wait, name='pump', daemon=True).start()\n"
     )
-    try:
-        assert run(write("t.py", text)).threads == ("pump",)
-    finally:
-        over.set()
-        del threading.over  # type: ignore[attr-defined]
+    assert run(write("t.py", text)).threads == ("pump",)
+
+
+THREADS = {
+    "thread": "threading.Thread(target=work, name='w').start()\n",
+    "task": "futures.ThreadPoolExecutor(1, 'w').submit(work)\n",
+    "asked": "futures.ThreadPoolExecutor(1, 'w').submit(work).exception()\n",
+    "exit": "threading.Thread(target=work, name='w').start()\nraise SystemExit(7)\n",
+}
+
+
+@pytest.mark.parametrize("how", THREADS)
+def test_an_error_that_ends_a_thread_ends_the_script_as_one(how: str, write: Write) -> None:
+    text = "import threading\nfrom concurrent import futures\ndef work(): 1 / 0\n"
+    ended = run(write("t.py", text + THREADS[how]))
+    if how == "asked":
+        assert (ended.reason, ended.exception) == ("end", None)
+    elif how == "exit":
+        assert (ended.reason, ended.code) == ("exit", 7)
+    else:
+        assert ended.reason == "error" and isinstance(ended.exception, ZeroDivisionError)
+        assert ended.thread.startswith("w")
+
+
+def test_a_script_waits_for_the_threads_that_it_left(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()\n"
+    )
+    assert run(write("t.py", text)).threads == ()
+    assert capsys.readouterr().out == "late\n"
 
 
 # -- ending it -------------------------------------------------------------------------------------
@@ -282,53 +306,49 @@ SWALLOWS = {
 def test_a_program_is_stopped_whatever_it_catches(
     how: str, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch = understood(
-        [
-            write(
-                "t.py",
-                "import atexit, rooftrace_hook\n"
-                "atexit.register(print, 'exit')\n"
-                "step, going, tries = rooftrace_hook.step, rooftrace_hook.going, []\n"
-                "try:\n"
-                "    if True:\n"
-                + "".join(f"        {line}\n" for line in SWALLOWS[how].splitlines())
-                + "finally: print('finally')\n",
-            )
-        ]
+    script = write(
+        "t.py",
+        "import atexit, rooftrace_hook\n"
+        "atexit.register(print, 'exit')\n"
+        "step, going, tries = rooftrace_hook.step, rooftrace_hook.going, []\n"
+        "try:\n"
+        "    if True:\n"
+        + "".join(f"        {line}\n" for line in SWALLOWS[how].splitlines())
+        + "finally: print('finally')\n",
     )
-    steps, traced = [], sys.gettrace()
-    with launched(launch) as program:
-        hook = type(sys)("rooftrace_hook")
-
-        def step() -> None:
-            steps.append(1)
-            if len(steps) > 2:
-                program.stop()
-
-        vars(hook).update(step=step, going=lambda: len(steps) < 100)
-        sys.modules["rooftrace_hook"] = hook
-        try:
-            ended = program()
-        finally:
-            del sys.modules["rooftrace_hook"]
-    assert ended.reason == "stopped"
+    ended, steps, traced = stopped_at([script], 3)
+    assert ended.reason == "stopped" and steps < 100 and not traced
     assert (ended.swallowed > 0) == how.startswith("everything")
     out = capsys.readouterr().out
     assert out.endswith("exit\n")
     assert ("finally\n" in out) or how.startswith("everything")
-    assert sys.gettrace() is traced
 
 
-def test_a_program_runs_once_and_one_at_a_time(write: Write) -> None:
-    launch = understood([write("t.py", "")])
-    with launched(launch) as program:
-        program()
-        with pytest.raises(RequestError, match="runs once"):
-            program()
-        with pytest.raises(RequestError, match="another program is running"), launched(launch):
-            pass
-    assert run(launch.program).reason == "end"
-    assert isinstance(launch.environment, MappingProxyType)
+def test_a_program_is_stopped_in_a_thread_of_it(write: Write) -> None:
+    text = (
+        "import rooftrace_hook, threading, time\n"
+        "def work():\n"
+        "    while rooftrace_hook.going(): rooftrace_hook.step()\n"
+        "threading.Thread(target=work).start()\n"
+        "while True: time.sleep(60)\n"
+    )
+    ended, steps, _ = stopped_at([write("t.py", text)], 3)
+    assert (ended.reason, steps) == ("stopped", 3)
+
+
+def test_programs_run_beside_each_other(write: Write) -> None:
+    text = (
+        "import os, sys, time\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "end = time.monotonic() + 30\n"
+        "while not os.path.exists(sys.argv[2]) and time.monotonic() < end: time.sleep(0.01)\n"
+        "sys.exit(time.monotonic() > end)\n"
+    )
+    script, folder = write("t.py", text), os.path.dirname(write("a/x", ""))
+    first, second = f"{folder}/1", f"{folder}/2"
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, script, *w) for w in ((first, second), (second, first))]
+        assert [each.result().code for each in runs] == [0, 0]
 
 
 # -- the process after it --------------------------------------------------------------------------
@@ -418,22 +438,13 @@ def state() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("may_set", [True, False], ids=["usual", "frozen"])
-def test_the_process_is_afterwards_as_before(
-    write: Write, may_set: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch's own test helpers freeze its flags; a program finds them as in a process of its own
-    backends: Any = torch.backends
-    flags = backends.flags_frozen.__globals__
-    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", may_set)
+def test_the_process_is_afterwards_as_before(write: Write) -> None:
     script = write("s/t.py", CHANGES)
-    run(write("nothing.py", "import numpy, torch"))  # what is imported once stays
     before = state()
     ended = run(script, world=2)
     after = state()
     assert ended.exception is None
     assert {name for name in before if before[name] != after[name]} == set()
-    assert backends.flags_frozen() is not may_set
 
 
 def test_nothing_is_downloaded_unless_the_user_says_so(

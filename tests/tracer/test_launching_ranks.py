@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ended, Ranks, launched, understood
-from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.launching import Ended, Ranks
+from tests.tracer.launched_here import recorded_of
 
 
 def run(
@@ -15,13 +15,7 @@ def run(
 ) -> tuple[Ended, list[str]]:
     """Runs a script under a recorder: how it ended, and the names of the ops that it ran."""
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    launch = understood([*words, "train.py"], tmp_path)
-    recorder = Recorder(own_step=True, roll_loops=False)
-    with launched(launch, Ranks.of(launch, world, rank)) as program, recorder:
-        ended = program()
-    names = [str(node.target) for node in recorder.graph.nodes if node.op == "call_function"]
-    recorder.close()
-    return ended, names
+    return recorded_of([*words, "train.py"], tmp_path, world, rank)
 
 
 DDP = """

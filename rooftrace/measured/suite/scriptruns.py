@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -38,20 +36,11 @@ def script_rows(target: str, bench: Bench) -> list[ModelRow]:
     if asked.boundary != names.BOUNDARIES[0]:
         raise RequestError(f"{target}: --boundary {asked.boundary}: measured turns begin as found")
     most = asked.steps or _MOST
-    end = time.monotonic() + bench.budget_s
-
-    def enough(turns: Sequence[RealTurn]) -> bool:
-        trained = sum(turn.kind == "training" for turn in turns)
-        done = (trained or len(turns)) >= most or time.monotonic() > end
-        return done and len(turns) > 0
-
-    with contextlib.redirect_stdout(sys.stderr):
-        ran = real_turns(asked.words, bench.device, enough)
-    error = ran.ended.exception
-    if error is not None:
-        raise TargetError(f"{target}: it failed on {bench.device}: {type(error).__name__}: {error}")
-    if ran.ended.code:
-        raise TargetError(f"{target}: it exited with code {ran.ended.code} on {bench.device}")
+    ran = real_turns(asked.words, bench.device, most, bench.budget_s, stdout=sys.stderr)
+    if ran.failure is not None:
+        raise TargetError(f"{target}: it failed on {bench.device}: {ran.failure}")
+    if ran.code:
+        raise TargetError(f"{target}: it exited with code {ran.code} on {bench.device}")
     if not ran.turns:
         raise TargetError(
             f"{target}: none of its modules ran on {bench.device}, the device that is measured: "

@@ -1,3 +1,6 @@
+from rooftrace.tracer.launching.ownprocess import (
+    run_apart as run_apart,
+)
 from rooftrace.tracer.launching.records import (
     CommandLine as CommandLine,
     Ended as Ended,

@@ -6,11 +6,12 @@ import atexit
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -26,93 +27,55 @@ _PATIENCE = 5.0
 _REPLACING = ("execv", "execve", "execl", "execle", "execlp", "execlpe", "execvp", "execvpe")
 
 
-class AtExit:
-    """Functions that a program registers by `atexit`, which run at its end and not at ours.
+@contextlib.contextmanager
+def exits_raised() -> Iterator[None]:
+    """Inside, a program that calls `os._exit` raises HardExit; it becomes no other program."""
+    own = os.getpid()
 
-    Those that a library registers while it is imported are of the library, which stays.
-    """
+    def leave(status: int) -> None:
+        if os.getpid() != own:  # a process that the program forked
+            original_of(os, "_exit")(status)
+        raise HardExit(status)
 
-    def __init__(self) -> None:
-        self._functions: list[tuple[Any, Any, Any]] = []
-        self._process = os.getpid()
+    def become(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != own:
+                return original_of(os, name)(*args, **kwargs)
+            raise RequestError(
+                f"os.{name}: the program would become another one, of which nothing is recorded; "
+                "run that program itself"
+            )
 
-    @contextlib.contextmanager
-    def collected(self) -> Iterator[None]:
-        """Inside, the program's calls of `atexit` come here."""
-        names = {"register": self._register, "unregister": self._unregister}
-        with replaced(atexit, names), replaced(os, self._exits()):
-            yield
+        return refuse
 
-    def _exits(self) -> dict[str, Any]:
-        def leave(status: int) -> None:
-            if os.getpid() != self._process:  # a process that the program forked
-                original_of(os, "_exit")(status)
-            raise HardExit(status)
-
-        def become(name: str) -> Callable[..., Any]:
-            def refuse(*args: Any, **kwargs: Any) -> Any:
-                if os.getpid() != self._process:
-                    return original_of(os, name)(*args, **kwargs)
-                raise RequestError(
-                    f"os.{name}: the program would become another one, and take this process with "
-                    "it; run that program itself"
-                )
-
-            return refuse
-
-        there = [name for name in _REPLACING if hasattr(os, name)]
-        return {"_exit": leave} | {name: become(name) for name in there}
-
-    def _register(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _importing_library(sys._getframe(1)):
-            return original_of(atexit, "register")(function, *args, **kwargs)
-        self._functions.append((function, args, kwargs))
-        return function
-
-    def _unregister(self, function: Any) -> None:
-        self._functions = [entry for entry in self._functions if entry[0] != function]
-        original_of(atexit, "unregister")(function)
-
-    def run(self) -> None:
-        """Call the functions, the last first; what they raise is printed, as Python does."""
-        while self._functions:
-            function, args, kwargs = self._functions.pop()
-            try:
-                function(*args, **kwargs)
-            except (Exception, SystemExit, Stopped, HardExit) as error:
-                if not isinstance(error, SystemExit | Stopped | HardExit):
-                    traceback.print_exception(error)
-
-
-def _importing_library(frame: FrameType | None) -> bool:
-    """Whether the code of a frame runs because an installed module is being imported."""
-    inner = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name == "<frozen importlib._bootstrap>":
-            return "-packages" in inner or inner.startswith(_STANDARD)
-        inner = name if frame.f_code.co_name == "<module>" else inner
-        frame = frame.f_back
-    return False
-
-
-_STANDARD = os.path.dirname(os.__file__)
+    there = [name for name in _REPLACING if hasattr(os, name)]
+    with replaced(os, {"_exit": leave} | {name: become(name) for name in there}):
+        yield
 
 
 class Stopping:
-    """Ends a program that runs, by `stop` in one of its calls."""
+    """Ends a program that runs, by `stop` in one of its calls.
+
+    It is made in the main thread, where it may run a handler of a signal.
+    """
 
     def __init__(self) -> None:
         self.asked = 0
         """How often the program was told to stop: all but the last were swallowed."""
+        if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(_SIGNAL, _stopped)
 
     def stop(self) -> None:
-        """Raise Stopped in the running call.
+        """Raise Stopped in the running call, and in the main thread, which may wait for this one.
 
         A program that swallowed it several times is then stopped at any jump or call, also of its
         handlers.
         """
         self.asked += 1
+        main = threading.main_thread()
+        other = threading.current_thread() is not main and _SIGNAL is not None
+        if other and signal.getsignal(_SIGNAL) is _stopped:
+            signal.pthread_kill(main.ident or 0, _SIGNAL)
         if self.asked > GENTLE:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and not _is_start(frame):
@@ -120,6 +83,61 @@ class Stopping:
                 frame = frame.f_back
             sys.settrace(_stopping)  # the last: our own lines raise from here on
         raise Stopped
+
+
+_SIGNAL = getattr(signal, "SIGUSR2", None)
+
+
+def _stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+class LostErrors:
+    """Errors that end a thread of the program, and those of tasks whose result nobody asked for."""
+
+    def __init__(self) -> None:
+        self._of_threads: list[tuple[str, BaseException]] = []
+        self._of_tasks: dict[int, tuple[str, BaseException]] = {}  # by the identity of the future
+        self._futures: list[Future[Any]] = []  # that keeps their identities
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, errors are noted."""
+        said, failed = threading.excepthook, original_of(Future, "set_exception")
+
+        def ended(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None and not isinstance(args.exc_value, Stopped | HardExit):
+                name = args.thread.name if args.thread is not None else "a thread"
+                self._of_threads.append((name, args.exc_value))
+                said(args)
+
+        def set_exception(future: Future[Any], error: BaseException | None) -> None:
+            if error is not None and not isinstance(error, Stopped | HardExit):
+                self._futures.append(future)
+                self._of_tasks[id(future)] = threading.current_thread().name, error
+            failed(future, error)
+
+        def asking(name: str) -> Callable[..., Any]:
+            original = original_of(Future, name)
+
+            def asked(future: Future[Any], *args: Any, **kwargs: Any) -> Any:
+                self._of_tasks.pop(id(future), None)
+                try:
+                    return original(future, *args, **kwargs)
+                finally:
+                    self._of_tasks.pop(id(future), None)
+
+            return asked
+
+        names = ("result", "exception", "add_done_callback")
+        ours = {"set_exception": set_exception} | {name: asking(name) for name in names}
+        threading.excepthook = ended
+        with replaced(Future, ours):
+            yield
+
+    def first(self) -> tuple[str, BaseException] | None:
+        """The name of a thread and its error; None where there was none."""
+        return next(iter((*self._of_threads, *self._of_tasks.values())), None)
 
 
 def _is_start(frame: FrameType) -> bool:
@@ -157,14 +175,19 @@ def calm() -> None:
         pass
 
 
-def threads_of(before: set[threading.Thread]) -> tuple[str, ...]:
-    """Wait for threads that came after `before`; the names of those that go on.
+def shut_down(before: set[threading.Thread], waiting: bool) -> tuple[str, ...]:
+    """Do what Python does at the end of a program: wait for its threads, call its exit functions.
 
-    Python waits for threads that are no daemons, and ends with the others.
+    before: threads that are not the program's.  waiting: False, where the program was stopped:
+    its threads have some seconds.  Returns the names of those that go on.
     """
     end = time.monotonic() + _PATIENCE
     own = [thread for thread in threading.enumerate() if thread not in before]
     for thread in own:
         if not thread.daemon and thread is not threading.current_thread():
-            thread.join(max(end - time.monotonic(), 0))
-    return tuple(thread.name for thread in own if thread.is_alive())
+            thread.join(None if waiting else max(end - time.monotonic(), 0))
+    on = tuple(thread.name for thread in own if thread.is_alive())
+    atexit._run_exitfuncs()  # they print what they raise
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        sys.stdout.flush()
+    return on

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from typing import Any
 
 from rooftrace.tracer.launching.records import CommandLine, Ranks
 
@@ -29,15 +27,6 @@ OFFLINE_TEXT = (
     + ", ".join(f"{name}={value}" for name, value in OFFLINE.items())
     + ", but for those that were set before"
 )
-
-_READ_ONCE = (
-    ("huggingface_hub.constants", "HF_HUB_OFFLINE", "HF_HUB_OFFLINE"),
-    ("transformers.utils.hub", "_is_offline_mode", "TRANSFORMERS_OFFLINE"),
-    ("datasets.config", "HF_DATASETS_OFFLINE", "HF_DATASETS_OFFLINE"),
-    ("datasets.config", "HF_HUB_OFFLINE", "HF_HUB_OFFLINE"),
-)
-"""Constants that libraries read from the environment when they are imported."""
-_YES = ("1", "ON", "YES", "TRUE")
 
 
 def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
@@ -75,12 +64,3 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         }
     return {name: str(value) for name, value in told.items()} | dict(launch.environment)
-
-
-def offline_constants(environment: Mapping[str, str]) -> list[tuple[Any, str, bool]]:
-    """(module, constant, what the environment says) of libraries that are imported now."""
-    return [
-        (vars(sys.modules[module]), name, environment.get(variable, "").upper() in _YES)
-        for module, name, variable in _READ_ONCE
-        if name in vars(sys.modules.get(module, sys))
-    ]

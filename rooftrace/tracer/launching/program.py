@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.machinery
 import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -17,7 +15,6 @@ from typing import Any
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.records import CommandLine
-from rooftrace.tracer.targets import isolation
 
 
 class MainModule:
@@ -30,52 +27,45 @@ class MainModule:
         self._module, self._code = module, code
 
     def run(self) -> None:
-        """ProgramRun the code; raises what it raises."""
+        """Run the code; raises what it raises."""
         package = vars(self._module).get("__package__")
         if package:
             importlib.import_module(package)
         exec(self._code, vars(self._module))
 
 
-@contextlib.contextmanager
-def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> Iterator[MainModule]:
-    """Inside, `__main__`, `sys.argv` and `sys.path` are the program's.
+def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
+    """Make `__main__`, `sys.argv` and `sys.path` of this process those of a program.
 
-    Modules of its folder are imported afresh and go away with it; installed ones stay.  Raises
-    RequestError for a module that is not there, and for a file that is no program of Python.
+    Raises RequestError for a module that is not there, and for a file that is no program of Python.
     """
     program = Path(launch.program)
     if launch.module:
         first = launch.folder
     else:
         first = str(program if program.is_dir() else program.resolve().parent)
-    before = sys.modules["__main__"]
-    with isolation.own_imports():
-        isolation.prepare(f"{launch.program} {launch.folder}", [os.path.realpath(first)])
-        module = ModuleType("__main__")
-        vars(module)["__builtins__"] = builtins
-        try:
-            if launch.module or program.is_dir():
-                spec, code = _of_module(launch.program if launch.module else "")
-                origin = str(spec.origin)
-                vars(module).update(
-                    __spec__=spec,
-                    __loader__=spec.loader,
-                    __package__=spec.parent,
-                    __file__=origin,
-                    __cached__=spec.cached,
-                )
-                shown = origin if launch.module else launch.written
-            else:
-                shown = launch.written or launch.program
-                loader = SourceFileLoader("__main__", launch.program)
-                code = _compiled(program)
-                vars(module).update(__file__=launch.program, __loader__=loader, __cached__=None)
-            sys.argv = [shown, *arguments]
-            sys.modules["__main__"] = module
-            yield MainModule(module, code)
-        finally:
-            sys.modules["__main__"] = before
+    sys.path.insert(0, os.path.realpath(first))
+    module = ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
+    if launch.module or program.is_dir():
+        spec, code = _of_module(launch.program if launch.module else "")
+        origin = str(spec.origin)
+        vars(module).update(
+            __spec__=spec,
+            __loader__=spec.loader,
+            __package__=spec.parent,
+            __file__=origin,
+            __cached__=spec.cached,
+        )
+        shown = origin if launch.module else launch.written
+    else:
+        shown = launch.written or launch.program
+        loader = SourceFileLoader("__main__", launch.program)
+        code = _compiled(program)
+        vars(module).update(__file__=launch.program, __loader__=loader, __cached__=None)
+    sys.argv = [shown, *arguments]
+    sys.modules["__main__"] = module
+    return MainModule(module, code)
 
 
 def _compiled(path: Path) -> CodeType:

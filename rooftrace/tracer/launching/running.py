@@ -1,16 +1,15 @@
-"""A launch runs in this process, which is afterwards as it was before."""
+"""A launch runs in this process, which is its own: afterwards the process is of no other use."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import ending, environment, keptlibraries
+from rooftrace.tracer.launching import ending, environment
 from rooftrace.tracer.launching.distributed import AXIS, Processes
 from rooftrace.tracer.launching.program import MainModule, prepared
 from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
@@ -18,15 +17,13 @@ from rooftrace.tracer.launching.scratch import redirected
 from rooftrace.tracer.launching.starting import OtherProcesses
 from rooftrace.tracer.patches import Scope, current_scope
 
-_RUNNING = threading.Lock()
-
 
 class ProgramRun:
     """A launch whose process is ready: calling it runs the program, once."""
 
-    def __init__(self, program: MainModule, processes: Processes, exits: ending.AtExit) -> None:
-        self._program, self._processes, self._exits = program, processes, exits
-        self._stopping = ending.Stopping()
+    def __init__(self, program: MainModule, processes: Processes) -> None:
+        self._program, self._processes = program, processes
+        self._stopping, self._lost = ending.Stopping(), ending.LostErrors()
         self._assumed: dict[tuple[str, str], None] = {}
         self._started = False
 
@@ -58,7 +55,7 @@ class ProgramRun:
         self._stopping.stop()
 
     def __call__(self) -> Ended:
-        """ProgramRun the program and what it registered for its exit.
+        """Run the program and what it registered for its exit.
 
         What it raises is in the result; KeyboardInterrupt of the user is raised.
         """
@@ -66,32 +63,35 @@ class ProgramRun:
             raise RequestError("a program runs once; launch it again for another run")
         self._started = True
         before = set(threading.enumerate())
-        reason, code, raised = "end", 0, None
-        try:
-            self._program.run()
-        except Stopped:
-            reason = "stopped"
-        except HardExit as error:
-            reason, code = "exit", error.code
-        except SystemExit as error:
-            reason, code = "exit", _code(error)
-        except Exception as error:
-            reason, raised = "error", error
-            _from_here(error)
-        while self.stops > ending.GENTLE:
+        raised: BaseException | None = None
+        reason, code, thread = "end", 0, ""
+        with self._lost.noted():
             try:
-                ending.calm()
-                break
+                self._program.run()
             except Stopped:
-                continue
-        threads = ending.threads_of(before)
-        self._exits.run()
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            sys.stdout.flush()
+                reason = "stopped"
+            except HardExit as error:
+                reason, code = "exit", error.code
+            except SystemExit as error:
+                reason, code = "exit", _code(error)
+            except Exception as error:
+                reason, raised = "error", error
+                _from_here(error)
+            while self.stops > ending.GENTLE:
+                try:
+                    ending.calm()
+                    break
+                except Stopped:
+                    continue
+            threads = ending.shut_down(before, waiting=reason != "stopped")
+        lost = self._lost.first()
+        if lost is not None and not code and reason in ("end", "exit"):
+            reason, (thread, raised) = "error", lost
         swallowed = self.stops - (reason == "stopped")
         made: dict[str, Any] = {"reason": reason, "code": code, "exception": raised}
         return Ended(
             **made,
+            thread=thread,
             swallowed=max(swallowed, 0),
             ranks=self.ranks,
             threads=threads,
@@ -111,70 +111,46 @@ def launched(
     ranks: which of how many runs (`Ranks.of`).  scratch: a folder in which the program's files
     come to lie, each under its absolute path; it reads them from there, and no other file changes.
     None: it writes where it says.  real: other processes are there, as a launcher has started them,
-    and this one keeps its environment.  Afterwards the state of the process is as before, but for
-    modules of installed libraries, which stay imported.  Raises RequestError for a program that
-    is not there, and where another one is running in this process.
+    and this one keeps its environment.  What the program changes in the process stays changed.
+    Raises RequestError for a program that is not there.
     """
-    ranks = ranks or Ranks.of(launch)
-    if not _RUNNING.acquire(blocking=False):
-        raise RequestError(
-            f"{launch.program}: another program is running in this process; wait for its end"
-        )
-    try:
-        with contextlib.ExitStack() as undo:
-            yield _entered(undo, launch, ranks, scratch, real)
-    finally:
-        _RUNNING.release()
+    with contextlib.ExitStack() as undo:
+        yield _entered(undo, launch, ranks or Ranks.of(launch), scratch, real)
 
 
 def _entered(
     undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, scratch: Any, real: bool
 ) -> ProgramRun:
-    undo.enter_context(keptlibraries.all_kept())
     if current_scope() is None:
         undo.enter_context(Scope(spans=True).entered())
     os.chdir(launch.folder or os.getcwd())
-    undo.enter_context(_told(launch, ranks, real))
+    _tell(launch, ranks, real)
     arguments = launch.arguments
     if launch.rank_argument:
         arguments = (f"{launch.rank_argument}={ranks.local_rank}", *arguments)
-    program = undo.enter_context(prepared(launch, arguments))
+    program = prepared(launch, arguments)
     fixed = launch.processes is not None or ranks.world > 1
     notes: list[Any] = []
     processes = Processes(ranks, fixed, lambda assumption: notes[0].assume(assumption))
-    exits = ending.AtExit()
-    run = ProgramRun(program, processes, exits)
+    run = ProgramRun(program, processes)
     notes.append(run)
     run.assume(("environment", environment.OFFLINE_TEXT))
     if not real:
         undo.enter_context(processes.alone())
         undo.enter_context(OtherProcesses(launch, processes).here())
-    undo.enter_context(exits.collected())
+    undo.enter_context(ending.exits_raised())
     if scratch is not None:
         undo.enter_context(redirected(scratch))
     return run
 
 
-@contextlib.contextmanager
-def _told(launch: CommandLine, ranks: Ranks, real: bool) -> Iterator[None]:
-    """Inside, the environment is that of a rank, without a network."""
-    before = dict(os.environ)
+def _tell(launch: CommandLine, ranks: Ranks, real: bool) -> None:
+    """Make the environment that of a rank, without a network."""
     os.environ.update(launch.environment)
     for name, value in environment.OFFLINE.items():
         os.environ.setdefault(name, value)
     if not real:
         os.environ.update(environment.of_ranks(launch, ranks))
-    earlier = {
-        (id(home), name): (home, home[name])
-        for home, name, _ in environment.offline_constants(os.environ)
-    }
-    for home, name, said in environment.offline_constants(os.environ):
-        home[name] = home[name] or said
-    try:
-        yield
-    finally:
-        for home, name, said in environment.offline_constants(before):
-            home[name] = earlier.get((id(home), name), (home, said))[1]
 
 
 def _code(error: SystemExit) -> int:

@@ -8,67 +8,87 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ended, Ranks, launched, understood
+from rooftrace.tracer.launching import Ranks, launched, run_apart, understood
 from rooftrace.tracer.patches import Scope, original_of, replaced
 from rooftrace.tracer.scripts.calls import look_of, says
+from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
+from rooftrace.tracer.scripts.records import TRAINING, Failure
 from rooftrace.tracer.scripts.roots import runs_where
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.scripts.watching import compiling, watched
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RealTurn:
+class RealTurn(Struct, frozen=True, kw_only=True):
     """One turn that ran.
 
-    kind: training or inference.  label: what was called, in words.  calls: equal ones called the
-    same modules with the same sizes.  seconds: on the wall, from idle device to idle device,
-    without `loading`, the seconds that the script waited for data loaders.  peak: bytes that
-    tensors took at most; None where the device does not tell.
+    kind: training or inference.  label: what was called, in words.  calls: turns with an equal
+    number called the same modules with the same sizes.  seconds: on the wall, from idle device to
+    idle device, without `loading`, the seconds that the script waited for data loaders.  peak:
+    bytes that tensors took at most; None where the device does not tell.
     """
 
     kind: str
     label: str
-    calls: tuple[Any, ...]
+    calls: int
     seconds: float
     loading: float
     peak: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RealScript:
-    """What ran: its turns in order, how it ended, and whether it called torch.compile."""
+class RealScript(Struct, frozen=True):
+    """What ran: its turns in order, how it ended, and whether it called torch.compile.
+
+    code: with which it exited.  failure: the error that ended it.
+    """
 
     turns: tuple[RealTurn, ...]
-    ended: Ended
+    code: int
+    failure: Failure | None
     compiled: bool
 
 
 def real_turns(
-    command: Sequence[str], device: torch.device, enough: Callable[[Sequence[RealTurn]], bool]
+    command: Sequence[str], device: torch.device, most: int, seconds: float, stdout: Any = None
 ) -> RealScript:
-    """Run a script on a device that is there, and time its turns.
+    """Run a script in a process of its own on a device that is there, and time its turns.
 
     command: the words of its command line, without a launcher of several processes: this process is
-    one that a launcher has started, or the only one.  enough: asked before each turn, with those
-    that have run; then the script is ended.  What it raises is in the result.
+    one that a launcher has started, or the only one.  most: training steps, or turns of a script
+    that trains nothing, after which it is ended, as it is after `seconds` and a turn.  stdout:
+    where it prints; default `sys.stdout`.  What it raises is in the result.
 
     Raises RequestError for a command line that starts several processes.
     """
+    made = run_apart(time_here, tuple(command), str(device), most, seconds, stdout=stdout)
+    return msgspec.msgpack.decode(made, type=RealScript)
+
+
+def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds: float) -> bytes:
+    """Run a script in this process, which is its own, as `real_turns` does."""
     line = understood(command)
     if (line.world or 1) > 1:
         raise RequestError(
             f"{line.launcher} of {line.world} processes: start them with it, each measuring: "
             f"{line.launcher} ... -m rooftrace measure '{line.program} ...'"
         )
+    end = perf_counter() + seconds
+
+    def enough(turns: Sequence[RealTurn]) -> bool:
+        trained = sum(turn.kind == TRAINING for turn in turns)
+        done = (trained or len(turns)) >= most or perf_counter() > end
+        return done and len(turns) > 0
+
     stops: list[Callable[[], None]] = []
-    timer = TurnTimer(device, enough, lambda: stops[0]())
+    timer = TurnTimer(torch.device(place), enough, lambda: stops[0]())
     compiled: list[str] = []
     with Scope(spans=True).entered(), contextlib.ExitStack() as undo:
         run = undo.enter_context(launched(line, Ranks(), real=True))
@@ -77,7 +97,8 @@ def real_turns(
         undo.enter_context(compiling(compiled))
         ended = run()
         timer.end()
-    return RealScript(tuple(timer.turns), ended, bool(compiled))
+    made = RealScript(tuple(timer.turns), ended.code, failure_of(ended), bool(compiled))
+    return msgspec.msgpack.encode(made)
 
 
 @dataclass
@@ -105,6 +126,7 @@ class TurnTimer:
         self._optimizers = Optimizers(self._there)
         self._kinds = Kinds(self._optimizers)
         self._open: _Timed | None = None
+        self._alike: dict[Any, int] = {}  # numbers of turns, by what they called
         self._loading, self._batches = 0.0, 0
         self._differentiated = False  # a backward has run since the last call
 
@@ -185,11 +207,12 @@ class TurnTimer:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
+        calls = tuple(look.key for look in timed.turn.calls)
         self.turns.append(
             RealTurn(
                 kind=timed.turn.kind,
                 label=timed.turn.label,
-                calls=tuple(look.key for look in timed.turn.calls),
+                calls=self._alike.setdefault(calls, len(self._alike)),
                 seconds=max(seconds - self._loading, 0.0),
                 loading=self._loading,
                 peak=peak,

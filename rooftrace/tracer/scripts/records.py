@@ -66,13 +66,32 @@ class Turns(Struct, frozen=True):
         return self.first + self.turns - 1
 
 
+class Failure(Struct, frozen=True):
+    """The error that ended a script.
+
+    error: the name of its class.  text: what it says.  where: "file:line" of the innermost line
+    that is no installed library's, or "".  thread: that it ended, "" for the main one.  traceback:
+    as Python prints it.
+    """
+
+    error: str
+    text: str
+    where: str = ""
+    thread: str = ""
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.text}"
+
+
 class Script(Struct, frozen=True):
     """A run of a script: its stretches in the order in which they ran, and their graphs.
 
     ended: why it ended (steps, end, exit, error).  said: how the emulated device answered what no
     trace can know, by kind.  compiled: torch.compile was called.  seconds: the run took here.
     outside: ops that ran on the device before the first turn, or without any, about.
-    rank: of how many processes, `world`, it was the one with this number.
+    rank: of how many processes, `world`, it was the one with this number.  failure: the error that
+    ended it; None where none did.
     """
 
     name: str
@@ -86,6 +105,7 @@ class Script(Struct, frozen=True):
     outside: int = 0
     rank: int = 0
     world: int = 1
+    failure: Failure | None = None
 
     def of_kind(self, kind: str) -> tuple[Turns, ...]:
         """The stretches of one kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,10 +15,19 @@ from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.launching import CommandLine, Ended, Ranks, launched, understood
+from rooftrace.tracer.launching import (
+    CommandLine,
+    Ended,
+    Ranks,
+    launched,
+    run_apart,
+    understood,
+)
 from rooftrace.tracer.patches import Scope
+from rooftrace.tracer.scripts import sending
 from rooftrace.tracer.scripts.boundaries import Boundary
 from rooftrace.tracer.scripts.clocks import SimulatedClock
+from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
@@ -42,8 +51,9 @@ def run_script(
     assume: Mapping[str, Any] | None = None,
     boundary: str = names.BOUNDARIES[0],
     seconds: Callable[[OpGraph, bool], float] | None = None,
-) -> tuple[Script, Ended]:
-    """Run a script, as its command line says, on a chip that is not there.
+    stdout: Any = None,
+) -> Script:
+    """Run a script in a process of its own, as its command line says, on a chip that is not there.
 
     command: "train.py --flag", "torchrun ... train.py", as a list of words.  steps: it is ended
     after so many training steps; None: it runs to its end.  ranks: of how many processes this is
@@ -51,34 +61,72 @@ def run_script(
     files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
     boundary: what begins a turn, one of `names.BOUNDARIES`; "mark=NAME" for a mark.  seconds: of a
     graph on the chip, compiled or not; with it the clocks that the script reads give simulated
-    time.
+    time.  stdout: where it prints; default `sys.stdout`.
 
     Raises RequestError for a command line that is none, or a mark that never came.  What the script
-    raises is in `Ended`.
+    raises is in `Script.failure`.
     """
-    line = understood(command)
-    where = Ranks.of(line, ranks, rank, per_node)
+    asked = ScriptRequest(
+        command=tuple(command),
+        chip=chip,
+        steps=steps,
+        ranks=ranks,
+        rank=rank,
+        per_node=per_node,
+        scratch=scratch,
+        assume=assume,
+        boundary=boundary,
+        simulated=seconds is not None,
+    )
+
+    def answer(question: bytes) -> bytes:
+        graph, compiled = sending.graph_of(question)
+        assert seconds is not None
+        return repr(seconds(graph, compiled)).encode()
+
+    return sending.script_of(run_apart(run_here, asked, answer=answer, stdout=stdout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRequest:
+    """What is asked of the process of a script: as `run_script`.  simulated: so are its clocks."""
+
+    command: tuple[str, ...]
+    chip: Chip
+    steps: int | None
+    ranks: int | None
+    rank: int
+    per_node: int | None
+    scratch: str | os.PathLike[str] | None
+    assume: Mapping[str, Any] | None
+    boundary: str
+    simulated: bool
+
+
+def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest) -> bytes:
+    """Run a script in this process, which is its own; its record, as `sending` writes it."""
+    line = understood(asked.command)
+    where = Ranks.of(line, asked.ranks, asked.rank, asked.per_node)
     began = perf_counter()
     stops: list[Callable[[], None]] = []
-    begins = Boundary.of(boundary)
-    watch = RunWatch(where.local_rank, steps, lambda: stops[0](), assume, begins)
+    begins = Boundary.of(asked.boundary)
+    watch = RunWatch(where.local_rank, asked.steps, lambda: stops[0](), asked.assume, begins)
     said: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
         said.setdefault(kind, text)
 
-    device = replace(Device.of(chip), count=max(where.local_world, 1))
+    def seconds(graph: OpGraph) -> float:
+        return float(ask(sending.graph_bytes(graph, bool(watch.compiled))))
+
+    device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
     with contextlib.ExitStack() as undo:
         undo.enter_context(watch.scope.entered())
-        run = undo.enter_context(launched(line, where, scratch))
+        run = undo.enter_context(launched(line, where, asked.scratch))
         stops.append(run.stop)
         finder = watch.finder
-        if seconds is not None:
-            finder.clock = SimulatedClock(
-                lambda graph: seconds(graph, bool(watch.compiled)),
-                finder.book.graphs,
-                finder.settle,
-            )
+        if asked.simulated:
+            finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
         undo.enter_context(emulated(device, meter, finder.clock, index, say, finder.told))
@@ -90,7 +138,7 @@ def run_script(
             finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
-    return watch.script(line, began, ended, said), ended
+    return sending.script_bytes(watch.script(line, began, ended, said))
 
 
 class RunWatch:
@@ -164,4 +212,5 @@ class RunWatch:
             outside=self.stage.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
+            failure=failure_of(ended),
         )

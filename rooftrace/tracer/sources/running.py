@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
 
@@ -31,11 +30,8 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
         raise RequestError(f"target {job.name!r}: --chip beside --system, which has its own chip")
     chip = load_chip(asked.chip or CHIP) if joined is None else joined.joined_chip
     tell(f"running {asked.where}")
-    with (
-        tempfile.TemporaryDirectory(prefix="rooftrace-") as folder,
-        contextlib.redirect_stdout(sys.stderr),
-    ):
-        script, ended = run_script(
+    with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
+        script = run_script(
             asked.words,
             chip,
             steps=asked.steps or names.STEPS,
@@ -45,9 +41,10 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
             scratch=folder,
             assume=job.options.assume,
             boundary=asked.boundary,
+            stdout=sys.stderr,
         )
-    if ended.exception is not None:
-        raise ScriptError(script, ended.exception) from ended.exception
+    if script.failure is not None:
+        raise ScriptError(script)
     if script.code and not script.stretches:
         raise TargetError(f"target {job.name!r}: the script exited with code {script.code}")
     graphs = {phase: _said(graph, asked) for phase, graph in script.by_phase().items()}

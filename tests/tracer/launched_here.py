@@ -1,0 +1,66 @@
+"""What tests run in the process of a script, and how a test gets its result."""
+
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rooftrace.tracer.launching import Ended, Ranks, launched, run_apart, understood
+from rooftrace.tracer.recording import Recorder
+
+
+def ended_of(
+    words: Sequence[str], folder: Any = None, world: int | None = None, rank: int = 0, **how: Any
+) -> Ended:
+    """How a command line ended that was launched in a process of its own."""
+    ended: Ended = pickle.loads(run_apart(_launch, words, folder, world, rank, how))
+    return ended
+
+
+def _launch(ask: Any, words: Any, folder: Any, world: Any, rank: int, how: Any) -> bytes:
+    line = understood(words, folder)
+    with launched(line, Ranks.of(line, world, rank), **how) as program:
+        return pickle.dumps(program())
+
+
+def recorded_of(
+    words: Sequence[str], folder: Any, world: int | None, rank: int
+) -> tuple[Ended, list[str]]:
+    """The same under a recorder, and the names of the ops that it ran."""
+    made: tuple[Ended, list[str]] = pickle.loads(run_apart(_record, words, folder, world, rank))
+    return made
+
+
+def _record(ask: Any, words: Any, folder: Any, world: Any, rank: int) -> bytes:
+    line = understood(words, folder)
+    recorder = Recorder(own_step=True, roll_loops=False)
+    with launched(line, Ranks.of(line, world, rank)) as program, recorder:
+        ended = program()
+    names = [str(node.target) for node in recorder.graph.nodes if node.op == "call_function"]
+    return pickle.dumps((ended, names))
+
+
+def stopped_at(words: Sequence[str], call: int) -> tuple[Ended, int, bool]:
+    """A program is stopped at a call of `step` of the module `rooftrace_hook`, and at later ones.
+
+    How it ended, how often it called, and whether it left a trace function.
+    """
+    made: tuple[Ended, int, bool] = pickle.loads(run_apart(_stop, words, call))
+    return made
+
+
+def _stop(ask: Any, words: Any, call: int) -> bytes:
+    steps: list[int] = []
+    traced = sys.gettrace()
+    with launched(understood(words)) as program:
+        hook = type(sys)("rooftrace_hook")
+
+        def step() -> None:
+            steps.append(1)
+            if len(steps) >= call:
+                program.stop()
+
+        vars(hook).update(step=step, going=lambda: len(steps) < 100)
+        sys.modules["rooftrace_hook"] = hook
+        ended = program()
+    return pickle.dumps((ended, len(steps), sys.gettrace() is not traced))
