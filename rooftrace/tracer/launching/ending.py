@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
@@ -85,7 +84,7 @@ class Stopping:
         raise Stopped
 
 
-_SIGNAL = getattr(signal, "SIGUSR2", None)
+_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 
 
 def _stopped(number: int, frame: FrameType | None) -> None:
@@ -100,10 +99,9 @@ class LostErrors:
         self._of_tasks: dict[int, tuple[str, BaseException]] = {}  # by the identity of the future
         self._futures: list[Future[Any]] = []  # that keeps their identities
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Inside, errors are noted."""
-        said, failed = threading.excepthook, original_of(Future, "set_exception")
+    def watch(self) -> None:
+        """From here on errors are noted, in every thread."""
+        said, failed = threading.excepthook, Future.set_exception
 
         def ended(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None and not isinstance(args.exc_value, Stopped | HardExit):
@@ -118,7 +116,7 @@ class LostErrors:
             failed(future, error)
 
         def asking(name: str) -> Callable[..., Any]:
-            original = original_of(Future, name)
+            original = getattr(Future, name)
 
             def asked(future: Future[Any], *args: Any, **kwargs: Any) -> Any:
                 self._of_tasks.pop(id(future), None)
@@ -129,11 +127,10 @@ class LostErrors:
 
             return asked
 
-        names = ("result", "exception", "add_done_callback")
-        ours = {"set_exception": set_exception} | {name: asking(name) for name in names}
         threading.excepthook = ended
-        with replaced(Future, ours):
-            yield
+        setattr(Future, "set_exception", set_exception)  # noqa: B010  # mypy allows no assignment
+        for name in ("result", "exception", "add_done_callback"):
+            setattr(Future, name, asking(name))
 
     def first(self) -> tuple[str, BaseException] | None:
         """The name of a thread and its error; None where there was none."""
@@ -176,16 +173,24 @@ def calm() -> None:
 
 
 def shut_down(before: set[threading.Thread], waiting: bool) -> tuple[str, ...]:
-    """Do what Python does at the end of a program: wait for its threads, call its exit functions.
+    """Do what Python does at the end of a program: end its pools, wait for its threads, call its
+    exit functions.
 
     before: threads that are not the program's.  waiting: False, where the program was stopped:
     its threads have some seconds.  Returns the names of those that go on.
     """
-    end = time.monotonic() + _PATIENCE
     own = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in own:
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join(None if waiting else max(end - time.monotonic(), 0))
+
+    def end_threads() -> None:
+        for function in reversed(vars(threading).get("_threading_atexits", ())):
+            function()
+        for thread in own:
+            if not thread.daemon and thread is not threading.main_thread():
+                thread.join()
+
+    ending = threading.Thread(target=end_threads, daemon=True)
+    ending.start()
+    ending.join(None if waiting else _PATIENCE)
     on = tuple(thread.name for thread in own if thread.is_alive())
     atexit._run_exitfuncs()  # they print what they raise
     with contextlib.suppress(ValueError, OSError, AttributeError):

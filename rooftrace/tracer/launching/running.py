@@ -65,25 +65,25 @@ class ProgramRun:
         before = set(threading.enumerate())
         raised: BaseException | None = None
         reason, code, thread = "end", 0, ""
-        with self._lost.noted():
+        self._lost.watch()
+        try:
+            self._program.run()
+        except Stopped:
+            reason = "stopped"
+        except HardExit as error:
+            reason, code = "exit", error.code
+        except SystemExit as error:
+            reason, code = "exit", _code(error)
+        except Exception as error:
+            reason, raised = "error", error
+            _from_here(error)
+        while self.stops > ending.GENTLE:
             try:
-                self._program.run()
+                ending.calm()
+                break
             except Stopped:
-                reason = "stopped"
-            except HardExit as error:
-                reason, code = "exit", error.code
-            except SystemExit as error:
-                reason, code = "exit", _code(error)
-            except Exception as error:
-                reason, raised = "error", error
-                _from_here(error)
-            while self.stops > ending.GENTLE:
-                try:
-                    ending.calm()
-                    break
-                except Stopped:
-                    continue
-            threads = ending.shut_down(before, waiting=reason != "stopped")
+                continue
+        threads = ending.shut_down(before, waiting=reason != "stopped")
         lost = self._lost.first()
         if lost is not None and not code and reason in ("end", "exit"):
             reason, (thread, raised) = "error", lost
