@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import Ended, Ranks
@@ -104,6 +105,23 @@ def test_of_the_processes_that_a_script_starts_one_runs_here(how: str, tmp_path:
     assert ended.ranks.world == 4
     assert [path.name for path in tmp_path.glob("*.json")] == ["0.json"]
     assert json.loads((tmp_path / "0.json").read_text()) == [0, 4, "gloo"]
+
+
+def test_a_process_that_is_spawned_says_that_the_device_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import multiprocessing, torch\n"
+        "def work(): torch.ones(2, device='cuda')\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    process.start(); process.join(); raise SystemExit(process.exitcode)\n"
+    )
+    ended, _ = run(tmp_path, text)
+    assert ended.code == 1
+    said = "a process that the script spawns has no device"
+    assert said in dict(ended.assumed)["spawned processes"]
+    assert torch.cuda.is_available() or f"RequestError: {said}" in capfd.readouterr().err
 
 
 def test_the_variables_are_those_of_the_launcher(tmp_path: Path) -> None:

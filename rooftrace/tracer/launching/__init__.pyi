@@ -5,7 +5,6 @@ from rooftrace.tracer.launching.records import (
     CommandLine as CommandLine,
     Ended as Ended,
     Ranks as Ranks,
-    Stopped as Stopped,
 )
 from rooftrace.tracer.launching.running import (
     launched as launched,

@@ -83,7 +83,10 @@ class ProgramRun:
                 break
             except Stopped:
                 continue
-        threads = ending.shut_down(before, waiting=reason != "stopped")
+        try:
+            threads = ending.shut_down(before, waiting=reason != "stopped")
+        except Stopped:  # by a thread that it waits for
+            reason, threads = "stopped", ending.shut_down(before, waiting=False)
         lost = self._lost.first()
         if lost is not None and not code and reason in ("end", "exit"):
             reason, (thread, raised) = "error", lost

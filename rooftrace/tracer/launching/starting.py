@@ -14,6 +14,7 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import dataloader
 
+from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import environment
 from rooftrace.tracer.launching.distributed import Processes
 from rooftrace.tracer.launching.records import CommandLine, HardExit
@@ -24,6 +25,11 @@ WORKERS = (
     "loading",
     "workers of data loaders: what they load is loaded in this process, one batch at a time "
     "(num_workers=0)",
+)
+SPAWNED = (
+    "spawned processes",
+    "a process that the script spawns has no device, and what it runs is not counted: have it "
+    "forked (multiprocessing.set_start_method('fork')), or do its work in the script's own process",
 )
 _RANK_NAMES = frozenset(
     (
@@ -56,7 +62,8 @@ class OtherProcesses:
             for name in kinds:
                 kind = getattr(contexts, name, None)
                 if kind is not None:
-                    start = staticmethod(self._process(original_of(kind, "_Popen")))
+                    forks = name == "ForkProcess"
+                    start = staticmethod(self._process(original_of(kind, "_Popen"), forks))
                     undo.enter_context(replaced(kind, {"_Popen": start}))
             undo.enter_context(replaced(subprocess.Popen, {"__init__": self._subprocess}))
             undo.enter_context(replaced(elastic.elastic_launch, {"__call__": self._elastic}))
@@ -94,12 +101,15 @@ class OtherProcesses:
         with _variables(environment.of_ranks(launch, processes.ranks)):
             return {processes.ranks.local_rank: launcher._entrypoint(*args)}
 
-    def _process(self, original: Any) -> Callable[[Any], Any]:
+    def _process(self, original: Any, forks: bool) -> Callable[[Any], Any]:
         start = getattr(original, "__func__", original)
 
         def popen(process: Any) -> Any:
             rank = _rank_of(process)
             if rank is None:
+                if not forks:
+                    self._processes.say(SPAWNED)
+                    process._target = process._target and _Spawned(process._target)
                 return start(process)
             self._processes.say(OTHERS)
             return _Done(process.run if rank == self._processes.ranks.local_rank else None)
@@ -131,6 +141,23 @@ class OtherProcesses:
         if not loader.num_workers:
             return original_of(dataloader.DataLoader, "__iter__")(loader)
         return loader._get_iterator()
+
+
+class _Spawned:
+    """The function of a process that is spawned: there the device says why it is not there."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cuda: Any = torch.cuda
+
+        def refuse() -> None:
+            raise RequestError(SPAWNED[1])
+
+        if not cuda.is_available():
+            cuda._lazy_init = refuse
+        return self._function(*args, **kwargs)
 
 
 class _WithoutWorkers:

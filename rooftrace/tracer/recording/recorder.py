@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import Scope, contexts, current_scope
-from rooftrace.tracer.recording import finite
-from rooftrace.tracer.recording.autocast import followed, set_aside
+from rooftrace.tracer.recording import finite, handover
+from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.fallbacks import fallbacks_noted
 from rooftrace.tracer.recording.flex import flex_whole
@@ -222,18 +222,13 @@ class Recorder(TorchDispatchMode, Tape):
         """Call a module, or give what an equal call gave."""
         return self._module_calls.answer(module, *args, **kwargs)
 
-    def give_way(self, other: Recorder) -> None:
-        """Another recorder takes the place of this one; regions of autocast that are on stay on.
+    def give_way(self, other: Recorder | None) -> None:
+        """Another recorder takes the place of this one, or none does, in the running thread."""
+        handover.give_way(self, other)
 
-        It also gets what threads run that this one has followed.
-        """
-        self.threads.heir = self
-        try:
-            with set_aside():
-                self.__exit__(None, None, None)
-                other.__enter__()
-        finally:
-            self.threads.heir = other
+    def lead_here(self, ended: Callable[[], None]) -> bool:
+        """Enter this recorder where another one follows the thread; see `handover.lead_here`."""
+        return handover.lead_here(self, ended)
 
     def _settle(self) -> None:
         """Wait for threads of the code that it did not join."""

@@ -44,7 +44,7 @@ Dispatch = Callable[..., Any]
 """The `__torch_dispatch__` of a recorder."""
 
 
-class _Follower(TorchDispatchMode):
+class Follower(TorchDispatchMode):
     """Hands the ops of another thread to the recorder, while that one records."""
 
     supports_higher_order_operators = True
@@ -64,6 +64,26 @@ class _Follower(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             self._tape, self._dispatch = heir, heir.__torch_dispatch__
         return self._dispatch(func, types, args, kwargs)
+
+
+class _Task(threading.local):
+    leave: Callable[[], None] | None = None  # ends the recording of the task that this thread runs
+
+
+_TASK = _Task()
+
+
+def taken_over(begin: Callable[[], Callable[[], None]]) -> bool:
+    """Whether a recording follows this thread: then it leaves, and something else begins.
+
+    begin: begins that; what it returns ends it, at the end of the task that the thread runs.
+    """
+    leave = _TASK.leave
+    if leave is None:
+        return False
+    leave()
+    _TASK.leave = begin()
+    return True
 
 
 class Threads:
@@ -177,9 +197,11 @@ class Threads:
                 return function(*args, **kwargs)
             here.stack, here.modules, here.part, here.function = start
             here.source, here.paused = source, paused
+            _TASK.leave = leave
             try:
                 return function(*args, **kwargs)
             finally:
+                leave, _TASK.leave = _TASK.leave, None
                 leave()
 
         return task
@@ -197,7 +219,7 @@ class Threads:
         undo.enter_context(self._scope.entered())
         undo.enter_context(carried_here())
         undo.enter_context(self._functions(device))
-        follower = _Follower(tape, self._dispatch)
+        follower = Follower(tape, self._dispatch)
         contexts.push(follower)
         undo.callback(contexts.pop, follower)
         multithreading = torch._C._is_multithreading_enabled()

@@ -47,6 +47,21 @@ class Finder(TurnKeeper):
         """Call a module in the recorder that is on."""
         return self._stage.recorder.answer(module, *args, **kwargs)
 
+    def leads(self, module: nn.Module | None = None) -> bool:
+        """Whether what the running thread does makes turns.
+
+        A thread for which the main one waits leads from the first module on that it trains, or
+        that it calls in a script that trains none.
+        """
+        if self._stage.leads:
+            return True
+        if self._turn is not None or self.trained or self.called:
+            return False
+        with torch._C.DisableTorchFunction():
+            trains = module is None or self._optimizers.trains(module)
+            may = trains or not self._optimizers.known
+        return may and self._stage.lead(self.end)
+
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
         if torch._C._current_autograd_node() is not None:

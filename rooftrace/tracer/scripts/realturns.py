@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -128,6 +129,7 @@ class TurnTimer:
         self._open: _Timed | None = None
         self._alike: dict[Any, int] = {}  # numbers of turns, by what they called
         self._loading, self._batches = 0.0, 0
+        self._leader: int | None = None  # the thread whose calls make turns
         self._differentiated = False  # a backward has run since the last call
 
     @contextlib.contextmanager
@@ -151,8 +153,12 @@ class TurnTimer:
             undo.enter_context(watched(self))
             yield
 
+    def leads(self, module: nn.Module | None = None) -> bool:
+        """Whether calls of the running thread make turns: of the first that has made one."""
+        return self._leader in (None, threading.get_ident())
+
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a module inside of another, or of another thread."""
+        """Run a module inside of another, or in a thread that does not lead."""
         return original_of(nn.Module, "__call__")(module, *args, **kwargs)
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -181,6 +187,7 @@ class TurnTimer:
             self._note_backward(timed.turn)
             if not self._kinds.goes_on(timed.turn, module, (args, kwargs), self._batches):
                 self._finish(timed)
+        self._leader = threading.get_ident()
         if self._open is None:
             if self._enough(self.turns):
                 self._stop()

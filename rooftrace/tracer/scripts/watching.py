@@ -22,10 +22,13 @@ class Watcher(Protocol):
     """What is told of a script's calls and batches."""
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module inside of another, or of another thread."""
+        """Run a module inside of another, or in a thread that does not lead."""
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module that is called from outside of any."""
+
+    def leads(self, module: nn.Module | None = None) -> bool:
+        """Whether calls of the running thread, as one of `module`, are told."""
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch."""
@@ -39,12 +42,11 @@ class _Depth(threading.local):
 def watched(finder: Watcher) -> Iterator[None]:
     """Inside, in the threads of the current scope, a finder is told of calls and of batches."""
     depth = _Depth()
-    main = threading.get_ident()
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside or threading.get_ident() != main:
+        if depth.inside or not finder.leads(module):
             return finder.run(module, args, kwargs)
         depth.inside += 1
         try:
@@ -70,13 +72,11 @@ _ATTENTION = "torch.nn.attention."
 
 @contextlib.contextmanager
 def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `marked` is told of the marks of this thread: names of ranges that begin, in
-    torch.profiler or NVTX, and "step" for the steps of a profiler."""
-    main = threading.get_ident()
+    """Inside, `marked` is told of marks: names of ranges that begin, in torch.profiler or NVTX, and
+    "step" for the steps of a profiler."""
 
     def told(name: Any) -> None:
-        if threading.get_ident() == main:
-            marked(str(name))
+        marked(str(name))
 
     def telling(home: Any, method: str, name_of: Callable[..., Any]) -> dict[str, Any]:
         original = original_of(home, method)

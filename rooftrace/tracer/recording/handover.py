@@ -1,0 +1,63 @@
+"""A recorder takes the place of another in the middle of code, under whatever modes it has on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.tracer.patches import contexts, current_scope
+from rooftrace.tracer.recording.autocast import set_aside
+from rooftrace.tracer.recording.functions import Functions
+from rooftrace.tracer.recording.threads import Follower, taken_over
+from rooftrace.tracer.tape import Tape
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.recording.recorder import Recorder
+
+
+def give_way(old: Recorder, new: Recorder | None) -> None:
+    """A recorder ends in this thread, and another one begins; regions of autocast stay on.
+
+    new: also gets what threads run that the old one has followed; None: none takes its place.
+    """
+    if new is None:
+        with contexts.exchanging(_is_recording):
+            old.__exit__(None, None, None)
+        return
+    old.threads.heir = old
+    try:
+        with contexts.exchanging(_is_recording), set_aside():
+            old.__exit__(None, None, None)
+            new.__enter__()
+    finally:
+        old.threads.heir = new
+
+
+def lead_here(new: Recorder, ended: Callable[[], None]) -> bool:
+    """A recorder begins in this thread in place of what follows another one here.
+
+    ended: is called at the end of what the thread does, before the recorder is off.  False where no
+    recorder follows the thread.
+    """
+    scope = current_scope()
+    around = None if scope is None else scope.around
+
+    def begin() -> Callable[[], None]:
+        if around is not None:
+            around.enter()
+        new.__enter__()
+        return end
+
+    def end() -> None:
+        ended()
+        give_way(new, None)
+        if around is not None:
+            around.leave()
+
+    with contexts.exchanging(_is_recording), set_aside():
+        return taken_over(begin)
+
+
+def _is_recording(mode: Any) -> bool:
+    """Whether a mode is one by which a recorder sees a thread."""
+    return isinstance(mode, Tape | Follower | Functions)

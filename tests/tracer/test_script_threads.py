@@ -1,0 +1,106 @@
+"""Scripts that train in another thread than their main one cost what they cost in the main one."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+import rooftrace as rt
+from rooftrace.costmodels.scripting import ScriptCost
+from tests.tracer.script_oracle import all_flops
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU answers for itself", allow_module_level=True)
+
+TRAIN = """
+import queue, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).cuda()
+    return model, torch.optim.AdamW(model.parameters())
+
+def train(model, optimizer, steps=5):
+    scaler = torch.amp.GradScaler()
+    for step in range(steps):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(torch.randn(8, 32, device="cuda")).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def evaluate(model):
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(4, 32, device="cuda"))
+"""
+WAYS = {
+    "main": "model, optimizer = build(); train(model, optimizer); evaluate(model)",
+    "thread": (
+        "model, optimizer = build()\n"
+        "thread = threading.Thread(target=train, args=(model, optimizer))\n"
+        "thread.start(); thread.join(); evaluate(model)"
+    ),
+    "task": (
+        "def all():\n"
+        "    model, optimizer = build(); train(model, optimizer); evaluate(model)\n"
+        "ThreadPoolExecutor(1).submit(all).result()"
+    ),
+    "left": (
+        "def all():\n"
+        "    model, optimizer = build(); train(model, optimizer); evaluate(model)\n"
+        "threading.Thread(target=all).start()"
+    ),
+    "again": (
+        "model, optimizer = build()\n"
+        "ThreadPoolExecutor(1).submit(train, model, optimizer, 3).result()\n"
+        "train(model, optimizer, 2); evaluate(model)"
+    ),
+    "feeding": (  # what prepares batches on the device trains nothing, and is part of no turn
+        "batches, look = queue.Queue(), nn.Linear(32, 32).cuda()\n"
+        "def feed():\n"
+        "    for _ in range(5): batches.put(look(torch.randn(8, 32, device='cuda')))\n"
+        "model, optimizer = build()\n"
+        "thread = threading.Thread(target=feed)\n"
+        "thread.start(); batches.get(); thread.join(); train(model, optimizer); evaluate(model)"
+    ),
+}
+
+
+@cache
+def cost_of(way: str, steps: int | None = None) -> ScriptCost:
+    with TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(TRAIN + WAYS[way] + "\n", encoding="utf-8")
+        return rt.run([str(script)], chip="a100-sxm-40", steps=steps)
+
+
+def turns(cost: ScriptCost) -> list[tuple[object, ...]]:
+    """What the turns are and cost: those of a kind together."""
+    names = ("kind", "shape", "t_est", "flops", "bytes_hbm", "peak")
+    return [(row.turns, *(row.to_dict()[name] for name in names)) for row in cost.rows]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "main"])
+def test_a_thread_trains_as_the_main_one_does(way: str) -> None:
+    wanted = turns(cost_of("main"))
+    assert [row[0] for row in wanted] == [1, 4, 3]
+    made = turns(cost_of(way))
+    if way == "again":  # what prepares a step after the last one of the thread is part of none
+        assert sum(row[0] for row in made) == 8 and made[-1] == wanted[-1]
+        assert all_flops(cost_of(way)) == all_flops(cost_of("main"))
+    elif way == "feeding":  # its weights and batches are alive
+        assert [row[:-1] for row in made] == [row[:-1] for row in wanted]
+    else:
+        assert made == wanted
+
+
+@pytest.mark.parametrize("way", ["thread", "task", "left"])
+def test_a_script_that_trains_in_a_thread_ends_after_its_steps(way: str) -> None:
+    cost = cost_of(way, 2)
+    assert (cost.script.ended, sum(row.turns for row in cost.rows)) == ("stopped", 2)
