@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rooftrace.tracer.patches import contexts, current_scope
 from rooftrace.tracer.recording.autocast import set_aside
@@ -11,11 +11,18 @@ from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.recording.threads import Follower, taken_over
 from rooftrace.tracer.tape import Tape
 
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording.recorder import Recorder
+
+class Handed(Protocol):
+    """A recorder, as far as its place matters."""
+
+    threads: Any
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
 
 
-def give_way(old: Recorder, new: Recorder | None) -> None:
+def give_way(old: Handed, new: Handed | None) -> None:
     """A recorder ends in this thread, and another one begins; regions of autocast stay on.
 
     new: also gets what threads run that the old one has followed; None: none takes its place.
@@ -33,7 +40,7 @@ def give_way(old: Recorder, new: Recorder | None) -> None:
         old.threads.heir = new
 
 
-def lead_here(new: Recorder, ended: Callable[[], None]) -> bool:
+def lead_here(new: Handed, ended: Callable[[], None]) -> bool:
     """A recorder begins in this thread in place of what follows another one here.
 
     ended: is called at the end of what the thread does, before the recorder is off.  False where no
