@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphfiles import decoded_graph, graphs_bytes
+from rooftrace.tracer.graphfiles import GraphFileError, decoded_graph, graphs_bytes
 from rooftrace.tracer.scripts.records import Script
 
 _FROM = "the process of the script"
@@ -22,8 +22,11 @@ def script_bytes(script: Script) -> bytes:
 
 def script_of(content: bytes) -> Script:
     """The script of bytes.  Raises GraphFileError for those that `script_bytes` has not made."""
-    graphs, script = msgspec.msgpack.decode(content, type=tuple[bytes, Script])
-    return replace(script, graphs=tuple(_graphs(graphs)))
+    try:
+        graphs, script = msgspec.msgpack.decode(content, type=tuple[bytes, Script])
+    except msgspec.MsgspecError as error:
+        raise GraphFileError(f"{_FROM}: no record of it: {error}") from error
+    return replace(script, graphs=tuple(graph for _, graph in _graphs(graphs)))
 
 
 def graph_bytes(graph: OpGraph, compiled: bool) -> bytes:
@@ -32,11 +35,18 @@ def graph_bytes(graph: OpGraph, compiled: bool) -> bytes:
 
 
 def graph_of(content: bytes) -> tuple[OpGraph, bool]:
-    """The graph of bytes, and whether it runs compiled."""
-    ((how, data),) = msgspec.json.decode(content)["graphs"].items()
-    return decoded_graph(data, _FROM, how), how == "compiled"
+    """The graph of bytes, and whether it runs compiled.  Raises GraphFileError, as `script_of`."""
+    ((how, graph),) = _graphs(content)
+    return graph, how == "compiled"
 
 
-def _graphs(content: bytes) -> list[OpGraph]:
-    graphs: dict[str, Any] = msgspec.json.decode(content)["graphs"]
-    return [decoded_graph(data, _FROM, f"graphs.{place}") for place, data in graphs.items()]
+def _graphs(content: bytes) -> list[tuple[str, OpGraph]]:
+    try:
+        graphs = msgspec.json.decode(content, type=_Sent).graphs
+    except msgspec.MsgspecError as error:
+        raise GraphFileError(f"{_FROM}: no graphs: {error}") from error
+    return [(name, decoded_graph(data, _FROM, name)) for name, data in graphs.items()]
+
+
+class _Sent(msgspec.Struct):
+    graphs: dict[str, dict[str, Any]]

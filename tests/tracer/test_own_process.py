@@ -1,0 +1,161 @@
+"""Functions in a process of their own, and what becomes of it when something ends."""
+
+import contextlib
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rooftrace as rt
+from rooftrace._progress import tell, telling
+from rooftrace.errors import RequestError
+from rooftrace.tracer.graphfiles import GraphFileError
+from rooftrace.tracer.launching import run_apart
+from rooftrace.tracer.scripts import sending
+
+pytestmark = pytest.mark.quick
+
+
+def ask_twice(ask: Any, number: int) -> bytes:
+    tell(f"asking about {number}")
+    return bytes(ask(b"%d" % number) + ask(b"!"))
+
+
+def look(ask: Any) -> bytes:
+    mask = os.umask(0)
+    numbers = random.random()
+    there = (os.getcwd(), os.environ.get("LOOK"), mask, sys.path[0], "tests" in sys.modules)
+    return repr((*there, numbers, signal.getsignal(signal.SIGINT).__name__)).encode()  # type: ignore[union-attr]
+
+
+def refuse(ask: Any) -> bytes:
+    raise RequestError("no such thing: 'x'")
+
+
+def die(ask: Any) -> bytes:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return b""
+
+
+def leave(ask: Any) -> bytes:
+    os._exit(7)
+
+
+def speak(ask: Any) -> bytes:
+    print("out", end="")
+    os.system("echo of a child")
+    print("err", file=sys.stderr)
+    return b""
+
+
+def fail(ask: Any) -> bytes:
+    raise ValueError("a fault of ours")
+
+
+def test_it_asks_and_tells_and_answers() -> None:
+    said: list[str] = []
+    with telling(said.append):
+        assert run_apart(ask_twice, 3, answer=lambda text: text * 2) == b"33!!"
+    assert said == ["asking about 3"]
+
+
+def test_it_is_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOOK", "here")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = os.umask(0o037)
+    try:
+        first, second = (eval(run_apart(look)) for _ in range(2))
+    finally:
+        os.umask(before)
+    assert first[:4] == (str(tmp_path), "here", 0o037, str(tmp_path))
+    assert first[5] != second[5]  # random numbers are drawn anew
+    assert first[6] == "default_int_handler"
+
+
+def test_what_ends_it_is_said() -> None:
+    with pytest.raises(RequestError, match="no such thing: 'x'"):
+        run_apart(refuse)
+    with pytest.raises(RequestError, match="killed by SIGKILL"):
+        run_apart(die)
+    with pytest.raises(RequestError, match="ended with code 7 before its result"):
+        run_apart(leave)
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), pytest.raises(RequestError, match="ended with code 1"):
+        run_apart(fail)
+    assert "ValueError: a fault of ours" in error.getvalue()
+
+
+def test_what_it_prints_comes_where_the_caller_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    out, err = io.StringIO(), io.StringIO()  # as of a notebook: no files
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        run_apart(speak)
+    assert out.getvalue() in ("of a child\nout", "outof a child\n") and err.getvalue() == "err\n"
+    run_apart(speak, stdout=sys.stderr)
+    captured = capfd.readouterr()
+    assert not captured.out and "of a child" in captured.err
+
+
+def test_what_it_sends_is_checked() -> None:
+    for content in (b"", b"x", b"\x92\xc4\x01x\x80", b"\x93\x01\x02\x03"):
+        with pytest.raises(GraphFileError, match="the process of the script"):
+            sending.script_of(content)
+        with pytest.raises(GraphFileError, match="the process of the script"):
+            sending.graph_of(content)
+
+
+SLEEPS = """
+import os, time
+print("pid", os.getpid(), flush=True)
+try:
+    time.sleep(60)
+finally:
+    print("finally", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_script_ends_with_the_command_that_runs_it(number: int, tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    command = [sys.executable, "-m", "rooftrace", "run", "sleeps.py"]
+    root = str(Path(rt.__file__).parents[1])
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        pid = int(run.stdout.readline().split()[1])
+        if number == signal.SIGINT:  # as the terminal sends it: to all that run there
+            os.killpg(run.pid, number)
+        else:
+            run.send_signal(number)
+        run.wait(30)
+        wait_for_end(pid)
+        if number == signal.SIGINT:
+            assert run.returncode == 130 and "finally" in run.stdout.read()
+            assert "Traceback" not in run.stderr.read()
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process is gone."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} goes on")
