@@ -9,7 +9,7 @@ from pathlib import Path
 from rooftrace.costmodels.locks.records import Asked
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.launching.words import understood
+from rooftrace.tracer.launching import understood
 
 FILE = "pyproject.toml"
 _MARKS = (FILE, ".git")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace.costmodels.locks.budgets import DEFAULT, Budget, Said, read_budgets
 from rooftrace.costmodels.locks.files import NAME
-from rooftrace.costmodels.locks.projects import FILE, inside, project_of
+from rooftrace.costmodels.locks.projects import FILE, code_of, inside, project_of
 from rooftrace.costmodels.locks.records import DEPTH, Asked, Lock, Pricing
 
 SECTION = "tool.rooftrace"
@@ -85,6 +86,23 @@ class Settings:
     def path(self) -> Path:
         """The lock."""
         return self.folder / self.lock
+
+    def check_place(self) -> None:
+        """Raise ProjectError for a lock outside of the project, also where a link leads out."""
+        inside(self.root, self.path, f"lock {os.path.relpath(self.path)!r}")
+
+    def code(self, former: Lock | None = None) -> list[tuple[str, str]]:
+        """The code that is run, by names and by what names it; what a former lock names may be too.
+
+        Raises ProjectError where it lies outside of the project.
+        """
+        old = {} if former is None else {n: each.asked for n, each in former.targets.items()}
+        rows = [
+            row
+            for targets in (self.targets, old)
+            for row in code_of(self.root, self.folder, targets, self.pricing.rules)
+        ]
+        return list(dict.fromkeys(rows))
 
     def budgets_of(self, target: str) -> tuple[Budget, ...]:
         """The budgets of a target, by its name."""

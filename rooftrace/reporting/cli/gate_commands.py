@@ -25,7 +25,6 @@ from rooftrace.reporting.cli.shared import load_rules, progress, workload, write
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.locks.checking import GateOutcome
-    from rooftrace.costmodels.locks.records import Lock
     from rooftrace.costmodels.locks.settings import Settings
 
 _dry_run = click.option(
@@ -82,10 +81,10 @@ def lock(
     settings = _changed(load_settings(Path.cwd()), explicit)
     settings = _named(settings, targets, options, explicit)
     if out is None:
-        _inside(settings)
+        settings.check_place()
     elif out != "-":
         settings = _at(settings, out)
-    code = _code(settings)
+    code = settings.code()
     if dry_run:
         return _list(settings, code)
     load_rules([str(settings.folder / path) for path in settings.pricing.rules])
@@ -96,29 +95,6 @@ def lock(
         return
     files.write_lock(settings.path, made)
     say(f"{_shown(settings)}: {gates.size_words(made)}")
-
-
-def _code(settings: Settings, before: Lock | None = None) -> list[tuple[str, str]]:
-    """The code that settings run, and a lock whose former costs may be explained.
-
-    Raises ProjectError where it lies outside of the project.
-    """
-    from rooftrace.costmodels.locks.projects import code_of
-
-    former = {} if before is None else {n: each.asked for n, each in before.targets.items()}
-    code = [
-        row
-        for targets in (settings.targets, former)
-        for row in code_of(settings.root, settings.folder, targets, settings.pricing.rules)
-    ]
-    return list(dict.fromkeys(code))
-
-
-def _inside(settings: Settings) -> None:
-    """Raise ProjectError for a lock outside of the project, also where a link leads out."""
-    from rooftrace.costmodels.locks.projects import inside
-
-    inside(settings.root, settings.path, f"lock {_shown(settings)!r}")
 
 
 def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
@@ -224,11 +200,11 @@ def check(
     settings = load_settings(Path.cwd())
     if path is not None:
         settings = replace(_at(settings, path), targets={})
-    _inside(settings)
+    settings.check_place()
     before = gates.former(settings, update=update)
     if before is not None:
         settings = settings.as_locked(before)
-    code = _code(settings, before)
+    code = settings.code(before)
     if dry_run:
         return _list(settings, code)
     load_rules([str(settings.folder / rules) for rules in settings.pricing.rules])
