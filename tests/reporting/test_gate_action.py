@@ -295,6 +295,8 @@ def test_code_of_a_pull_request_gets_no_token_and_runs_in_no_later_step(
     runner.job = {"GITHUB_TOKEN": TOKEN, "GH_TOKEN": TOKEN}  # as some workflows have it
     code = runner.run(python=check_with(runner, spy + ATTACKS[name]))
     assert looted(runner) == "", runner.outcomes
+    for file in ("ENV-0", "PATH-0"):
+        assert (runner.temp / file).read_text() == "", "what a later step of the job would get"
     told = {step: (code, out) for step, code, out in runner.outcomes}
     assert code == 0 and told["check"][0] == 0, told
     if name == "files of the action":
@@ -327,7 +329,8 @@ def test_variables_that_get_through_do_not_act_either(runner: Runner, server: Se
         assert runner.run(python=python) == 0
         assert (runner.temp / "ENV-0").read_text() or (runner.temp / "PATH-0").read_text()
         assert looted(runner) == "", runner.outcomes
-        assert "pull request 12" in runner.outcomes[-1][2]
+        done = "renewed the comment" if runner.outcomes[2:] else "commented"
+        assert runner.outcomes[-1] == ("post", 0, f"{done} on pull request 12\n")
         shutil.rmtree(loot)
         shutil.copy(Path(__file__).parents[2] / "action.sh", script)
 
