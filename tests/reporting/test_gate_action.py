@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from rooftrace.reporting.gates import posting, reports
+from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 from tests.reporting.test_gate_comments import TOKEN, Handler, Server
 
 yaml: Any = pytest.importorskip("yaml")
@@ -333,6 +334,28 @@ def test_variables_that_get_through_do_not_act_either(runner: Runner, server: Se
         assert runner.outcomes[-1] == ("post", 0, f"{done} on pull request 12\n")
         shutil.rmtree(loot)
         shutil.copy(Path(__file__).parents[2] / "action.sh", script)
+
+
+@POSIX
+@pytest.mark.slow
+def test_a_whole_check_gives_its_models_no_token(
+    runner: Runner, server: Server, root: Path, tmp_path: Path
+) -> None:
+    """Once with rooftrace itself: models.py looks for the token while it is traced."""
+    repository(runner.workspace, SETTINGS.replace('cnn = "models.py:cnn"\n', ""))
+    runner.job = {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "GITHUB_TOKEN": TOKEN}
+    lock = [sys.executable, "-m", "rooftrace", "lock"]
+    subprocess.run(lock, cwd=runner.workspace, env=os.environ | runner.job, check=True)
+    loot = tmp_path / "loot"
+    loot.mkdir()
+    setup = f"import os, pathlib\nloot = pathlib.Path({str(loot)!r})\n"
+    attack = setup + ATTACKS["environ of every ancestor"]
+    models = runner.workspace / "models.py"
+    models.write_text(attack + MODELS.replace("self.up(self.norm(x))", CASTS))
+    assert runner.run(python=sys.executable) == 1
+    assert looted(runner) == "" and len(list(loot.iterdir())) >= 2, runner.outcomes
+    (comment,) = server.comments
+    assert "budgets passed" in comment["body"] and "❌" in comment["body"]
 
 
 COMMENTS = {
