@@ -14,9 +14,7 @@ from rooftrace.reporting.sideruns import Failed, Ran, run_at
 from rooftrace.reporting.sides import FILES, DiffSide
 from rooftrace.tracer.revisions import RevisionError, first_bad
 from rooftrace.tracer.revisions.origins import Bisection, SideOrigin
-from rooftrace.tracer.revisions.repositories import Commit, Repository
-
-_GITLINK = "160000"
+from rooftrace.tracer.revisions.repositories import GITLINK, Commit, Repository
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class _Search:
                 result = run_at(at_commit(self.side, self.repository, origin, commit, stack))
             read = {path: tree[path][1] for path in result.reads.inside if path in tree}
             if read:
-                read |= {path: h for path, (mode, h) in tree.items() if mode == _GITLINK}
+                read |= {path: h for path, (mode, h) in tree.items() if mode == GITLINK}
             names = {path: mode for path, (mode, _) in tree.items()}
             self.known.append(_Traced(names, read, result))
         self.results[commit.hash] = result

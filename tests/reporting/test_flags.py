@@ -460,6 +460,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--execution": (("--execution", "eager"),),
                 "--depth": (("--depth", "1"),),
                 "--out": (("-o", "other.lock"),),
+                "--dry-run": (("--dry-run",),),
             },
         )
     ],
@@ -472,6 +473,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--strict": (("--strict",),),
                 "--format": tuple(("--format", form) for form in FORMS[1:]),
                 "--out": (("--out", "check.json"),),
+                "--dry-run": (("--dry-run",),),
             },
         )
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -226,19 +225,3 @@ def test_a_long_comment_leaves_out_what_is_folded_away(
     assert len(short) <= reports.MOST
     assert short.count("<details>") == short.count("</details>") == page.count("<details>") - 1
     assert short.partition("<details>")[0] == page.partition("<details>")[0]
-
-
-# -- the action ------------------------------------------------------------------------------------
-
-
-def test_the_action_evaluates_no_text_of_a_pull_request(root: Path) -> None:
-    """`${{ }}` stands in `env` and in defaults; a script reads the environment."""
-    text = (root / "action.yml").read_text()
-    scripts = re.findall(r"^ *run: (.*)$", text, re.MULTILINE)
-    assert scripts == ['bash "$ROOFTRACE_ACTION/action.sh"']
-    script = (root / "action.sh").read_text()
-    assert "${{" not in script and "eval" not in script
-    assert f"'{reports.MARKER}'" in script  # of the comment that it writes where no check ran
-    for name in re.findall(r"\$\{?(ROOFTRACE_\w+)", script):
-        assert f"        {name}: " in text, f"{name} is not set by action.yml"
-    assert os.path.exists(root / ".pre-commit-hooks.yaml")

@@ -346,13 +346,13 @@ def what_cannot_be_compared_is_said_plainly(
         repository_at(str(tmp_path / "shallow")).commit("HEAD~1")
     base, why = repository_at(str(here.root)).base()  # on main, nothing uncommitted
     assert (base.subject, why[:22]) == ("Merge side", "the commit before HEAD")
-    submodules_and_what_a_killed_process_left(here, tmp_path, monkeypatch)
+    submodules_are_checked_out_where_this_clone_has_them(here, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RevisionError, match="there is no program git"):
         repository_at(str(here.root))
 
 
-def submodules_and_what_a_killed_process_left(
+def submodules_are_checked_out_where_this_clone_has_them(
     here: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Part of the test above: no process of Python starts here, but git's do."""
@@ -385,16 +385,3 @@ def submodules_and_what_a_killed_process_left(
     without = repository_at(str(tmp_path / "without"))
     with checkouts.checked_out(without, without.commit("HEAD").hash) as checkout:
         assert checkout.missing == ("deps/m",)
-    for root in (outer, outer / "deps/m", tmp_path / "without"):
-        assert git(root, "worktree", "list").count("\n") == 0
-    # A process that was killed had a checkout; one of the user's is on a disk that is not there.
-    left = tmp_path / ".rooftrace-killed" / "rooftrace-checkout" / "outer"
-    git(outer, "worktree", "add", "-q", "--detach", str(left))
-    git(outer, "worktree", "add", "-q", "--detach", str(tmp_path / "of-the-user"))
-    (tmp_path / "of-the-user").rename(tmp_path / "not-there")
-    (left.parents[1] / "lock").touch()
-    with checkouts.checked_out(repository, repository.commit("HEAD").hash):
-        pass
-    assert not left.exists()
-    trees = git(outer, "worktree", "list").splitlines()
-    assert len(trees) == 2 and "of-the-user" in trees[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace.costmodels.locks.budgets import DEFAULT, Budget, Said, read_budgets
 from rooftrace.costmodels.locks.files import NAME
+from rooftrace.costmodels.locks.projects import FILE, code_of, inside, project_of
 from rooftrace.costmodels.locks.records import DEPTH, Asked, Lock, Pricing
 
-FILE = "pyproject.toml"
 SECTION = "tool.rooftrace"
 TOLD, FAILS = "told", "fail"
 
@@ -70,6 +71,7 @@ class Settings:
     """What is locked and checked, and where.  Paths in it are relative to its folder."""
 
     folder: Path
+    root: Path  # of the project: what is named is run, read as a lock and written only inside of it
     targets: Mapping[str, Asked] = field(default_factory=dict)  # by name; empty: those of the lock
     lock: str = NAME
     chips: tuple[str, ...] | None = None  # None: the chip of the knobs, else h200-sxm
@@ -84,6 +86,23 @@ class Settings:
     def path(self) -> Path:
         """The lock."""
         return self.folder / self.lock
+
+    def check_place(self) -> None:
+        """Raise ProjectError for a lock outside of the project, also where a link leads out."""
+        inside(self.root, self.path, f"lock {os.path.relpath(self.path)!r}")
+
+    def code(self, former: Lock | None = None) -> list[tuple[str, str]]:
+        """The code that is run, by names and by what names it; what a former lock names may be too.
+
+        Raises ProjectError where it lies outside of the project.
+        """
+        old = {} if former is None else {n: each.asked for n, each in former.targets.items()}
+        rows = [
+            row
+            for targets in (self.targets, old)
+            for row in code_of(self.root, self.folder, targets, self.pricing.rules)
+        ]
+        return list(dict.fromkeys(rows))
 
     def budgets_of(self, target: str) -> tuple[Budget, ...]:
         """The budgets of a target, by its name."""
@@ -107,18 +126,17 @@ class Settings:
 
 
 def load_settings(start: Path) -> Settings:
-    """The settings of the nearest pyproject.toml with [tool.rooftrace], in a folder or above it.
+    """The settings of the project that a folder is in: of its pyproject.toml, if it has any there.
 
-    Without one, nothing but defaults, in this folder.  Raises SettingsError and BudgetError.
+    Without, nothing but defaults, in this folder.  Raises ProjectError, SettingsError, BudgetError.
     """
-    start = start.resolve()
-    for folder in (start, *start.parents):
-        path = folder / FILE
-        if path.is_file():
-            tool = toml_of(text_of(path, _KIND), str(path), _KIND).get("tool", {})
-            if isinstance(tool, dict) and "rooftrace" in tool:
-                return read_settings(tool["rooftrace"], folder)
-    return Settings(folder=start)
+    root = project_of(start)
+    path = root / FILE
+    if path.is_file():
+        tool = toml_of(text_of(path, _KIND), str(path), _KIND).get("tool", {})
+        if isinstance(tool, dict) and "rooftrace" in tool:
+            return read_settings(tool["rooftrace"], root)
+    return Settings(folder=start.resolve(), root=root)
 
 
 def read_settings(data: Any, folder: Path) -> Settings:
@@ -127,6 +145,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
     if not isinstance(data, dict):
         raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
     section = record_of(ToolTable, data, where, _KIND, SECTION)
+    inside(folder, folder / section.lock, f"{where}: {SECTION}.lock = {section.lock!r}")
     named = section.targets
     listed = named if isinstance(named, dict) else {name: name for name in named}
     targets = {
@@ -143,6 +162,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
     phases = section.phases
     return Settings(
         folder=folder,
+        root=folder,
         targets={
             name: replace(each.asked, phases=each.phases or phases)
             for name, each in targets.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from rooftrace._escapes import visible
 from rooftrace.errors import UnusedError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.locks.checking import GateOutcome
     from rooftrace.costmodels.locks.settings import Settings
 
+_dry_run = click.option(
+    "--dry-run", is_flag=True, help="List the code that would run, and the lock; run nothing."
+)
 FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
 
 
@@ -51,9 +55,15 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
     help="Names of modules down to which costs are locked.  Default: 3.",
 )
 @click.option("-o", "--out", metavar="FILE", help="The lock; - is stdout.  Default: costs.lock.")
+@_dry_run
 @click.pass_context
 def lock(
-    context: click.Context, /, targets: tuple[str, ...], out: str | None, **options: Any
+    context: click.Context,
+    /,
+    targets: tuple[str, ...],
+    out: str | None,
+    dry_run: bool,
+    **options: Any,
 ) -> None:
     """Write down what each TARGET costs, for review; `rooftrace check` holds it.
 
@@ -70,8 +80,13 @@ def lock(
     }
     settings = _changed(load_settings(Path.cwd()), explicit)
     settings = _named(settings, targets, options, explicit)
-    if out not in (None, "-"):
-        settings = _at(settings, str(out))
+    if out is None:
+        settings.check_place()
+    elif out != "-":
+        settings = _at(settings, out)
+    code = settings.code()
+    if dry_run:
+        return _list(settings, code)
     load_rules([str(settings.folder / path) for path in settings.pricing.rules])
     with progress():
         made = gates.locked(settings)
@@ -79,7 +94,20 @@ def lock(
         click.echo(files.lock_text(made), nl=False)
         return
     files.write_lock(settings.path, made)
-    say(f"{settings.lock}: {gates.size_words(made)}")
+    say(f"{_shown(settings)}: {gates.size_words(made)}")
+
+
+def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
+    """What --dry-run prints."""
+    rows = [("project", str(settings.root), ""), ("lock", _shown(settings), "")]
+    rows += [("runs", name, f"  ({by})") for name, by in code] or [("runs", "no code", "")]
+    for kind, name, by in rows:
+        say(visible(f"{kind:<8} {name}{by}"))
+
+
+def _shown(settings: Settings) -> str:
+    """The path of the lock from where the user stands."""
+    return os.path.relpath(settings.path)
 
 
 def _changed(settings: Settings, explicit: Mapping[str, Any]) -> Settings:
@@ -106,6 +134,11 @@ def _named(
     from rooftrace.costmodels.locks.records import Asked
 
     sizes = {item.name for item in fields(Asked)} | {"assumed"}
+    if (targets or "rules" in explicit) and settings.folder != Path.cwd().resolve():
+        what = f"TARGET {targets[0]!r}" if targets else f"--rules {explicit['rules'][0]!r}"
+        raise click.UsageError(
+            f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
+        )
     if not targets:
         for name in sorted(sizes & explicit.keys()):
             option = {"phases": "phase", "inputs": "input", "assumed": "assume"}.get(name, name)
@@ -151,10 +184,13 @@ def _at(settings: Settings, path: str) -> Settings:
     help="github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
 )
 @click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
-def check(path: str | None, update: bool, strict: bool, form: str, out: str | None) -> None:
+@_dry_run
+def check(
+    path: str | None, update: bool, strict: bool, form: str, out: str | None, dry_run: bool
+) -> None:
     """Hold costs.lock against what the code costs now: exit 1 when a budget is passed.
 
-    Budgets, targets and chips stand in [tool.rooftrace] of the nearest pyproject.toml; without
+    Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
     targets there, those of the lock are checked, and no total may grow.
     """
     from rooftrace.costmodels.locks import checking, files
@@ -164,15 +200,19 @@ def check(path: str | None, update: bool, strict: bool, form: str, out: str | No
     settings = load_settings(Path.cwd())
     if path is not None:
         settings = replace(_at(settings, path), targets={})
+    settings.check_place()
     before = gates.former(settings, update=update)
     if before is not None:
         settings = settings.as_locked(before)
+    code = settings.code(before)
+    if dry_run:
+        return _list(settings, code)
     load_rules([str(settings.folder / rules) for rules in settings.pricing.rules])
     with progress():
         after = gates.locked(settings)
     if before is None:
         files.write_lock(settings.path, after)
-        say(f"{settings.lock}: {gates.size_words(after)}")
+        say(f"{_shown(settings)}: {gates.size_words(after)}")
         return
     with progress():
         cause = None if update else gates.causes_since(settings, before)
@@ -181,7 +221,7 @@ def check(path: str | None, update: bool, strict: bool, form: str, out: str | No
     if update:
         if before != after:
             files.write_lock(settings.path, after)
-        say(f"{settings.lock}: {'written' if before != after else 'nothing to update'}")
+        say(f"{_shown(settings)}: {'written' if before != after else 'nothing to update'}")
     elif result.failed:
         sys.exit(1)
 

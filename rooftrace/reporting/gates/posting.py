@@ -1,16 +1,20 @@
 """Posts a comment to a pull or merge request, or renews the one that it posted before.
 
-    python -m rooftrace.reporting.gates.posting comment.md
+    python -I -S posting.py comment.md
 
 Knows where it runs by what GitHub Actions and GitLab CI set in the environment.  Where it may not
 comment, as for a fork on GitHub, the text goes into the summary of the job; elsewhere to stdout.
-Standard library only.  The token goes into one header, to the server of the job, and nowhere else.
+The token goes into one header, to the server of the job, and nowhere else.
+
+One file of the standard library, since it runs where the code of a request has run before: it
+imports nothing that such code could have written, and takes the comment for a stranger's.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 import urllib.error
 import urllib.parse
@@ -24,10 +28,14 @@ _PAGE = 100
 """Comments of a page; both servers give no more."""
 _PAGES = 50
 _SECONDS = 30.0
+_MOST = 1 << 18
+"""Bytes of a comment: GitHub takes 65,536 letters."""
+_MARKER = "<!-- rooftrace check -->"
+"""The first line of a comment.  With another one it could renew a comment of someone else."""
 
 
 class PostError(RuntimeError):
-    """A comment that could not be posted: says what the server answered."""
+    """A comment that could not be read or posted: says what it is, or what the server answered."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,6 +48,10 @@ class Thread:
     method: str  # of an update
     event: str  # what it is of, for messages: "pull request 12"
 
+    def ask(self, method: str, url: str, data: Mapping[str, str] | None = None) -> Any:
+        """What the server answers.  Raises PostError."""
+        return _ask(f"a comment on {self.event}", self.headers, method, url, data)
+
 
 def thread_of(environ: Mapping[str, str]) -> Thread | None:
     """The thread of the request that this job is about; None where it is about none."""
@@ -49,29 +61,42 @@ def thread_of(environ: Mapping[str, str]) -> Thread | None:
 
 
 def _on_github(environ: Mapping[str, str]) -> Thread | None:
-    number = _number(environ.get("GITHUB_EVENT_PATH", ""))
     token = environ.get("GITHUB_TOKEN", "")
-    if number is None or not token:
+    if not token:
         return None
     api = environ.get("GITHUB_API_URL", "https://api.github.com").rstrip("/")
-    issues = f"{api}/repos/{urllib.parse.quote(environ['GITHUB_REPOSITORY'])}/issues"
+    repository = f"{api}/repos/{urllib.parse.quote(environ['GITHUB_REPOSITORY'])}"
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Accept": "application/vnd.github+json",
+        "X-GitHub-Api-Version": "2022-11-28",
+    }
+    number = _number(environ, repository, headers)
+    if number is None:
+        return None
     return Thread(
-        comments=f"{issues}/{number}/comments",
-        comment=f"{issues}/comments/{{id}}",
-        headers={
-            "Authorization": f"Bearer {token}",
-            "Accept": "application/vnd.github+json",
-            "X-GitHub-Api-Version": "2022-11-28",
-        },
+        comments=f"{repository}/issues/{number}/comments",
+        comment=f"{repository}/issues/comments/{{id}}",
+        headers=headers,
         method="PATCH",
         event=f"pull request {number}",
     )
 
 
-def _number(event: str) -> int | None:
-    """The number of the pull request in the file of an event."""
+def _number(environ: Mapping[str, str], repository: str, headers: Mapping[str, str]) -> int | None:
+    """The number of the pull request: as the Action says it, or of the file of the event.
+
+    For a workflow that another one set off it is the one whose head that other one ran.
+    """
+    head, hash_ = environ.get("ROOFTRACE_HEAD", ""), environ.get("ROOFTRACE_SHA", "")
     try:
-        data = json.loads(Path(event).read_bytes())
+        if hash_:
+            query = urllib.parse.urlencode({"state": "open", "head": head, "per_page": _PAGE})
+            pulls = _ask("pull requests", headers, "GET", f"{repository}/pulls?{query}")
+            return next((int(p["number"]) for p in pulls if p["head"]["sha"] == hash_), None)
+        if "ROOFTRACE_PULL" in environ:
+            return int(environ["ROOFTRACE_PULL"])
+        data = json.loads(Path(environ.get("GITHUB_EVENT_PATH", "")).read_bytes())
         return int(data["pull_request"]["number"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -101,15 +126,15 @@ def post(thread: Thread, text: str) -> str:
     """
     marker = text.split("\n", 1)[0]
     for page in range(1, _PAGES + 1):
-        batch = _ask(thread, "GET", f"{thread.comments}?per_page={_PAGE}&page={page}")
+        batch = thread.ask("GET", f"{thread.comments}?per_page={_PAGE}&page={page}")
         for old in batch:
             if str(old.get("body") or "").split("\n", 1)[0].strip() == marker:
                 url = thread.comment.format(id=int(old["id"]))
-                _ask(thread, thread.method, url, {"body": text})
+                thread.ask(thread.method, url, {"body": text})
                 return f"renewed the comment on {thread.event}"
         if len(batch) < _PAGE:
             break
-    _ask(thread, "POST", thread.comments, {"body": text})
+    thread.ask("POST", thread.comments, {"body": text})
     return f"commented on {thread.event}"
 
 
@@ -120,18 +145,44 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _ask(thread: Thread, method: str, url: str, data: Mapping[str, str] | None = None) -> Any:
+def _ask(
+    what: str,
+    headers: Mapping[str, str],
+    method: str,
+    url: str,
+    data: Mapping[str, str] | None = None,
+) -> Any:
     body = None if data is None else json.dumps(data).encode()
-    headers = {**thread.headers, "Content-Type": "application/json", "User-Agent": "rooftrace"}
+    headers = {**headers, "Content-Type": "application/json", "User-Agent": "rooftrace"}
     request = urllib.request.Request(url, data=body, headers=headers, method=method)
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_SECONDS) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        raise PostError(f"{method} of a comment on {thread.event}: HTTP {error.code}") from None
+        raise PostError(f"{method} of {what}: HTTP {error.code}") from None
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or type(error).__name__
-        raise PostError(f"{method} of a comment on {thread.event}: {reason}") from None
+        raise PostError(f"{method} of {what}: {reason}") from None
+
+
+def _text_of(path: str) -> str:
+    """The comment in a file.  Raises PostError for a link, a file of another user, another text."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    mine = (os.geteuid(), 0) if hasattr(os, "geteuid") else (0,)
+    try:
+        with open(os.open(path, flags), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1 or state.st_uid not in mine:
+                raise PostError(f"{path!r}: expected a plain file of this user, and no link")
+            content = file.read(_MOST + 1)
+    except OSError as error:
+        raise PostError(f"{path!r}: expected a plain file: {error.strerror}") from None
+    if len(content) > _MOST:
+        raise PostError(f"{path!r}: expected a comment of at most {_MOST:,} bytes")
+    text = content.decode("utf-8", "replace")
+    if text.partition("\n")[0] != _MARKER:
+        raise PostError(f"{path!r}: expected a comment of `rooftrace check --format github`")
+    return text
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -140,18 +191,18 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         print("expected one file: the comment", file=sys.stderr)
         return 2
     try:
-        text = Path(arguments[0]).read_text(encoding="utf-8")
-    except OSError as error:
-        print(f"{arguments[0]}: {error.strerror}", file=sys.stderr)
+        text = _text_of(arguments[0])
+    except PostError as error:
+        print(error, file=sys.stderr)
         return 2
     reason = "this job is not about a pull or merge request, or it has no token"
-    thread = thread_of(environ)
-    if thread is not None:
-        try:
+    try:
+        thread = thread_of(environ)
+        if thread is not None:
             print(post(thread, text))
             return 0
-        except PostError as error:
-            reason = f"{error}; a pull request of a fork has a token that may only read"
+    except PostError as error:
+        reason = f"{error}; a pull request of a fork has a token that may only read"
     print(f"no comment: {reason}")
     _show(text, environ.get("GITHUB_STEP_SUMMARY", ""))
     return 0
@@ -160,7 +211,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
 def _show(text: str, summary: str) -> None:
     """The text in the summary of the job, else on stdout."""
     if not summary:
-        print(text)
+        print("\n".join(f"| {line}" for line in text.split("\n")))  # no line is a command of CI
         return
     with open(summary, "a", encoding="utf-8") as file:
         file.write(f"{text}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from rooftrace.tracer.revisions.program import tried
 from rooftrace.tracer.revisions.repositories import Commit, Repository
 
 UNCOMMITTED = "not committed yet"
@@ -21,9 +20,7 @@ def wrote(
     if number is None:
         return None
     span = [f"^{before}"] if after is None else [f"{before}..{after}"]
-    told = tried(
-        repository.root, "blame", "--porcelain", "-L", f"{number},{number}", *span, "--", file
-    )
+    told = repository.tried("blame", "--porcelain", "-L", f"{number},{number}", *span, "--", file)
     if not told or "\nboundary\n" in told:
         return None
     hash_ = told.split(" ", 1)[0]
@@ -42,7 +39,7 @@ def removed(
         return None
     line = f"{number},{number}"
     span = f"{before}..{after or 'HEAD'}"
-    told = tried(repository.root, "blame", "--reverse", "--porcelain", "-L", line, span, "--", file)
+    told = repository.tried("blame", "--reverse", "--porcelain", "-L", line, span, "--", file)
     if told:
         for text in told.splitlines():
             if text.startswith("previous "):  # in reverse: the first commit without the line
@@ -55,7 +52,7 @@ def removed(
 
 def _removed_here(repository: Repository, file: str, number: int) -> bool:
     """Whether the working tree no longer has a line of HEAD."""
-    told = tried(repository.root, "diff", "-U0", "--no-ext-diff", "HEAD", "--", file) or ""
+    told = repository.tried("diff", "-U0", "--no-ext-diff", "HEAD", "--", file) or ""
     for text in told.splitlines():
         if text.startswith("@@ -"):
             start, _, count = text.split(" ")[1][1:].partition(",")

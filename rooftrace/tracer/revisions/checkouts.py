@@ -1,14 +1,12 @@
-"""A revision as files in a temporary worktree, which is gone afterwards.
+"""A revision as files in a temporary folder, which is gone afterwards.
 
-The user's working tree, index and branches are not touched.  While a checkout lives, git lists it
-among the worktrees of the repository.  `git worktree prune` is not run: it would also forget
-worktrees of the user's that are on a disk which is not there now.
+Nothing of the user's repository is written: the checkout has a git folder of its own.  No filter
+runs, so a file that a filter would change (Git LFS, git-crypt) is there as it is stored.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rooftrace._writing import aside
-from rooftrace.tracer.revisions.program import git, tried
-from rooftrace.tracer.revisions.repositories import Repository
-
-_FOLDER = "rooftrace-checkout"
-_GITLINK = "160000"
+from rooftrace.tracer.revisions.program import git, make_git_folder
+from rooftrace.tracer.revisions.repositories import GITLINK, Repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +30,8 @@ class Checkout:
 def checked_out(repository: Repository, hash_: str) -> Iterator[Checkout]:
     """The files of a commit, in a folder of the repository's name."""
     with aside(Path(tempfile.gettempdir()).resolve()) as folder:
-        _forget_left(repository.root)
-        place = str(folder / _FOLDER / os.path.basename(repository.root))
-        made: list[tuple[str, str]] = []
-        try:
-            missing = _check_out(repository.root, hash_, place, "", made)
-            yield Checkout(place, tuple(missing))
-        finally:
-            for root, worktree in reversed(made):
-                if tried(root, "worktree", "remove", "--force", "--force", worktree) is None:
-                    shutil.rmtree(worktree, ignore_errors=True)
-                    tried(root, "worktree", "remove", "--force", "--force", worktree)
+        place = folder / "rooftrace-checkout" / os.path.basename(repository.root)
+        yield Checkout(str(place), tuple(_check_out(repository, hash_, place, "")))
 
 
 def link_ignored(repository: Repository, root: str) -> None:
@@ -60,34 +46,21 @@ def link_ignored(repository: Repository, root: str) -> None:
             os.symlink(there, here, target_is_directory=path.endswith("/"))
 
 
-def _check_out(
-    root: str, hash_: str, place: str, below: str, made: list[tuple[str, str]]
-) -> list[str]:
+def _check_out(repository: Repository, hash_: str, place: Path, below: str) -> list[str]:
     """Check a commit out, and its submodules where their commits are in this clone.
 
-    Appends each worktree to `made`.  Returns the paths of submodules that are missing.
+    Returns the paths of submodules that are missing.
     """
-    made.append((root, place))
-    git(root, "worktree", "add", "--quiet", "--force", "--detach", "--", place, hash_)
+    own = make_git_folder(place / ".git", repository.root, hash_)
+    own |= {"GIT_WORK_TREE": str(place), "GIT_INDEX_FILE": str(place / ".git" / "index")}
+    git(place, "read-tree", "-m", "-u", hash_, own=own)
     missing = []
-    for path, (mode, content) in Repository(root).tree(hash_).items():
-        if mode != _GITLINK:
+    for path, (mode, content) in repository.tree(hash_).items():
+        if mode != GITLINK:
             continue
-        inside, shown = os.path.join(root, path), f"{below}{path}"
-        there = os.path.exists(os.path.join(inside, ".git"))
-        if there and tried(inside, "cat-file", "-e", f"{content}^{{commit}}") is not None:
-            folder = os.path.join(place, path)
-            missing += _check_out(inside, content, folder, f"{shown}/", made)
+        inner, shown = repository.submodule(path), f"{below}{path}"
+        if inner is not None and inner.tried("cat-file", "-e", f"{content}^{{commit}}") is not None:
+            missing += _check_out(inner, content, place / path, f"{shown}/")
         else:
             missing.append(shown)
     return missing
-
-
-def _forget_left(root: str) -> None:
-    """Take checkouts off git's list whose folders a process that was killed has left."""
-    for line in (tried(root, "worktree", "list", "--porcelain") or "").splitlines():
-        kind, _, path = line.partition(" ")
-        parts = Path(path).parts[-3:-1]
-        ours = len(parts) == 2 and parts[0].startswith(".rooftrace") and parts[1] == _FOLDER
-        if kind == "worktree" and ours and not os.path.exists(path):
-            tried(root, "worktree", "remove", "--force", "--force", path)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from rooftrace.tracer.revisions.program import RevisionError, git, tried
+from rooftrace.tracer.revisions.program import RevisionError, git, make_git_folder, tried
+
+GITLINK = "160000"
+"""The mode of a submodule in a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +70,30 @@ class State:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository with a working tree; paths are real ones."""
+    """A repository with a working tree; paths are real ones.
+
+    `root` is asked for names alone; all else is asked of a git folder of our own.
+    """
 
     root: str
 
-    def commit(self, revision: str) -> Commit:
-        """The commit of a revision.  Raises RevisionError, which names revisions that are near."""
+    @cached_property
+    def _own(self) -> Mapping[str, str]:
+        """Variables that lead git to a folder of our own, which is gone when this object is."""
+        folder = Path(tempfile.mkdtemp(prefix="rooftrace-git-"))
+        weakref.finalize(self, _remove, folder, os.getpid())
+        return make_git_folder(folder, self.root, self.commit_hash("HEAD"))
+
+    def git(self, *arguments: str) -> str:
+        """What git prints of the objects and files.  Raises RevisionError."""
+        return git(self.root, *arguments, own=self._own)
+
+    def tried(self, *arguments: str) -> str | None:
+        """What git prints of the objects and files; None where it fails."""
+        return tried(self.root, *arguments, own=self._own)
+
+    def commit_hash(self, revision: str) -> str:
+        """The hash of the commit of a revision.  Raises RevisionError, which names near ones."""
         if not revision or revision.startswith("-") or "\0" in revision:
             raise RevisionError(
                 f"revision {revision!r}: expected a commit, a branch or a tag, for example main or "
@@ -78,7 +103,11 @@ class Repository:
         hash_ = tried(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", where)
         if hash_ is None:
             raise RevisionError(self._unknown(revision))
-        return self._commits(["-1", hash_.strip()])[0]
+        return hash_.strip()
+
+    def commit(self, revision: str) -> Commit:
+        """The commit of a revision.  Raises RevisionError, which names revisions that are near."""
+        return self._commits(["-1", self.commit_hash(revision)])[0]
 
     def commits(self, before: str, after: str) -> list[Commit]:
         """The commits after one up to another, oldest first, by first parents."""
@@ -86,22 +115,22 @@ class Repository:
 
     def _commits(self, which: Sequence[str], files: Sequence[str] = ()) -> list[Commit]:
         form = "--format=%H%x00%h%x00%s%x00%an%x00%aI%x00"
-        fields = git(self.root, "log", form, "-z", *which, "--", *files).split("\0")
+        fields = self.git("log", form, "-z", *which, "--", *files).split("\0")
         # Five fields, and the empty one between two separators, for each commit.
         rows = (fields[i : i + 5] for i in range(0, len(fields) - 5, 6))
         return [Commit(*(part.strip("\n") for part in row)) for row in rows]
 
     def is_ancestor(self, before: str, after: str) -> bool:
         """Whether a commit is part of the history of another."""
-        return tried(self.root, "merge-base", "--is-ancestor", before, after) is not None
+        return self.tried("merge-base", "--is-ancestor", before, after) is not None
 
     def parents(self, hash_: str) -> list[str]:
         """Hashes of the parents of a commit; the first is what it was merged into."""
-        return git(self.root, "rev-parse", f"{hash_}^@").split()
+        return self.git("rev-parse", f"{hash_}^@").split()
 
     def merge_base(self, first: str, second: str) -> str:
         """The hash of the last common commit.  Raises RevisionError where there is none."""
-        base = tried(self.root, "merge-base", first, second)
+        base = self.tried("merge-base", *map(self.commit_hash, (first, second)))
         if base is None:
             raise RevisionError(
                 f"{first} and {second} have no commit in common{self._shallow()}; name the "
@@ -144,27 +173,28 @@ class Repository:
 
     def state(self) -> State:
         """What is in the working tree besides HEAD."""
-        entries = iter(git(self.root, "status", "--porcelain=v2", "-z").split("\0"))
-        changed, untracked, submodules = 0, 0, []
+        entries = iter(self.git("status", "--porcelain=v2", "-z", _SUBMODULES).split("\0"))
+        changed, untracked, moved = 0, 0, set()
         for entry in entries:
             kind = entry[:1]
             untracked += kind == "?"
             changed += kind in ("1", "2", "u") and bool(kind)
             if kind in ("1", "2") and entry.split(" ")[2].startswith("S"):
-                submodules.append(entry.split(" ", 8 if kind == "1" else 9)[-1])
+                moved.add(entry.split(" ", 8 if kind == "1" else 9)[-1])
             if kind == "2":
                 next(entries, None)  # the name before it was renamed
-        return State(changed, untracked, tuple(submodules))
+        edited = {path for path, inner in self._submodules() if not inner.state().is_clean}
+        return State(changed + len(edited - moved), untracked, tuple(sorted(moved | edited)))
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
         """Files that git ignores, by their paths below the root; a folder ends with a slash."""
         listing = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
-        return tuple(filter(None, git(self.root, *listing).split("\0")))
+        return tuple(filter(None, self.git(*listing).split("\0")))
 
     def tree(self, hash_: str) -> Mapping[str, tuple[str, str]]:
         """(mode, object) of every file of a commit by its path; of a submodule its commit."""
-        lines = filter(None, git(self.root, "ls-tree", "-r", "-z", hash_).split("\0"))
+        lines = filter(None, self.git("ls-tree", "-r", "-z", hash_).split("\0"))
         files = {}
         for line in lines:
             head, _, path = line.partition("\t")
@@ -174,7 +204,22 @@ class Repository:
 
     def tracked(self) -> frozenset[str]:
         """Paths of the files of the working tree that git knows, those of submodules too."""
-        return frozenset(git(self.root, "ls-files", "--recurse-submodules", "-z").split("\0"))
+        inner = (f"{path}/{file}" for path, each in self._submodules() for file in each.tracked())
+        return frozenset([*self.git("ls-files", "-z").split("\0"), *inner])
+
+    def _submodules(self) -> Iterator[tuple[str, Repository]]:
+        """Submodules of the working tree by their paths."""
+        for line in self.git("ls-files", "-z", "--stage").split("\0"):
+            head, _, path = line.partition("\t")
+            inner = self.submodule(path) if head.startswith(GITLINK) else None
+            if inner is not None:
+                yield path, inner
+
+    def submodule(self, path: str) -> Repository | None:
+        """The submodule at a path; None where this clone does not have it."""
+        root = os.path.join(self.root, path)
+        inner = repository_at(root) if os.path.lexists(os.path.join(root, ".git")) else None
+        return inner if inner is not None and inner.root == root else None
 
     def touching(self, before: str, after: str, files: Sequence[str]) -> list[Commit]:
         """The commits after one up to another that change some of these files, last one first."""
@@ -184,7 +229,8 @@ class Repository:
         """Those of these files whose content in the working tree is in no commit of HEAD."""
         if not files:
             return []
-        listing = git(self.root, "diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--", *files)
+        options = ("--name-only", "--no-ext-diff", _SUBMODULES, "-z")
+        listing = self.git("diff", *options, "HEAD", "--", *files)
         return list(filter(None, listing.split("\0")))
 
     def last_change(self, path: str) -> Commit | None:
@@ -209,21 +255,34 @@ class Repository:
         return " (this clone is shallow: `git fetch --unshallow` brings the rest)" * shallow
 
 
+_SUBMODULES = "--ignore-submodules=dirty"
+"""git would start a process in each submodule, with the configuration that lies there."""
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def repository_at(folder: str) -> Repository:
     """The repository whose working tree a folder is in.  Raises RevisionError."""
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
-    bare = tried(folder, "rev-parse", "--is-bare-repository")
-    if bare is None:
-        try:
-            git(folder, "rev-parse", "--git-dir")
-        except RevisionError as error:
-            if "not a git repository" in str(error):
-                raise RevisionError(f"{folder}: it is in no git repository") from None
-            raise RevisionError(f"{folder}: {error}") from None
-    if (bare or "").strip() == "true":
+    try:
+        bare = git(folder, "rev-parse", "--is-bare-repository")
+    except RevisionError as error:
+        reason = str(error)
+        if "not a git repository" in reason:
+            raise RevisionError(f"{folder}: it is in no git repository") from None
+        if "safe.bareRepository" not in reason:
+            raise RevisionError(f"{folder}: {reason}") from None
+        bare = "true"
+    if bare.strip() == "true":
         raise RevisionError(f"{folder}: the repository is bare; make a clone of it, and run there")
-    root = tried(folder, "rev-parse", "--show-toplevel")
-    if root is None:
-        raise RevisionError(f"{folder}: it is no working tree of a git repository")
-    return Repository(os.path.realpath(root.rstrip("\n")))
+    root = os.path.realpath((tried(folder, "rev-parse", "--show-toplevel") or "").rstrip("\n"))
+    if not Path(os.path.realpath(folder)).is_relative_to(root):
+        raise RevisionError(
+            f"{folder}: its repository has its files in {root} (core.worktree), so this folder is "
+            "no part of it"
+        )
+    return Repository(root)
