@@ -58,10 +58,13 @@ def run(
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
+    from rooftrace.tracer.launching import get_ready
+
+    _check(clock, steps, chip, system)
+    get_ready()
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, run_script
 
-    _check(clock, steps, chip, system)
     words = shlex.split(command) if isinstance(command, str) else list(command)
     device, per_node = _seen(chip, system, execution)
     with telling(progress):

@@ -1,4 +1,4 @@
-"""A command line as a program, run in this process, at one rank of many, ended cleanly."""
+"""A command line as a program, run in a process of its own, at one rank of many."""
 
 from rooftrace._face import face
 

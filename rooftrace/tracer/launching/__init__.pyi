@@ -1,8 +1,8 @@
 from rooftrace.tracer.launching.ownprocess import (
+    get_ready as get_ready,
     run_apart as run_apart,
 )
 from rooftrace.tracer.launching.records import (
-    CommandLine as CommandLine,
     Ended as Ended,
     Ranks as Ranks,
 )

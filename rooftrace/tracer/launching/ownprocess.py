@@ -113,6 +113,11 @@ def run_apart(
                 raise ProcessEndedError(started.ending())
 
 
+def get_ready() -> None:
+    """Start the server if none runs: it imports torch beside this process."""
+    _server()
+
+
 @dataclass(frozen=True)
 class _Request:
     """What a process is to call, and where.  name: module and qualified name of the function."""

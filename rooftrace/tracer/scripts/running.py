@@ -16,7 +16,6 @@ from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import (
-    CommandLine,
     Ended,
     Ranks,
     launched,
@@ -138,7 +137,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest) -> bytes:
             finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
-    return sending.script_bytes(watch.script(line, began, ended, said))
+    return sending.script_bytes(
+        watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
+    )
 
 
 class RunWatch:
@@ -196,12 +197,10 @@ class RunWatch:
             with torch._C.DisableTorchFunction():
                 finder.end()
 
-    def script(
-        self, line: CommandLine, began: float, ended: Ended, said: Mapping[str, str]
-    ) -> Script:
+    def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
         return Script(
-            name=" ".join((line.program, *line.arguments)),
+            name=name,
             graphs=tuple(self.finder.book.graphs),
             stretches=tuple(self.finder.book.stretches),
             ended=ended.reason,
