@@ -12,6 +12,8 @@ from typing import Any
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import ending, environment, keptlibraries
 from rooftrace.tracer.launching.distributed import AXIS, Processes
+from rooftrace.tracer.launching.landlock import UNGUARDED, guard, refusal
+from rooftrace.tracer.launching.overlay import folder_of
 from rooftrace.tracer.launching.program import MainModule, prepared
 from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
 from rooftrace.tracer.launching.scratch import redirected
@@ -77,6 +79,8 @@ class ProgramRun:
             reason, code = "exit", _code(error)
         except Exception as error:
             reason, raised = "error", error
+            if refused := refusal(error):
+                self.assume(("refused", refused))
             _from_here(error)
         while self.stops > ending.GENTLE:
             try:
@@ -105,15 +109,17 @@ def launched(
     ranks: Ranks | None = None,
     scratch: str | os.PathLike[str] | None = None,
     real: bool = False,
+    own: bool = False,
 ) -> Iterator[ProgramRun]:
     """Inside, this process is the one that `launch` starts for a rank: `run()` runs the program.
 
     ranks: which of how many runs (`Ranks.of`).  scratch: a folder in which the program's files
     come to lie, each under its absolute path; it reads them from there, and no other file changes.
     None: it writes where it says.  real: other processes are there, as a launcher has started them,
-    and this one keeps its environment.  Afterwards the state of the process is as before, but for
-    modules of installed libraries, which stay imported.  Raises RequestError for a program that
-    is not there, and where another one is running in this process.
+    and this one keeps its environment.  own: this process ends with the program, so that the kernel
+    may guard the scratch folder, which nothing takes back.  Afterwards the state of the process is
+    as before, but for modules of installed libraries, which stay imported.  Raises RequestError for
+    a program that is not there, and where another one is running in this process.
     """
     ranks = ranks or Ranks.of(launch)
     if not _RUNNING.acquire(blocking=False):
@@ -122,13 +128,18 @@ def launched(
         )
     try:
         with contextlib.ExitStack() as undo:
-            yield _entered(undo, launch, ranks, scratch, real)
+            run = _entered(undo, launch, ranks, real)
+            if scratch is not None:
+                undo.enter_context(redirected(scratch))
+                if lacking := guard(folder_of(scratch)) if own else UNGUARDED:
+                    run.assume(("scratch", lacking))
+            yield run
     finally:
         _RUNNING.release()
 
 
 def _entered(
-    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, scratch: Any, real: bool
+    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, real: bool
 ) -> ProgramRun:
     undo.enter_context(keptlibraries.all_kept())
     if current_scope() is None:
@@ -150,8 +161,6 @@ def _entered(
         undo.enter_context(processes.alone())
         undo.enter_context(OtherProcesses(launch, processes).here())
     undo.enter_context(exits.collected())
-    if scratch is not None:
-        undo.enter_context(redirected(scratch))
     return run
 
 

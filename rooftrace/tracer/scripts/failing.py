@@ -21,6 +21,7 @@ class ScriptError(TraceError):
         after = f"after {turns} recorded turns" if turns else "before anything ran on the device"
         super().__init__(
             f"{script.name} failed {after}{_place(error)}: {type(error).__name__}: {error}"
+            + (f"; {script.said['refused']}" if "refused" in script.said else "")
         )
         self.script = script
 
