@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 import torch
 
@@ -96,6 +98,14 @@ def test_files_of_a_script_come_to_lie_in_the_scratch_folder(here: Path, run: Ru
     assert ran.code == 0, ran.err
     assert not (here / "log.txt").exists()
     assert [path.name for path in (here / "scratch").rglob("*.txt")] == ["log.txt"]
+
+
+def test_what_a_scratch_folder_does_not_catch_stands_before_any_figure(here: Path) -> None:
+    cost = rt.run(["train.py"], chip="l4", steps=1)
+    script = msgspec.structs.replace(cost.script, said={"scratch": "--scratch catches less"})
+    lines = str(dataclasses.replace(cost, script=script)).splitlines()
+    said = [place for place, line in enumerate(lines) if "--scratch catches less" in line]
+    assert said == [2]
 
 
 def test_a_script_reads_the_time_that_its_steps_take_on_the_chip(

@@ -65,6 +65,9 @@ _MEMORY = (
 def script_view(result: ScriptCost, output: view.Output) -> view.View:
     """The turns; the pieces of the steady step and its memory; the host; what is assumed."""
     head: list[view.Part] = [view.Note(result.title, "strong"), view.Note(_summary(result))]
+    said = dict(result.script.said)
+    if lacking := said.pop("scratch", ""):
+        head.append(view.Note(lacking, "bad"))
     if result.rows:
         head.append(view.Table(columns=_TURNS, rows=result.rows))
         head += [view.Note(line) for line in _sums(result)]
@@ -80,8 +83,7 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if steady is not None:
         sections += _of_steady(steady)
     notes: list[view.Part] = [
-        view.Note(f"assumed: {text}", "faint")
-        for text in (*result.script.said.values(), *result.assumptions())
+        view.Note(f"assumed: {text}", "faint") for text in (*said.values(), *result.assumptions())
     ]
     if notes:
         sections.append(view.Section(title="What is assumed", parts=notes, place=4))

@@ -6,6 +6,7 @@ is gone: what really is there is not seen any more.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -18,12 +19,15 @@ from typing import Any
 from rooftrace.tracer.patches import original_of
 
 _ALONE = tuple(f"{os.sep}{name}{os.sep}" for name in ("dev", "proc", "sys"))
+_SHARED = f"{os.sep}dev{os.sep}shm{os.sep}"
 _NAMES = (
-    *("access", "chdir", "chmod", "link", "listdir", "lstat", "makedirs", "mkdir", "open"),
-    *("readlink", "remove", "rename", "replace", "rmdir", "scandir", "stat", "symlink"),
+    *("access", "chdir", "chmod", "getcwd", "link", "listdir", "lstat", "makedirs", "mkdir"),
+    *("open", "readlink", "remove", "rename", "replace", "rmdir", "scandir", "stat", "symlink"),
     *("truncate", "unlink", "utime"),
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_LINKS = 40
+"""Links in one path, of which Linux follows as many."""
 
 
 class _Here(threading.local):
@@ -33,39 +37,91 @@ class _Here(threading.local):
 class Layer:
     """Which file a program with a scratch folder means by a path.
 
-    Paths in the scratch folder, those below /dev, /proc and /sys, and what `tempfile` makes in the
-    folder for temporary files are left alone; file descriptors are, too.
+    Paths in the scratch folder and those below /dev (but for /dev/shm), /proc and /sys are left
+    alone; file descriptors are, too.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._os: Any = {name: original_of(os, name) for name in _NAMES}
-        self._folder = os.path.abspath(os.fspath(folder))
-        os.makedirs(self._folder, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
+        self._folder = os.path.realpath(os.fspath(folder))
         self._gone: set[str] = set()
-        self._temporary: set[str] = set()
+        self._folders: set[str] = set()  # that are no links, until the program changes one
+        self._working: str | None = None  # the program's folder, where it is not this process's
         self.here = _Here()
 
     # -- paths -------------------------------------------------------------------------------------
 
-    def absolute(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The path that a program means; None for one that is left alone."""
-        if self.here.plain or isinstance(path, int) or dir_fd is not None:
+    def absolute(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
+        """The path that a program means, without links; None for one that is left alone.
+
+        follow: also without a link in its last place.
+        """
+        if self.here.plain or isinstance(path, int):
             return None
         text = os.fsdecode(path)
-        whole = os.path.abspath(text) if text else ""
-        if not whole or self._within(whole, self._folder) or whole.startswith(_ALONE):
+        base = self.working() if dir_fd is None else self.named(dir_fd)
+        if not text or not isinstance(base, str):
             return None
-        if any(self._within(whole, place) for place in self._temporary):
+        at, rest, links = "", os.path.join(base, text), 0
+        while rest or not at:
+            if not at:
+                drive, rest = os.path.splitdrive(rest)
+                at = drive + os.sep
+            part, _, rest = rest.partition(os.sep)
+            if part in ("", os.curdir, os.pardir):
+                at = os.path.dirname(at) if part == os.pardir else at
+                continue
+            at = f"{at}{part}" if at.endswith(os.sep) else f"{at}{os.sep}{part}"
+            if rest and at in self._folders:
+                continue
+            if at.startswith(_ALONE) and not (at + os.sep).startswith(_SHARED):
+                return None
+            target = self._target(at) if rest or follow else None
+            if target is not None:
+                links += 1
+                if links > _LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                at, rest = "", os.path.join(os.path.dirname(at), target, rest)
+            elif rest:
+                self._folders.add(at)
+        if not self._within(at, self._folder):
+            return at
+        return self._meant(at) if links else None
+
+    def _target(self, path: str) -> str | None:
+        """What a link says that a program sees at a path; None for what is no link."""
+        try:
+            return os.fsdecode(self._os["readlink"](self.place(path)))
+        except (OSError, ValueError):
             return None
-        return whole
+
+    def _meant(self, path: str) -> str:
+        """The path whose twin a path in the scratch folder is."""
+        return os.path.join(os.sep, os.path.relpath(path, self._folder))
+
+    def working(self) -> str:
+        """The working directory, as the program knows it."""
+        return self._working or str(self._os["getcwd"]())
+
+    def named(self, descriptor: Any) -> Any:
+        """The path of the file or folder that is open, as the program knows it.
+
+        The descriptor itself where it has none, or where this system does not tell.
+        """
+        if not isinstance(descriptor, int):
+            return descriptor
+        try:
+            path = str(self._os["readlink"](f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            return descriptor
+        if not os.path.isabs(path) or path.startswith(_ALONE):
+            return descriptor
+        return self._meant(path) if self._within(path, self._folder) else path
 
     @staticmethod
     def _within(path: str, folder: str) -> bool:
         return path == folder or path.startswith(folder + os.sep)
-
-    def leave_alone(self, path: str) -> None:
-        """What is at this path or below it is a temporary file of the program."""
-        self._temporary.add(os.path.abspath(path))
 
     def twin(self, path: str) -> str:
         """Where a path comes to lie."""
@@ -73,7 +129,11 @@ class Layer:
 
     def hidden(self, path: str) -> bool:
         """Whether what really is at a path is gone for the program."""
-        return any(self._within(path, gone) for gone in self._gone)
+        while self._gone and path not in self._gone:
+            path, below = os.path.dirname(path), path
+            if path == below:
+                return False
+        return bool(self._gone)
 
     def _is(self, path: str) -> bool:
         """Whether there really is something at a path."""
@@ -86,115 +146,132 @@ class Layer:
     def is_folder(self, path: str) -> bool:
         """Whether a program sees a folder at an absolute path."""
         try:
-            return stat.S_ISDIR(self._os["stat"](self.seen(path)).st_mode)
+            return stat.S_ISDIR(self._os["lstat"](self.place(path)).st_mode)
         except OSError:
             return False
 
-    def seen(self, path: Any, dir_fd: int | None = None) -> Any:
+    def place(self, path: str) -> str:
+        """Where what a program sees at an absolute path is."""
+        twin = self.twin(path)
+        return twin if self._is(twin) or self.hidden(path) else path
+
+    def seen(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
         """Where what a program sees at a path is; the path itself where that is the same."""
-        whole = self.absolute(path, dir_fd)
+        whole = self.absolute(path, dir_fd, follow)
         if whole is None:
             return path
-        twin = self.twin(whole)
-        if not self._is(twin) and not self.hidden(whole):
+        place = self.place(whole)
+        if not self._working and place == os.path.abspath(os.fsdecode(path)):
             return path
-        return os.fsencode(twin) if isinstance(path, bytes) else twin
+        return os.fsencode(place) if isinstance(path, bytes) else place
 
     def exists(self, path: str) -> bool:
         """Whether a program sees something at an absolute path."""
-        return self._is(self.seen(path))
+        return self._is(self.place(path))
 
-    def written(self, path: Any, keep: bool = False, dir_fd: int | None = None) -> Any:
+    def written(
+        self, path: Any, keep: bool = False, dir_fd: int | None = None, follow: bool = True
+    ) -> Any:
         """Where a program writes a path.  keep: with what is there; else it begins anew."""
-        whole = self.absolute(path, dir_fd)
+        whole = self.absolute(path, dir_fd, follow)
         if whole is None:
             return path
         twin = self.twin(whole)
-        parent = os.path.dirname(whole)
-        if not self._is(twin) and self.is_folder(parent):
-            self._os["makedirs"](os.path.dirname(twin), exist_ok=True)
-            if keep and not self.hidden(whole) and self._is(whole):
+        if not self._is(twin) and self.is_folder(os.path.dirname(whole)):
+            with self.plainly():
+                os.makedirs(os.path.dirname(twin), exist_ok=True)
+            if keep and self.exists(whole):
                 self._copy(whole, twin)
         return os.fsencode(twin) if isinstance(path, bytes) else twin
 
     def _copy(self, real: str, twin: str) -> None:
-        self.here.plain = True
-        try:
-            if os.path.isdir(real):
-                shutil.copytree(real, twin, symlinks=True, dirs_exist_ok=True)
+        with self.plainly():
+            if os.path.isdir(real) and not os.path.islink(real):
+                os.mkdir(twin)
             else:
-                shutil.copy2(real, twin)
+                shutil.copy2(real, twin, follow_symlinks=real.startswith(_ALONE))
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Inside, calls of this thread are not redirected."""
+        before, self.here.plain = self.here.plain, True
+        try:
+            yield
         finally:
-            self.here.plain = False
+            self.here.plain = before
 
 
 class Overlay(Layer):
     """The functions of `os` as a program with a scratch folder sees them."""
 
-    def reading(self, name: str) -> Any:
-        """A function of `os` that reads what is at its first argument."""
-        original = original_of(os, name)
+    def reading(self, name: str, home: Any = os) -> Any:
+        """A function of `os`, or another module, that reads what is at its first argument."""
+        original = original_of(home, name)
+        follows = name not in ("lstat", "readlink")
 
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            return original(self.seen(path, kwargs.get("dir_fd")), *args, **kwargs)
+            follow = kwargs.get("follow_symlinks", follows)
+            return original(self.seen(path, kwargs.get("dir_fd"), follow), *args, **kwargs)
 
         return read
 
     def changing(self, name: str) -> Any:
         """A function of `os` that changes what is at its first argument, as `chmod`."""
-        original = original_of(os, name)
+        original = original_of(os, name.replace("fch", "ch"))
 
         def change(path: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = self.absolute(path, kwargs.get("dir_fd"))
+            known, follow = self.named(path), kwargs.get("follow_symlinks", name[0] != "l")
+            whole = self.absolute(known, kwargs.get("dir_fd"), follow)
             if whole is not None and self.exists(whole):
-                if self.is_folder(whole):
-                    self._os["makedirs"](self.twin(whole), exist_ok=True)
-                path = self.written(path, keep=True)
+                path = self.written(known, True, kwargs.get("dir_fd"), follow)
             return original(path, *args, **kwargs)
 
         return change
 
+    def making(self, name: str) -> Any:
+        """A function of `os` that makes what was not there, as `mkdir`."""
+        original = original_of(os, name)
+
+        def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+            whole = self.absolute(path, dir_fd, follow=False)
+            if whole is not None:
+                if self.exists(whole):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                if not self.is_folder(os.path.dirname(whole)):
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                path = self.written(path, dir_fd=dir_fd, follow=False)
+            original(path, *args, dir_fd=dir_fd, **kwargs)
+
+        return make
+
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """`os.open`."""
-        if not flags & _WRITES or flags & getattr(os, "O_TMPFILE", 0) > os.O_DIRECTORY:
-            path = self.seen(path, dir_fd)
-        elif flags & os.O_EXCL and (whole := self.absolute(path, dir_fd)) and self.exists(whole):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        follow = not flags & getattr(os, "O_NOFOLLOW", 0)
+        if not flags & _WRITES:
+            path = self.seen(path, dir_fd, follow)
         else:
-            path = self.written(path, not flags & os.O_TRUNC, dir_fd)
-        return int(self._os["open"](path, flags, mode, dir_fd=dir_fd))
-
-    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        """`os.mkdir`."""
-        whole = self.absolute(path, dir_fd)
-        if whole is not None:
-            if self.exists(whole):
+            new = flags & os.O_EXCL and flags & os.O_CREAT
+            if new and (whole := self.absolute(path, dir_fd, False)) and self.exists(whole):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            if not self.is_folder(os.path.dirname(whole)):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            path = self.written(path)
-        self._os["mkdir"](path, mode, dir_fd=dir_fd)
+            anew = flags & os.O_TRUNC and flags & os.O_CREAT
+            path = self.written(path, not anew, dir_fd, follow)
+        return int(self._os["open"](path, flags, mode, dir_fd=dir_fd))
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
         """`os.remove` and `os.unlink`."""
-        whole = self.absolute(path, dir_fd)
+        whole = self.absolute(path, dir_fd, follow=False)
         if whole is None:
             self._os["remove"](path, dir_fd=dir_fd)
             return
-        real = self._is(whole) and not self.hidden(whole)
-        twin = self.twin(whole)
-        if self.is_folder(whole) and not stat.S_ISLNK(self._os["lstat"](self.seen(path)).st_mode):
+        if self.is_folder(whole):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if self._is(twin):
-            self._os["remove"](twin)
-        elif not real:
+        if not self.exists(whole):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        if real:
-            self._gone.add(whole)
+        self._drop(whole)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         """`os.rmdir`."""
-        whole = self.absolute(path, dir_fd)
+        whole = self.absolute(path, dir_fd, follow=False)
         if whole is None:
             self._os["rmdir"](path, dir_fd=dir_fd)
             return
@@ -204,20 +281,21 @@ class Overlay(Layer):
 
     def rmtree(self, path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
         """`shutil.rmtree`."""
-        whole = self.absolute(path, kwargs.get("dir_fd"))
-        original = original_of(shutil, "rmtree")
-        if whole is None:
-            original(path, ignore_errors, *args, **kwargs)
-        elif self.exists(whole):
+        whole = self.absolute(path, kwargs.get("dir_fd"), follow=False)
+        if whole is not None and self.is_folder(whole):
             self._drop(whole)
-        elif not ignore_errors and not args and not (kwargs.keys() & {"onerror", "onexc"}):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        else:
+            original_of(shutil, "rmtree")(path, ignore_errors, *args, **kwargs)
 
     def _drop(self, whole: str) -> None:
         """Nothing is at a path any more, nor below it."""
+        self._folders.clear()
         twin = self.twin(whole)
-        if self._is(twin):
-            original_of(shutil, "rmtree")(twin)
+        if os.path.isdir(twin) and not os.path.islink(twin):
+            with self.plainly():
+                original_of(shutil, "rmtree")(twin)
+        elif self._is(twin):
+            self._os["remove"](twin)
         if self._is(whole):
             self._gone.add(whole)
 
@@ -225,60 +303,74 @@ class Overlay(Layer):
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
         """`os.rename` and `os.replace`."""
-        old, new = self.absolute(src, src_dir_fd), self.absolute(dst, dst_dir_fd)
-        if old is None and new is None:
-            self._os["replace"](src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-            return
+        old = self.absolute(src, src_dir_fd, follow=False)
+        new = self.absolute(dst, dst_dir_fd, follow=False)
         if old is not None:
             if not self.exists(old):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), src, None, dst)
             if self._is(old) and not self.hidden(old) and self.is_folder(old):
                 self._copy_below(old)
-            src = self.written(src, keep=True)
+            src = self.written(src, True, src_dir_fd, follow=False)
         if new is not None:
             if self.is_folder(new) and self.listdir(new):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), src, None, dst)
-            dst = self.written(dst)
-        self._os["replace"](src, dst)
+            dst = self.written(dst, False, dst_dir_fd, follow=False)
+        try:
+            self._os["replace"](src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        except OSError as error:
+            if error.errno != errno.EXDEV or (old is None and new is None):
+                raise
+            with self.plainly():
+                shutil.move(src, dst)
+        self._folders.clear()
         for place in (old, new):
             if place is not None and self._is(place):
                 self._gone.add(place)
 
     def _copy_below(self, folder: str) -> None:
         """Copy what a program sees of a folder, where it has not been written before."""
-        self._os["makedirs"](self.twin(folder), exist_ok=True)
+        with self.plainly():
+            os.makedirs(self.twin(folder), exist_ok=True)
         for name in self.listdir(folder):
             path = os.path.join(folder, name)
-            if self.is_folder(path) and not os.path.islink(path):
+            if self.is_folder(path):
                 self._copy_below(path)
             else:
-                self.written(path, keep=True)
+                self.written(path, keep=True, follow=False)
 
-    def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
+    def link(self, src: Any, dst: Any, *, dst_dir_fd: int | None = None, **kwargs: Any) -> None:
         """`os.link`: a copy, so that nobody writes into the original."""
-        if self.absolute(src) is None and self.absolute(dst) is None:
-            self._os["link"](src, dst, **kwargs)
+        source = self.seen(src, kwargs.get("src_dir_fd"))
+        whole = self.absolute(dst, dst_dir_fd, follow=False)
+        if whole is None and source is src:
+            self._os["link"](src, dst, dst_dir_fd=dst_dir_fd, **kwargs)
             return
-        self._copy(os.fsdecode(self.seen(src)), os.fsdecode(self.written(dst)))
+        if whole is not None and self.exists(whole):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), src, None, dst)
+        self._copy(os.fsdecode(source), os.fsdecode(self.written(dst, False, dst_dir_fd, False)))
 
     def symlink(self, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-        """`os.symlink`."""
-        whole = self.absolute(dst)
+        """`os.symlink`: with the text that the program says."""
+        whole = self.absolute(dst, kwargs.get("dir_fd"), follow=False)
+        self._folders.clear()
         if whole is not None:
             if self.exists(whole):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), src, None, dst)
-            target = os.path.join(os.path.dirname(whole), os.fsdecode(src))
-            src, dst = self.seen(target), self.written(dst)
+            dst = self.written(dst, False, kwargs.get("dir_fd"), follow=False)
         self._os["symlink"](src, dst, *args, **kwargs)
 
     def chdir(self, path: Any) -> None:
-        """`os.chdir`: into the folder that really is there, if there is one."""
-        whole = self.absolute(path)
-        real = whole is not None and os.path.isdir(whole) and not self.hidden(whole)
-        if real and self._is(str(whole)):
-            self._os["chdir"](whole)
-        else:
-            self._os["chdir"](self.seen(path))
+        """`os.chdir` and `os.fchdir`: into the folder that really is there, if there is one."""
+        known = self.named(path)
+        whole = self.absolute(known)
+        if whole is None:
+            self._os["chdir"](path)
+            self._working = None
+            return
+        real = not self.hidden(whole) and self._is(whole)
+        place = whole if real else self.place(whole)
+        self._os["chdir"](place)
+        self._working = None if place == whole else whole
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """`os.listdir`: the names that a program sees."""
@@ -287,12 +379,12 @@ class Overlay(Layer):
 
     def scandir(self, path: Any = ".") -> Any:
         """`os.scandir`."""
-        if self.absolute(path) is None or isinstance(path, bytes):
+        if self.absolute(self.named(path)) is None or isinstance(path, bytes):
             return self._os["scandir"](self.seen(path))
-        return _Entries(self._entries(path), os.fspath(path))
+        return _Entries(self._entries(path), "" if isinstance(path, int) else os.fspath(path))
 
     def _entries(self, path: Any) -> list[Any]:
-        whole = self.absolute(path)
+        whole = self.absolute(self.named(path))
         if whole is None:
             with self._os["scandir"](path) as listed:
                 return list(listed)
@@ -320,6 +412,24 @@ class _Entry:
 
     def __fspath__(self) -> str:
         return self.path
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether it is a folder, or a link to what the program sees as one."""
+        if follow_symlinks and self._entry.is_symlink():
+            return os.path.isdir(self.path)
+        return self._entry.is_dir(follow_symlinks=False)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether it is a file, or a link to what the program sees as one."""
+        if follow_symlinks and self._entry.is_symlink():
+            return os.path.isfile(self.path)
+        return self._entry.is_file(follow_symlinks=False)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """What `os.stat` tells."""
+        if follow_symlinks and self._entry.is_symlink():
+            return os.stat(self.path)
+        return self._entry.stat(follow_symlinks=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._entry, name)
@@ -356,9 +466,11 @@ def opened(overlay: Overlay, original: Any) -> Any:
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not isinstance(mode, str) or not set(mode) & set("wax+"):
             shown = overlay.seen(file)
-            if shown is not file and not overlay.exists(os.path.abspath(os.fsdecode(file))):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
-            return original(shown, mode, *args, **kwargs)
+            try:
+                return original(shown, mode, *args, **kwargs)
+            except FileNotFoundError as error:
+                error.filename = file  # as the program has named it
+                raise
         whole = overlay.absolute(file)
         if whole is not None and not overlay.is_folder(os.path.dirname(whole)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)

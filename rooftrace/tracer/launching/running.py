@@ -11,6 +11,8 @@ from typing import Any
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import ending, environment
 from rooftrace.tracer.launching.distributed import AXIS, Processes
+from rooftrace.tracer.launching.landlock import guard, refusal
+from rooftrace.tracer.launching.overlay import folder_of
 from rooftrace.tracer.launching.program import MainModule, prepared
 from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
 from rooftrace.tracer.launching.scratch import redirected
@@ -76,6 +78,8 @@ class ProgramRun:
             reason, code = "exit", _code(error)
         except Exception as error:
             reason, raised = "error", error
+            if refused := refusal(error):
+                self.assume(("refused", refused))
             _from_here(error)
         while self.stops > ending.GENTLE:
             try:
@@ -114,15 +118,21 @@ def launched(
     ranks: which of how many runs (`Ranks.of`).  scratch: a folder in which the program's files
     come to lie, each under its absolute path; it reads them from there, and no other file changes.
     None: it writes where it says.  real: other processes are there, as a launcher has started them,
-    and this one keeps its environment.  What the program changes in the process stays changed.
+    and this one keeps its environment.  What the program changes in the process stays changed, and
+    it can write nowhere but in the scratch folder any more, where the kernel can see to that.
     Raises RequestError for a program that is not there.
     """
     with contextlib.ExitStack() as undo:
-        yield _entered(undo, launch, ranks or Ranks.of(launch), scratch, real)
+        run = _entered(undo, launch, ranks or Ranks.of(launch), real)
+        if scratch is not None:
+            undo.enter_context(redirected(scratch))
+            if lacking := guard(folder_of(scratch)):
+                run.assume(("scratch", lacking))
+        yield run
 
 
 def _entered(
-    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, scratch: Any, real: bool
+    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, real: bool
 ) -> ProgramRun:
     if current_scope() is None:
         undo.enter_context(Scope(spans=True).entered())
@@ -142,8 +152,6 @@ def _entered(
         undo.enter_context(processes.alone())
         undo.enter_context(OtherProcesses(launch, processes).here())
     undo.enter_context(ending.exits_raised())
-    if scratch is not None:
-        undo.enter_context(redirected(scratch))
     return run
 
 

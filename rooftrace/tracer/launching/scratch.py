@@ -1,12 +1,13 @@
 """A program's files in a scratch folder: what stands for functions that name files.
 
 Redirected are Python's own (`open`, `os`, `shutil`, `pathlib`) and what is built on them, torch's
-and safetensors' writers.  Other libraries that open files by name in C, such as SQLite, HDF5 and
-Arrow, and programs that are started write where they say.
+and safetensors' writers and sqlite3.  Other libraries that open files by name in C, such as HDF5
+and Arrow, and programs that are started, are for the kernel to refuse (`landlock`).
 """
 
 from __future__ import annotations
 
+import _io
 import builtins
 import contextlib
 import importlib
@@ -17,6 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,28 +28,42 @@ from rooftrace.tracer.launching.overlay import Overlay, folder_of, opened
 from rooftrace.tracer.patches import original_of, replaced
 
 _READING = ("access", "lstat", "readlink", "stat", "statvfs", "getxattr", "listxattr")
-_CHANGING = ("chmod", "chown", "lchown", "setxattr", "truncate", "utime")
+_CHANGING = (
+    *("chmod", "chown", "fchmod", "fchown", "lchown", "removexattr", "setxattr", "truncate"),
+    "utime",
+)
+_NAMES_OF_OPEN = ("open", "_open", "_builtin_open", "bltn_open")
+_MAKING = ("mkdir", "mkfifo", "mknod")
 
 
 @contextlib.contextmanager
 def redirected(scratch: str | os.PathLike[str]) -> Iterator[None]:
     """Inside, files that this scope writes come to lie in `scratch`, and are read from there.
 
-    Raises RequestError for a scratch folder that cannot be made.
+    Raises RequestError for a scratch folder that cannot be made, or that holds the working folder.
     """
     folder = folder_of(scratch)
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise RequestError(
+            f"scratch folder {scratch}: the script runs in it, so that its files would lie where "
+            "it writes them anyway; name a folder below, or elsewhere"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"scratch folder {scratch}: {error.strerror or error}") from error
     overlay = Overlay(folder)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(os, _of_os(overlay)))
+        undo.enter_context(_temporary(overlay.twin(os.path.realpath(tempfile.gettempdir()))))
+        for home in (os, sys.modules[os.name]):
+            undo.enter_context(replaced(home, _of_os(overlay)))
+        _known_to_others(undo, {original_of(os, name): vars(os)[name] for name in _of_os(overlay)})
         undo.enter_context(replaced(shutil, {"rmtree": overlay.rmtree}))
         for home, name in _opens():
             ours = opened(overlay, original_of(io, "open"))
             undo.enter_context(replaced(home, {name: ours}))
-        undo.enter_context(replaced(tempfile, _of_tempfile(overlay)))
+        for home in (io, _io):
+            undo.enter_context(replaced(home, {"open_code": overlay.reading("open_code", io)}))
         for home, names in _of_libraries(overlay):
             undo.enter_context(replaced(home, names))
         before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -55,10 +71,36 @@ def redirected(scratch: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
+def _known_to_others(undo: contextlib.ExitStack, ours: dict[Any, Any]) -> None:
+    """Let ours be what the originals are in sets of `os`, and where `tempfile` has kept them."""
+    for name in dir(os):
+        if name.startswith("supports_") and isinstance(vars(os)[name], set):
+            holder = vars(os)[name]
+            new = {ours[each] for each in holder if each in ours}
+            holder |= new
+            undo.callback(holder.difference_update, new)
+    for function in vars(getattr(tempfile, "_TemporaryFileCloser", object)).values():
+        before = getattr(function, "__defaults__", None)
+        if before:
+            undo.callback(setattr, function, "__defaults__", before)
+            function.__defaults__ = tuple(ours.get(each, each) for each in before)
+
+
+@contextlib.contextmanager
+def _temporary(folder: str) -> Iterator[None]:
+    """Inside, temporary files come to lie in a folder, also those of programs that are started."""
+    os.makedirs(folder, exist_ok=True)
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
 def _of_os(overlay: Overlay) -> dict[str, Any]:
     functions: dict[str, Any] = {
         "open": overlay.open,
-        "mkdir": overlay.mkdir,
         "remove": overlay.remove,
         "unlink": overlay.remove,
         "rmdir": overlay.rmdir,
@@ -67,47 +109,27 @@ def _of_os(overlay: Overlay) -> dict[str, Any]:
         "link": overlay.link,
         "symlink": overlay.symlink,
         "chdir": overlay.chdir,
+        "fchdir": overlay.chdir,
+        "getcwd": overlay.working,
+        "getcwdb": lambda: os.fsencode(overlay.working()),
         "listdir": overlay.listdir,
         "scandir": overlay.scandir,
     }
-    functions |= {name: overlay.reading(name) for name in _READING if hasattr(os, name)}
-    functions |= {name: overlay.changing(name) for name in _CHANGING if hasattr(os, name)}
-    return functions
+    functions |= {name: overlay.reading(name) for name in _READING}
+    functions |= {name: overlay.changing(name) for name in _CHANGING}
+    functions |= {name: overlay.making(name) for name in _MAKING}
+    return {name: function for name, function in functions.items() if hasattr(os, name)}
 
 
 def _opens() -> list[tuple[Any, str]]:
     """Where modules keep `open` of Python."""
-    places: list[tuple[Any, str]] = [(builtins, "open"), (io, "open")]
-    for name, attribute in (("bz2", "_builtin_open"), ("tarfile", "bltn_open")):
-        home = importlib.import_module(name)
-        if hasattr(home, attribute):
-            places.append((home, attribute))
-    return places
-
-
-def _of_tempfile(overlay: Overlay) -> dict[str, Any]:
-    """Temporary files in their own folder stay where they are."""
-
-    def plain(name: str, folder_at: int) -> Any:
-        original = original_of(tempfile, name)
-
-        def make(*args: Any, **kwargs: Any) -> Any:
-            folder = args[folder_at] if len(args) > folder_at else kwargs.get("dir")
-            own = tempfile.gettempdir()
-            if folder is not None and os.path.abspath(os.fsdecode(folder)) != os.path.abspath(own):
-                return original(*args, **kwargs)
-            before, overlay.here.plain = overlay.here.plain, True
-            try:
-                made = original(*args, **kwargs)
-            finally:
-                overlay.here.plain = before
-            overlay.leave_alone(os.fsdecode(made[1] if isinstance(made, tuple) else made))
-            return made
-
-        return make
-
-    names: dict[str, int] = {"mkdtemp": 2, "_mkstemp_inner": 0}
-    return {name: plain(name, place) for name, place in names.items() if hasattr(tempfile, name)}
+    function = builtins.open
+    return [
+        (home, name)
+        for home in list(sys.modules.values())
+        for name in _NAMES_OF_OPEN
+        if getattr(home, "__dict__", {}).get(name) is function
+    ]
 
 
 def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -128,6 +150,9 @@ def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
 
     yield serialization, {"load": read}
     yield torch, {"load": read}
+    if importlib.util.find_spec("_sqlite3") is not None:
+        for name in ("sqlite3", "sqlite3.dbapi2"):
+            yield importlib.import_module(name), {"connect": _connecting(overlay)}
     if importlib.util.find_spec("safetensors") is None:
         return
     for name in ("safetensors.torch", "safetensors.numpy"):
@@ -143,6 +168,19 @@ def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
     for holder in list(sys.modules.values()):
         if getattr(holder, "__dict__", {}).get("safe_open") is opening:
             yield holder, {"safe_open": open_safe}
+
+
+def _connecting(overlay: Overlay) -> Any:
+    connect = original_of(importlib.import_module("sqlite3.dbapi2"), "connect")
+
+    def connect_here(database: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.fsdecode(database) in ("", ":memory:") or kwargs.get("uri"):
+            return connect(database, *args, **kwargs)
+        for of_transactions in ("-journal", "-wal"):
+            overlay.written(f"{os.fsdecode(database)}{of_transactions}", keep=True)
+        return connect(overlay.written(database, keep=True), *args, **kwargs)
+
+    return connect_here
 
 
 def _saving(overlay: Overlay, serialize: Any) -> Any:

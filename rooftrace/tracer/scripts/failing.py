@@ -24,7 +24,8 @@ class ScriptError(TraceError):
         failure = script.failure or Failure("SystemExit", str(script.code))
         thread = f", in thread {failure.thread}" if failure.thread else ""
         place = f", at {failure.where}" if failure.where else ""
-        super().__init__(f"{script.name} failed {after}{thread}{place}: {failure}")
+        refused = f"; {script.said['refused']}" if "refused" in script.said else ""
+        super().__init__(f"{script.name} failed {after}{thread}{place}: {failure}{refused}")
         self.script = script
         self.__cause__ = RuntimeError(f"in the process of the script:\n{failure.traceback}")
 
