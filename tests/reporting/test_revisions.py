@@ -387,14 +387,13 @@ def submodules_and_what_a_killed_process_left(
         assert checkout.missing == ("deps/m",)
     for root in (outer, outer / "deps/m", tmp_path / "without"):
         assert git(root, "worktree", "list").count("\n") == 0
-    # A process that was killed had a checkout; one of the user's is on a disk that is not there.
+    # What a process that was killed has left is not touched, nor what is on a disk elsewhere.
     left = tmp_path / ".rooftrace-killed" / "rooftrace-checkout" / "outer"
     git(outer, "worktree", "add", "-q", "--detach", str(left))
     git(outer, "worktree", "add", "-q", "--detach", str(tmp_path / "of-the-user"))
     (tmp_path / "of-the-user").rename(tmp_path / "not-there")
-    (left.parents[1] / "lock").touch()
     with checkouts.checked_out(repository, repository.commit("HEAD").hash):
         pass
-    assert not left.exists()
+    assert left.exists()
     trees = git(outer, "worktree", "list").splitlines()
-    assert len(trees) == 2 and "of-the-user" in trees[1]
+    assert len(trees) == 3 and "of-the-user" in trees[2]

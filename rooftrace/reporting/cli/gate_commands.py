@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
@@ -20,6 +21,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_text
 
 if TYPE_CHECKING:
@@ -50,7 +52,13 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
     type=click.IntRange(1, 99),
     help="Names of modules down to which costs are locked.  Default: 3.",
 )
-@click.option("-o", "--out", metavar="FILE", help="The lock; - is stdout.  Default: costs.lock.")
+@click.option(
+    "-o",
+    "--out",
+    type=Output(),
+    metavar="FILE",
+    help="The lock; - is stdout.  Default: costs.lock.",
+)
 @click.pass_context
 def lock(
     context: click.Context, /, targets: tuple[str, ...], out: str | None, **options: Any
@@ -72,6 +80,8 @@ def lock(
     settings = _named(settings, targets, options, explicit)
     if out not in (None, "-"):
         settings = _at(settings, str(out))
+    if out != "-":
+        check_output(settings.path)
     load_rules([str(settings.folder / path) for path in settings.pricing.rules])
     with progress():
         made = gates.locked(settings)
@@ -133,6 +143,7 @@ def _at(settings: Settings, path: str) -> Settings:
 @click.option(
     "--lock",
     "path",
+    type=Output(early=False),
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
@@ -150,7 +161,12 @@ def _at(settings: Settings, path: str) -> Settings:
     show_default=True,
     help="github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
 )
-@click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
+@click.option(
+    "--out",
+    type=Output(),
+    metavar="FILE",
+    help="Write there instead of the terminal; - is stdout.",
+)
 def check(path: str | None, update: bool, strict: bool, form: str, out: str | None) -> None:
     """Hold costs.lock against what the code costs now: exit 1 when a budget is passed.
 
@@ -165,6 +181,8 @@ def check(path: str | None, update: bool, strict: bool, form: str, out: str | No
     if path is not None:
         settings = replace(_at(settings, path), targets={})
     before = gates.former(settings, update=update)
+    if update or before is None:
+        check_output(settings.path)
     if before is not None:
         settings = settings.as_locked(before)
     load_rules([str(settings.folder / rules) for rules in settings.pricing.rules])
@@ -189,8 +207,7 @@ def check(path: str | None, update: bool, strict: bool, form: str, out: str | No
 def _write(result: GateOutcome, form: str, out: str | None) -> None:
     from rooftrace.reporting.text import renderable
 
-    plain = form if form in ("terminal", "json") else "md"
-    write_text(plain, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
+    write_text(form, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
 
 
 def _text(result: GateOutcome, form: str) -> str:

@@ -35,7 +35,6 @@ class Checkout:
 def checked_out(repository: Repository, hash_: str) -> Iterator[Checkout]:
     """The files of a commit, in a folder of the repository's name."""
     with aside(Path(tempfile.gettempdir()).resolve()) as folder:
-        _forget_left(repository.root)
         place = str(folder / _FOLDER / os.path.basename(repository.root))
         made: list[tuple[str, str]] = []
         try:
@@ -81,13 +80,3 @@ def _check_out(
         else:
             missing.append(shown)
     return missing
-
-
-def _forget_left(root: str) -> None:
-    """Take checkouts off git's list whose folders a process that was killed has left."""
-    for line in (tried(root, "worktree", "list", "--porcelain") or "").splitlines():
-        kind, _, path = line.partition(" ")
-        parts = Path(path).parts[-3:-1]
-        ours = len(parts) == 2 and parts[0].startswith(".rooftrace") and parts[1] == _FOLDER
-        if kind == "worktree" and ours and not os.path.exists(path):
-            tried(root, "worktree", "remove", "--force", "--force", path)
