@@ -68,12 +68,18 @@ def outputs_of_command(named: Iterable[str], force: bool) -> Iterator[None]:
 
 
 def check_output(
-    path: Path, content: bytes | None = None, *, own_name: bool = False, known: bool = False
+    path: Path,
+    content: bytes | None = None,
+    *,
+    own_name: bool = False,
+    known: bool = False,
+    table: bool = True,
 ) -> None:
     """Raise OutputError or OSError where an output cannot go, or where something would be lost.
 
     content: what is to be written; None before that is known.  own_name: rooftrace chose the name,
-    in a folder of the user's.  known: a manifest says that the file is of rooftrace.
+    in a folder of the user's.  known: a manifest says that the file is of rooftrace.  table: whether it may be a
+    CSV; of which table one is, is known once there is content.
 
     On the command line, and for names of its own, only a file of the same kind is replaced.  A file
     that a caller in Python names is replaced unless it is code.
@@ -97,10 +103,9 @@ def check_output(
         raise OutputError(f"{str(path)!r} is code, and would be lost{rather}")
     if known or not (by_command or own_name) or not status.st_size:
         return
-    was = kind_at(path)
-    if was is None or (
-        content is not None and was not in (_NOTHING, kind_of(content, path.suffix))
-    ):
+    was = kind_at(path) if table or path.suffix != ".csv" else None
+    new = was if content is None else kind_of(content, path.suffix)
+    if was is None or (was != new and _NOTHING not in (was, new)):
         raise OutputError(
             f"{str(path)!r} is there, and is not what rooftrace writes here: it would be lost"
             f"{rather}"

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.group_measuring import calibrate_groups, measure_groups
@@ -58,7 +59,7 @@ from rooftrace.reporting.cli.shared import (
 @click.option(
     "-o",
     "--out",
-    type=Output(),
+    type=Output(early=False),
     metavar="FILE",
     help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
@@ -85,6 +86,8 @@ def measure(
     if collectives or ranks is not None:
         measure_groups(targets, collectives, ranks, out)
         return
+    if out not in (None, "-"):
+        check_output(Path(str(out)), table=False)
     if chip_only:
         _measure_chip(targets, device, 20.0 if budget is None else budget, out)
         return

@@ -72,7 +72,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
 )
 @click.option(
     "--out",
-    type=Output(folder=True),
+    type=Output(folder=True, table=True),
     metavar="DIR|FILE",
     help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
     "in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",

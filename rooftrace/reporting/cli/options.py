@@ -487,7 +487,7 @@ def _output(*forms: str) -> tuple[Callable[..., Any], ...]:
         click.option(
             "-o",
             "--out",
-            type=Output(),
+            type=Output(forms=forms),
             metavar="FILE",
             help="Write there instead of the terminal; - is stdout.",
         ),

@@ -5,29 +5,44 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from rooftrace._outputs import OutputError, check_output, outputs_of_command
+from rooftrace.errors import RequestError
 
 
 class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """The path of what a command writes; "-" is stdout.
 
     folder: it may be one; its files are checked where they are known.  early: False for what the
-    command checks by itself: a folder, or a file that it reads, too.
+    command checks by itself: a folder, or a file that it reads, too.  table: it may be a CSV.
+    forms: formats that the command has, where the ending of the path says which.
     """
 
     name = "FILE"
 
-    def __init__(self, folder: bool = False, early: bool = True) -> None:
-        self.folder, self.early = folder, early
+    def __init__(
+        self,
+        folder: bool = False,
+        early: bool = True,
+        table: bool = False,
+        forms: Sequence[str] = (),
+    ) -> None:
+        self.folder, self.early, self.forms = folder, early, forms
+        self.table = table or "csv" in forms
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value)
+
+
+def form_by_ending(path: str) -> str:
+    """The format of a result in a file of this name."""
+    ours = {".csv": "csv", ".json": "json", ".html": "html", ".tex": "tex"}
+    return ours.get(Path(path).suffix, "md")
 
 
 def check_outputs(command: click.Command) -> None:
@@ -59,7 +74,10 @@ def _check(outputs: Mapping[str, Output], options: Mapping[str, Any]) -> None:
         path = options[name]
         if path in (None, "", "-") or not kind.early or (kind.folder and os.path.isdir(path)):
             continue
-        check_output(Path(path))
+        form = options.get("form") or form_by_ending(path)
+        if kind.forms and form not in kind.forms:
+            raise RequestError(f"--out {path}: expected a file of {', '.join(kind.forms[1:])}")
+        check_output(Path(path), table=kind.table)
         if os.path.realpath(path) in seen:
             raise OutputError(f"{path!r}: two outputs of this command have this name")
         seen.add(os.path.realpath(path))

@@ -66,7 +66,7 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 @click.option("--log", is_flag=True, help="With --grid: effects in factors, not in sums.")
 @click.option(
     "--points",
-    type=Output(),
+    type=Output(table=True),
     metavar="FILE.csv",
     help="With --grid: write every point there.",
 )

@@ -18,6 +18,7 @@ from rooftrace._progress import WARNING
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.outputs import form_by_ending
 
 
 def workload(
@@ -222,8 +223,7 @@ def form_of(form: str | None, out: str | None) -> str:
     """The format of a result: what was asked for, else by the ending of its file."""
     if form is not None or out in (None, "-"):
         return form or "terminal"
-    ours = {".csv": "csv", ".json": "json", ".html": "html", ".tex": "tex"}
-    return ours.get(Path(str(out)).suffix, "md")
+    return form_by_ending(str(out))
 
 
 def _csv_of(rows: Sequence[dict[str, Any]]) -> str:

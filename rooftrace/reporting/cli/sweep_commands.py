@@ -73,7 +73,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "-o",
     "--out",
-    type=Output(folder=True),
+    type=Output(folder=True, table=True),
     metavar="FILE",
     help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A stopped sweep "
     "goes on with the same command.",
