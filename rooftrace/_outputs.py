@@ -31,7 +31,8 @@ MARKS = {
 
 _KIND = re.compile(
     rb"(?:schema|format)\W{1,5}rooftrace\.(\w+)/|(made_by)\W{1,8}rooftrace"
-    rb'|"check_name": "(rooftrace-)|rooftrace.{2,4}\{"(key)"',
+    rb'|"check_name": "(rooftrace-)|rooftrace.{2,4}\{"(key)"'
+    rb"|Made by `rooftrace (lock)`",
     re.DOTALL,
 )
 FLEET_PART = b"key"
@@ -57,9 +58,9 @@ def outputs_of_command(named: Iterable[str], force: bool) -> Iterator[None]:
     inputs = set()
     for path in named:
         with contextlib.suppress(OSError, ValueError):
-            found_there = os.stat(path)
-            if stat.S_ISREG(found_there.st_mode):
-                inputs.add((found_there.st_dev, found_there.st_ino))
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode):
+                inputs.add((status.st_dev, status.st_ino))
     before = _COMMAND.set((frozenset(inputs), force))
     try:
         yield
@@ -78,8 +79,8 @@ def check_output(
     """Raise OutputError or OSError where an output cannot go, or where something would be lost.
 
     content: what is to be written; None before that is known.  own_name: rooftrace chose the name,
-    in a folder of the user's.  known: a manifest says that the file is of rooftrace.  table: whether it may be a
-    CSV; of which table one is, is known once there is content.
+    in a folder of the user's.  known: a manifest says that the file is of rooftrace.  table: it may
+    be a CSV; of which table, is known once there is content.
 
     On the command line, and for names of its own, only a file of the same kind is replaced.  A file
     that a caller in Python names is replaced unless it is code.

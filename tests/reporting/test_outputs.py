@@ -162,6 +162,13 @@ def test_force_replaces_files_but_no_link_and_no_folder(run: Run, here: Path) ->
     assert (here / "data.csv").read_text().startswith("model,batch")
 
 
+@pytest.mark.parametrize("name", ["chips list", "census", "diff", "report"])
+def test_force_without_an_output_is_refused(name: str, run: Run, here: Path) -> None:
+    for more in ((), (COMMANDS[name][-1], "-")):
+        ran = run(*COMMANDS[name][:-1], *more, "--force")
+        assert ran.code == 2 and "--force: nothing is written" in ran.err
+
+
 def test_a_result_of_another_kind_is_not_replaced(run: Run, here: Path) -> None:
     assert run("census", "g.json", "-o", "c.json").code == 0
     before = contents(here)

@@ -59,7 +59,7 @@ from rooftrace.reporting.cli.shared import (
 @click.option(
     "-o",
     "--out",
-    type=Output(early=False),
+    type=Output(early=False, usual=True),
     metavar="FILE",
     help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "

@@ -55,7 +55,7 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
 @click.option(
     "-o",
     "--out",
-    type=Output(),
+    type=Output(usual=True),
     metavar="FILE",
     help="The lock; - is stdout.  Default: costs.lock.",
 )
@@ -143,7 +143,7 @@ def _at(settings: Settings, path: str) -> Settings:
 @click.option(
     "--lock",
     "path",
-    type=Output(early=False),
+    type=Output(early=False, usual=True),
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )

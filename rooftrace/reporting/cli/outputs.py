@@ -20,6 +20,7 @@ class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
 
     folder: it may be one; its files are checked where they are known.  early: False for what the
     command checks by itself: a folder, or a file that it reads, too.  table: it may be a CSV.
+    usual: the command has a file of its own where none is named.
     forms: formats that the command has, where the ending of the path says which.
     """
 
@@ -30,10 +31,11 @@ class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         folder: bool = False,
         early: bool = True,
         table: bool = False,
+        usual: bool = False,
         forms: Sequence[str] = (),
     ) -> None:
         self.folder, self.early, self.forms = folder, early, forms
-        self.table = table or "csv" in forms
+        self.table, self.usual = table or "csv" in forms, usual
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value)
@@ -57,6 +59,13 @@ def check_outputs(command: click.Command) -> None:
 
     @functools.wraps(work)
     def checked(*arguments: Any, force: bool, **options: Any) -> Any:
+        written = [
+            name
+            for name, kind in outputs.items()
+            if options[name] != "-" and (options[name] is not None or kind.usual)
+        ]
+        if force and not written:
+            raise RequestError("--force: nothing is written that it could replace; leave it out")
         others = [value for name, value in options.items() if name not in outputs]
         with outputs_of_command(_named(others), force):
             _check(outputs, options)
