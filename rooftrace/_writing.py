@@ -1,144 +1,181 @@
-"""Writes files and folders that are whole or not there, also where the process is killed.
+"""Writes files and folders: a reader of a file sees the old one or the whole new one.
 
-What is written is made in a hidden folder beside its place, then renamed into it.  The process
-holds a lock on that folder.  A folder without one was left by a process that died: the next write
-beside it takes it up, so nothing hidden stays.
+What is written is made under a hidden name beside its place, then renamed into it.  That name is
+gone when the write ends or fails.  A process that is killed leaves it; no other process touches it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
+import hashlib
+import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+from rooftrace._outputs import check_output, is_stream
 
 try:
     import fcntl
-except ImportError:  # Windows: there what a process left is known by its age
+except ImportError:  # Windows: two reports into one folder are then told by their manifest alone
     fcntl = None  # type: ignore[assignment]
 
 _HIDDEN = ".rooftrace-"
-_UNLOCKED = ".rooftrace_"
-"""A folder whose lock is not yet held, for a moment."""
-_OLD = 3600.0
-"""Seconds after which a folder without a lock is taken as left."""
+_SCHEMA = "rooftrace.files/1"
+_MOST = 1 << 20
+"""Bytes of a manifest that is read."""
+_PATIENCE = 60.0
+"""Seconds to wait while another process puts its files into the same folder."""
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file: a reader sees the old one or the whole new one.
+def write_bytes(path: Path, content: bytes, *, own_name: bool = False) -> None:
+    """Write an output, if nothing of the user's is lost (`check_output`).
 
-    Makes the folders above it.  What is no file, as a pipe, is written to as it is; a link stays.
-    Raises OSError with the name of `path`.
+    Makes the folders above it.  What is no file, as a pipe, is written to as it is.
+    Raises OutputError, and OSError with the name of `path`.
     """
-    try:
-        path = Path(os.path.realpath(path))
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside(path.parent) as folder:
-            made = folder / "file"
-            made.write_bytes(content)
-            os.replace(made, path)
-    except OSError as error:
-        raise _naming(error, path) from error
+    check_output(path, content, own_name=own_name)
+    put_bytes(path, content)
 
 
 def write_packed(path: Path, content: bytes) -> None:
     """Write a file as `write_bytes` does, as gzip without a time stamp if its name ends in .gz."""
-    packed = path.suffix == ".gz"
-    write_bytes(path, gzip.compress(content, compresslevel=6, mtime=0) if packed else content)
+    write_bytes(path, packed(path, content))
 
 
-def put_folder(made: Path, out: Path) -> None:
-    """Put a folder that was made in one of `aside` in the place of `out`, as a whole.
-
-    Files of `out` that `made` has not stay.  Where `out` cannot be renamed (it is the working
-    folder, or a mount), each file is put there whole, one after the other.
-    """
-    if not out.exists():
-        os.replace(made, out)
-        return
-    hidden, place = made.parent, out.resolve()
-    if _may_be_renamed(place) and hidden.parent == place.parent:
-        os.chmod(made, place.stat().st_mode & 0o7777)
-        (hidden / "place").write_text(place.name, encoding="utf-8", errors="surrogateescape")
-        os.rename(place, hidden / "old")
-        os.rename(made, place)
-        _take_back(hidden)
-    else:
-        for file in sorted(made.iterdir()):
-            os.replace(file, out / file.name)
+def packed(path: Path, content: bytes) -> bytes:
+    """The bytes of a file of this name: gzip without a time stamp if it ends in .gz."""
+    return gzip.compress(content, compresslevel=6, mtime=0) if path.suffix == ".gz" else content
 
 
-def _may_be_renamed(place: Path) -> bool:
-    """Whether no process would lose its working folder, as far as this one knows."""
-    here = Path.cwd()
-    return not (os.path.ismount(place) or here == place or place in here.parents)
+def put_bytes(path: Path, content: bytes) -> None:
+    """Write a file of rooftrace's own, whole or not at all.  Raises OSError with its name."""
+    try:
+        if is_stream(path):
+            path.write_bytes(content)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = path.parent / f"{_HIDDEN}{secrets.token_hex(8)}"
+        file = made.open("xb")  # exclusive: it is nobody else's
+        try:
+            with file:
+                file.write(content)
+            _replace(made, path)
+        except BaseException:
+            made.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _naming(error, path) from error
+
+
+def _replace(made: Path, path: Path) -> None:
+    """Put a file in the place of another, with its owner and permissions where there was one."""
+    with contextlib.suppress(FileNotFoundError):
+        old = path.lstat()
+        if (old.st_uid, old.st_gid) != (made.lstat().st_uid, made.lstat().st_gid):
+            with contextlib.suppress(OSError):  # only an administrator may give a file away
+                os.chown(made, old.st_uid, old.st_gid)
+        os.chmod(made, old.st_mode & 0o777)
+    os.replace(made, path)
 
 
 @contextlib.contextmanager
 def aside(parent: Path) -> Iterator[Path]:
-    """A hidden folder in `parent` for what is being made; it is gone afterwards.
-
-    First takes up what processes that died have left there.
-    """
-    _take_up(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent))
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    """A hidden folder in `parent` for what is being made; it is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=parent))
+    maker = os.getpid()
     try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = folder.rename(parent / folder.name.replace(_UNLOCKED, _HIDDEN, 1))
         yield folder
     finally:
-        _take_back(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if os.getpid() == maker:  # a fork that ends here has nothing to clean
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take_up(parent: Path) -> None:
-    """Put back and remove what processes that died have left in a folder."""
-    for folder in (*parent.glob(f"{_HIDDEN}*"), *parent.glob(f"{_UNLOCKED}*")):
-        with contextlib.suppress(OSError):  # another process takes it up, or may not be disturbed
-            if _is_left(folder):
-                _take_back(folder)
-                shutil.rmtree(folder)
+def put_files(made: Path, out: Path, manifest: str) -> None:
+    """Put each file of `made` into the folder `out`, then a manifest of them.
+
+    While files are put, the manifest says `complete: false`, and afterwards it has the SHA-256 of
+    each: so a reader tells a whole set from one that is mixed.  Files of an earlier set that `made`
+    does not have stay; the manifest names them as `earlier`.  Other files are not touched.
+
+    Raises OutputError, before anything is put, where a name belongs to something else.
+    """
+    files = sorted(made.iterdir())
+    digests = {file.name: _digest(file) for file in files}
+    with _alone(out):
+        record = out / manifest
+        check_files(out, digests, manifest, made)
+        earlier = sorted(
+            name for name in _listed(record) - digests.keys() if os.path.lexists(out / name)
+        )
+        told: dict[str, Any] = {"schema": _SCHEMA, "complete": False}
+        told |= {"files": dict.fromkeys(digests), "earlier": earlier}
+        _put_json(record, told)
+        for file in files:
+            _replace(file, out / file.name)
+        _put_json(record, {**told, "complete": True, "files": digests})
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether the process that made a hidden folder is gone."""
-    if not folder.is_dir() or folder.is_symlink():
-        return False
-    if fcntl is None or folder.name.startswith(_UNLOCKED):
-        return time.time() - folder.stat().st_mtime > _OLD
-    lock = os.open(folder / "lock", os.O_RDWR)
+def check_files(out: Path, names: Iterable[str], manifest: str, made: Path | None = None) -> None:
+    """Raise OutputError where a file of these names in a folder is not of rooftrace.
+
+    made: a folder that has the new files, once they are made.
+    """
+    check_output(out / manifest, own_name=True)
+    listed = _listed(out / manifest)
+    for name in names:
+        content = (made / name).read_bytes() if made and os.path.lexists(out / name) else None
+        check_output(out / name, content, own_name=True, known=name in listed)
+
+
+def _listed(record: Path) -> set[str]:
+    """The names that a manifest has; none where it is missing or damaged."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
+        table = json.loads(record.read_bytes()) if record.stat().st_size < _MOST else {}
+        return {*table["files"], *table["earlier"]} if table["schema"] == _SCHEMA else set()
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return set()
+
+
+def _put_json(path: Path, table: dict[str, Any]) -> None:
+    put_bytes(path, json.dumps(table, indent=1).encode() + b"\n")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, where the system has them: sets of files are put one by one."""
+    with contextlib.ExitStack() as undo:
+        if fcntl is not None:
+            place = os.open(folder, os.O_RDONLY)
+            undo.callback(os.close, place)
+            until = time.monotonic() + _PATIENCE
+            while not _locked(place):
+                if time.monotonic() > until:
+                    said = "another process is putting files there"
+                    raise BlockingIOError(errno.EAGAIN, said, str(folder))
+                time.sleep(0.05)
+        yield
+
+
+def _locked(place: int) -> bool:
+    """Lock an open folder, unless another process has; True, too, where there are no locks."""
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
-
-
-def _take_back(hidden: Path) -> None:
-    """Undo or finish an exchange of folders: the old one, or what only the old one has."""
-    old = hidden / "old"
-    if not old.is_dir():
-        return
-    name = (hidden / "place").read_text(encoding="utf-8", errors="surrogateescape")
-    place = hidden.parent / Path(name).name
-    if not place.exists():
-        os.rename(old, place)
-        return
-    for entry in old.iterdir():
-        if not os.path.lexists(place / entry.name):
-            os.rename(entry, place / entry.name)
 
 
 def _naming(error: OSError, path: Path) -> OSError:

@@ -31,6 +31,7 @@ FILES_BELOW = (
     "rooftrace._face",  # how a package gives its names
     "rooftrace._progress",  # what is told while something runs
     "rooftrace._shown",  # how a result shows itself
+    "rooftrace._outputs",  # what an output may replace
     "rooftrace._reading",  # bounded reading of files into records
     "rooftrace._writing",  # files and folders that are whole or not there
     "rooftrace.errors",  # errors of a request, and hints

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rooftrace._writing import aside, write_bytes
 from rooftrace.errors import RequestError
 from rooftrace.hardware.units import plural
 from rooftrace.reporting.figures import style
@@ -26,15 +25,11 @@ _LETTERS = 38
 
 
 def write_distributions(model: ModelInfo, path: Path) -> None:
-    """Draw the histograms of an inventory into a PNG file.
+    """Draw the histograms of an inventory into a PNG, SVG or PDF.
 
     Raises RequestError where the inventory has none, and OSError.
     """
-    figure = distributions(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with aside(path.parent) as folder:
-        style.save(figure, folder / "figure.png")
-        write_bytes(path, (folder / "figure.png").read_bytes())
+    style.save(distributions(model), path)
 
 
 def distributions(model: ModelInfo) -> Figure:

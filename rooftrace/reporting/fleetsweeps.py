@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rooftrace._outputs import FLEET_PART, kind_at
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.sweeping import lines_of
@@ -244,10 +245,15 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
 
 
 def _sort_parts(out: Path, keys: set[str]) -> None:
-    """Keep only parts of these keys in the folder; others wait in a folder of their own."""
+    """Keep only parts of these keys in the folder; others wait in a folder of their own.
+
+    What is no part of a fleet stays where it is.
+    """
     earlier = out / EARLIER
+    if earlier.is_symlink():
+        raise RequestError(f"{str(earlier)!r} is a link: parts are not moved to where it leads")
     for part in out.glob("*.parquet"):
-        if part.stem not in keys:
+        if part.stem not in keys and kind_at(part) == FLEET_PART:
             earlier.mkdir(exist_ok=True)
             os.replace(part, earlier / part.name)
     for part in earlier.glob("*.parquet"):

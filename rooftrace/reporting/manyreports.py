@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import to_json
+from rooftrace._outputs import MADE_BY, MARKS
 from rooftrace._progress import tell
-from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError, is_ours
 from rooftrace.reporting.reports import report
 from rooftrace.reporting.rooflinesteps import FIGURE, PAGE, Reports, names_of
@@ -19,6 +19,7 @@ from rooftrace.reporting.rooflinesteps import FIGURE, PAGE, Reports, names_of
 if TYPE_CHECKING:
     from rooftrace.reporting.pages import Report
 
+MANIFEST = "_comparison.json"
 MOST = 200
 """Targets of one call at most."""
 
@@ -30,29 +31,28 @@ def write_comparison(
     from rooftrace.reporting.pages import files as written
     from rooftrace.reporting.text import as_markdown, shown
 
-    paths: list[Path] = []
-    drawn = [name for name in written.FIGURES if name in formats]
-    if result.roofline is not None and drawn:
-        from rooftrace.reporting.figures import folder
+    with written.new_folder(out, MANIFEST) as folder:
+        names: list[str] = []
+        drawn = [name for name in written.FIGURES if name in formats]
+        if result.roofline is not None and drawn:
+            from rooftrace.reporting.figures import folder as figures
 
-        out.mkdir(parents=True, exist_ok=True)
-        for ending in drawn:
-            paths.append(out / f"{FIGURE}.{ending}")
-            folder.draw_roofline(result.roofline, paths[-1], style)
-    names = [path.name for path in paths]
-    pictures = {path.name: path.read_bytes() for path in paths if path.suffix == ".png"}
-    texts: dict[str, Callable[[], str]] = {
-        "html": lambda: str(shown(result, "webpage", pictures=pictures)),
-        "md": lambda: as_markdown(result, names),
-        "tex": lambda: str(shown(result, "latex", files=names, style=style)),
-        "json": lambda: to_json(result.to_dict(), indent=1).decode() + "\n",
-        "csv": lambda: _csv(result),
-    }
-    for name, text in texts.items():
-        if name in formats:
-            paths.append(out / f"{PAGE}.{name}")
-            write_bytes(paths[-1], text().encode("utf-8", "backslashreplace"))
-    return paths
+            for ending in drawn:
+                names.append(f"{FIGURE}.{ending}")
+                figures.draw_roofline(result.roofline, folder / names[-1], style)
+        pictures = {name: (folder / name).read_bytes() for name in names if name.endswith(".png")}
+        texts: dict[str, Callable[[], str]] = {
+            "html": lambda: str(shown(result, "webpage", pictures=pictures)),
+            "md": lambda: f"{as_markdown(result, drawings)}{MARKS['md']}",
+            "tex": lambda: str(shown(result, "latex", files=drawings, style=style)),
+            "json": lambda: to_json({**MADE_BY, **result.to_dict()}, indent=1).decode() + "\n",
+            "csv": lambda: _csv(result),
+        }
+        drawings = tuple(names)
+        for name in (name for name in texts if name in formats):
+            names.append(f"{PAGE}.{name}")
+            (folder / names[-1]).write_bytes(texts[name]().encode("utf-8", "backslashreplace"))
+    return [out / name for name in names]
 
 
 def _csv(result: Reports) -> str:
@@ -88,6 +88,8 @@ def reports(
     used = written.FORMATS if formats is None else tuple(formats)
     written.check_formats(used)
     folders = names_of(targets)
+    for name in folders.values() if out is not None else ():
+        written.check_folder(Path(out or "") / name, used)
     made: dict[str, Report] = {}
     failures: dict[str, str] = {}
     for number, target in enumerate(targets, 1):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rooftrace._outputs import MARKS
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.errors import RequestError, worded
@@ -176,5 +177,6 @@ def _report(
             reason += "; pass input_data=, or sizes such as batch=8"
         rest = f"No costs of a step: {' '.join(reason.split())}\n"
         tell(f"{page} has the inventory alone: {reason}")
-    write_bytes(page, f"{as_markdown(made)}\n{rest}".encode())
+    text = f"{as_markdown(made)}\n{rest}{MARKS['md']}"
+    write_bytes(page, text.encode(), own_name=not path.suffix)
     tell(f"report written to {page}")

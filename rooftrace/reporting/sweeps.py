@@ -8,7 +8,6 @@ import importlib.util
 import io
 import itertools
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rooftrace._outputs import MADE_BY
 from rooftrace._progress import tell, telling
-from rooftrace._writing import write_bytes
+from rooftrace._writing import put_bytes, write_bytes
 from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions, Points
@@ -158,7 +158,7 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
     parts = None if out is None else out.with_name(f"{out.name}.parts")
     cases: list[SweepCase] = []
-    tables = []
+    tables, kept = [], []
     seen = partial(_tell_first, request) if request.points > 1 else None
     for settings in request.variants:
         job = _with(request.job, settings)
@@ -176,6 +176,7 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
                     tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
                     table = evaluated(form, some, request.chips, conditions)
                     _keep(parts, name, table)
+                kept.append(name)
                 table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                 tables.append(table)
             cases.append(case)
@@ -184,7 +185,7 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     result = Sweep(names, tuple(cases), request.chips, columns, request.lines)
     if out is not None and parts is not None:
         write_sweep(result, out)
-        shutil.rmtree(parts, ignore_errors=True)
+        _drop(parts, kept)
     return result
 
 
@@ -243,6 +244,7 @@ def write_sweep(result: Sweep, out: Path) -> None:
         if column.dtype == object and isinstance(column.iloc[0], int):  # beyond 64 bits
             frame[name] = column.astype(float)
     packed = io.BytesIO()
+    frame.attrs.update(MADE_BY)
     frame.to_parquet(packed, index=False)
     write_bytes(out, packed.getvalue())
 
@@ -290,4 +292,12 @@ def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
         return
     packed = io.BytesIO()
     np.savez(packed, **table)
-    write_bytes(parts / f"{name}.npz", packed.getvalue())
+    put_bytes(parts / f"{name}.npz", packed.getvalue())
+
+
+def _drop(parts: Path, names: Sequence[str]) -> None:
+    """Remove parts of these names, and their folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for name in filter(None, names):
+            (parts / f"{name}.npz").unlink(missing_ok=True)
+        parts.rmdir()

@@ -561,7 +561,8 @@ def test_the_folder_has_what_applies(
         "validation.html", "validation.md", "validation.json", "parity.png", "nodes.csv",
         "timeline.json.gz",
     }  # fmt: skip
-    assert {path.name for path in (tmp_path / "trace").iterdir()} == set(written)
+    there = {path.name for path in (tmp_path / "trace").iterdir()}
+    assert there == {*written, "_validation.json"}
     assert written["parity.png"].read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader(written["nodes.csv"].open()))
     assert len(rows) == len(found.nodes) == len(nodes(found.estimate, {}))

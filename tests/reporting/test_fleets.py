@@ -285,7 +285,7 @@ def test_the_command_says_what_is_for_one_target(run: Run, here: Path) -> None:
         ((), "2 TARGETs: say where results land with -o FOLDER"),
         (("-o", "out", "--plot", "a.png"), "--plot a.png: it is for one TARGET"),
         (("-o", "out", "--save-form", "f.json"), "--save-form f.json: it is for one TARGET"),
-        (("-o", "t.py"), "expected a folder, and this is a file"),
+        (("-o", "t.py"), "'t.py' is an input of this command"),
     ):
         ran = run(*two, *options)
         assert ran.code == 2 and said in ran.err and not ran.out

@@ -38,7 +38,7 @@ def test_each_has_its_folder_and_all_have_one_table(here: Path, run: Run) -> Non
     ran = run("report", "net.py:build", "net.py:wide", *ASKED, "--out", "out")
     assert ran.code == 0, ran.err
     assert {path.name for path in (here / "out").iterdir()} == {
-        *("net.py_build", "net.py_wide", "roofline.png"),
+        *("net.py_build", "net.py_wide", "roofline.png", "_comparison.json"),
         *(f"comparison.{ending}" for ending in ("html", "md", "json", "csv")),
     }
     alone = run("report", "net.py:wide", *ASKED, "--out", "-", "--format", "json")

@@ -244,7 +244,7 @@ def test_write_makes_every_file_and_nothing_else(written):
         "roofline-decode.png", "roofline-prefill.png", "roofline-training.png", "roofline.png",
         "time.png",
     ]  # fmt: skip
-    assert sorted(folder.iterdir()) == sorted(paths)
+    assert sorted(folder.iterdir()) == sorted([*paths, folder / "_report.json"])
     assert [path.name for path in folder.parent.iterdir()] == ["report"]
 
 
@@ -257,7 +257,7 @@ def test_write_twice_is_the_same_bytes(tmp_path):
 
 def test_page_links_only_figures_that_were_written(report, written, tmp_path):
     report.write(tmp_path / "plain", formats=("md",))
-    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["report.md"]
+    assert sorted(os.listdir(tmp_path / "plain")) == ["_report.json", "report.md"]
     assert not re.search(r"\]\((?!#)", (tmp_path / "plain" / "report.md").read_text())
     text = (written[0].parent / "report.md").read_text()
     for name in ("roofline", "roofline-decode", "time", "bytes", "memory"):
@@ -277,7 +277,7 @@ def test_csv_has_a_row_per_kernel_of_every_phase_and_execution(report, tmp_path)
 def test_writing_into_a_folder_leaves_its_other_files_alone(report, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     report.write(tmp_path, formats=("json",))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "report.json"]
+    assert sorted(os.listdir(tmp_path)) == ["_report.json", "notes.txt", "report.json"]
 
 
 def test_unknown_format_is_refused_before_anything_is_made(report, tmp_path):
@@ -315,7 +315,7 @@ def test_numbers_are_there_where_a_figure_fails(report, tmp_path, monkeypatch):
     with pytest.raises(FigureError, match=r"ZeroDivisionError.*report.md in .* are written"):
         report.write(tmp_path / "out")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ["ops.csv", "report.html", "report.json", "report.md"]
+    assert written == ["_report.json", "ops.csv", "report.html", "report.json", "report.md"]
     assert "png" not in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._outputs import check_output
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError
 
@@ -46,8 +47,9 @@ def measure_collectives(
     """
     if ranks < 2:
         raise RequestError(f"ranks={ranks}: expected 2 or more, each a process of this machine")
-    rows = _run(ranks, tuple(sizes), timeout, tell)
     lines = ["op,dtype,ranks,bytes,seconds,library"]
+    check_output(Path(out), f"{lines[0]}\n".encode())
+    rows = _run(ranks, tuple(sizes), timeout, tell)
     lines += [f"{op},{dtype},{n},{size},{s:.9g},gloo" for op, dtype, n, size, s in rows]
     write_bytes(Path(out), ("\n".join(lines) + "\n").encode())
     return len(rows)

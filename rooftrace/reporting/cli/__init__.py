@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.itemised_commands import census, nodes
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
+from rooftrace.reporting.cli.outputs import check_outputs
 from rooftrace.reporting.cli.roofline_command import roofline
 from rooftrace.reporting.cli.run_command import run_script
 from rooftrace.reporting.cli.sensitivity_command import sensitivity
@@ -56,6 +58,7 @@ _COMMANDS = (
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)
+check_outputs(cli)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -111,6 +114,7 @@ def run() -> None:
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    _end_orderly()
     code: Any = 0
     try:
         main()
@@ -123,6 +127,22 @@ def run() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()  # main has told what it could not write
     os._exit(code or 0)
+
+
+def _end_orderly() -> None:
+    """Let SIGTERM, and a terminal that closes, end this process as Ctrl-C does: it cleans up."""
+    own = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() == own:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a fork of a script: as without rooftrace
+        os.kill(os.getpid(), number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 _OPTIONS = {"inputs": "input", "phases": "phase", "repeats": "no-repeats"}

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.group_measuring import calibrate_groups, measure_groups
@@ -24,6 +25,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     console,
     load_executions,
@@ -57,6 +59,7 @@ from rooftrace.reporting.cli.shared import (
 @click.option(
     "-o",
     "--out",
+    type=Output(early=False, usual=True),
     metavar="FILE",
     help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
@@ -83,6 +86,8 @@ def measure(
     if collectives or ranks is not None:
         measure_groups(targets, collectives, ranks, out)
         return
+    if out not in (None, "-"):
+        check_output(Path(str(out)), table=False)
     if chip_only:
         _measure_chip(targets, device, 20.0 if budget is None else budget, out)
         return
@@ -108,6 +113,7 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
+    from rooftrace._outputs import MARKS
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import devices, measure_chip
@@ -118,7 +124,7 @@ def _measure_chip(
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return
-    write_bytes(Path(str(out)), dump_chip(chip).encode())
+    write_bytes(Path(str(out)), f"{MARKS['toml']}{dump_chip(chip)}".encode())
     console().print(renderable(chip))
     say(f"\nwritten to {out}; use it as --chip {out}")
 
@@ -161,7 +167,12 @@ def _measure_chip(
     "--system", metavar="NAME", help="With --collectives: the system that they were measured on."
 )
 @click.option(
-    "-o", "--out", required=True, metavar="FILE.toml", help="Where to write the knobs; - is stdout."
+    "-o",
+    "--out",
+    type=Output(),
+    required=True,
+    metavar="FILE.toml",
+    help="Where to write the knobs; - is stdout.",
 )
 def calibrate(
     measured: str | None,
@@ -263,6 +274,7 @@ def _measured_now(
 )
 @click.option(
     "--out",
+    type=Output(early=False),
     metavar="DIR",
     help="Folder for validation.html, validation.md, validation.json, parity.png, and where they "
     "apply nodes.csv and timeline.json.gz.",

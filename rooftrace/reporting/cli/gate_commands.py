@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from rooftrace._escapes import visible
+from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
@@ -21,6 +22,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_text
 
 if TYPE_CHECKING:
@@ -54,7 +56,13 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
     type=click.IntRange(1, 99),
     help="Names of modules down to which costs are locked.  Default: 3.",
 )
-@click.option("-o", "--out", metavar="FILE", help="The lock; - is stdout.  Default: costs.lock.")
+@click.option(
+    "-o",
+    "--out",
+    type=Output(usual=True),
+    metavar="FILE",
+    help="The lock; - is stdout.  Default: costs.lock.",
+)
 @_dry_run
 @click.pass_context
 def lock(
@@ -83,10 +91,12 @@ def lock(
     if out is None:
         settings.check_place()
     elif out != "-":
-        settings = _at(settings, out)
+        settings = _at(settings, str(out))
     code = settings.code()
     if dry_run:
         return _list(settings, code)
+    if out != "-":
+        check_output(settings.path)
     load_rules([str(settings.folder / path) for path in settings.pricing.rules])
     with progress():
         made = gates.locked(settings)
@@ -166,6 +176,7 @@ def _at(settings: Settings, path: str) -> Settings:
 @click.option(
     "--lock",
     "path",
+    type=Output(early=False, usual=True),
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
@@ -183,7 +194,12 @@ def _at(settings: Settings, path: str) -> Settings:
     show_default=True,
     help="github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
 )
-@click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
+@click.option(
+    "--out",
+    type=Output(),
+    metavar="FILE",
+    help="Write there instead of the terminal; - is stdout.",
+)
 @_dry_run
 def check(
     path: str | None, update: bool, strict: bool, form: str, out: str | None, dry_run: bool
@@ -202,6 +218,8 @@ def check(
         settings = replace(_at(settings, path), targets={})
     settings.check_place()
     before = gates.former(settings, update=update)
+    if update or before is None:
+        check_output(settings.path)
     if before is not None:
         settings = settings.as_locked(before)
     code = settings.code(before)
@@ -229,8 +247,7 @@ def check(
 def _write(result: GateOutcome, form: str, out: str | None) -> None:
     from rooftrace.reporting.text import renderable
 
-    plain = form if form in ("terminal", "json") else "md"
-    write_text(plain, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
+    write_text(form, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
 
 
 def _text(result: GateOutcome, form: str) -> str:

@@ -20,7 +20,9 @@ def measure_groups(
         raise click.UsageError("--ranks: say --collectives, too")
     if targets:
         raise click.UsageError(f"--collectives measures no model: leave out {' '.join(targets)}")
-    _refuse_others({"collectives", "ranks", "out"}, "--collectives measures no model and no chip")
+    _refuse_others(
+        {"collectives", "ranks", "out", "force"}, "--collectives measures no model and no chip"
+    )
     path = out or "collectives.csv"
     with progress():
         rows = measure_collectives(2 if ranks is None else ranks, path, tell=tell)
@@ -36,7 +38,7 @@ def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
         raise click.UsageError(f"--system {name}: say --collectives FILE, too")
     if name is None:
         raise click.UsageError("--collectives: say with --system NAME where they were measured")
-    _refuse_others({"collectives", "system", "out"}, "--collectives fits no knobs")
+    _refuse_others({"collectives", "system", "out", "force"}, "--collectives fits no knobs")
     result = calibrate_collectives(path, load_system(name))
     text = dump_system(result.system, None if out == "-" else out)
     if out == "-":

@@ -38,7 +38,8 @@ def report_many(
     if result.reports:
         console().print(result)
     if out is not None and result.reports:
-        said = ", ".join(path.name + os.sep * path.is_dir() for path in sorted(Path(out).iterdir()))
+        there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
+        said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
         say(f"\nin {Path(out)}{os.sep}: {said}")
     if result.reports:
         write_timeline(timeline, result)

@@ -35,6 +35,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     console,
     form_of,
@@ -43,6 +44,7 @@ from rooftrace.reporting.cli.shared import (
     load_rules,
     progress,
     workload,
+    write_document,
     write_text,
     write_timeline,
 )
@@ -70,6 +72,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
 )
 @click.option(
     "--out",
+    type=Output(folder=True, table=True),
     metavar="DIR|FILE",
     help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
     "in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
@@ -127,8 +130,8 @@ def report(
     models = load_executions(executions, tf32, knobs, rewrites, disturbances, factors)
     models = [rt.execution_model(model, exchange=exchange) for model in models]
     load_rules(rules)
-    if out is not None and out != "-":
-        check_folder(Path(out).parent if single else Path(out), **how)
+    if out not in (None, "-") and not single and not many:
+        check_folder(Path(str(out)), **how)
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     asked = {"chip": loaded, "execution": models, "max_batch": max_batch, **workload(**request)}
     if many:
@@ -146,11 +149,9 @@ def report(
 
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace._writing import write_bytes
-
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_bytes(Path(out), _text(result, single, style).encode("utf-8", "backslashreplace"))
+        write_document(out, single, _text(result, single, style))
     elif out is not None:
         with progress():
             tell("writing the report")
@@ -204,7 +205,12 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 @requests_options
 @rules_option
 @click.option(
-    "-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout."
+    "-o",
+    "--out",
+    type=Output(),
+    required=True,
+    metavar="FILE",
+    help="graph.json or graph.json.gz; - is stdout.",
 )
 def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""

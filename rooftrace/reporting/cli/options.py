@@ -10,6 +10,7 @@ import click
 
 from rooftrace.costmodels.execution import REWRITES
 from rooftrace.errors import RequestError, hint
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.pipelines import SCHEDULES
 
@@ -412,7 +413,7 @@ FIGURES = ("png", "svg", "pdf")
 """Formats of figures."""
 
 
-class FigureFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+class FigureFile(Output):
     """The path of a figure: PNG, SVG or PDF by its ending, which is checked before any work."""
 
     name = "FILE"
@@ -425,7 +426,7 @@ class FigureFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer
         return path
 
 
-class TimelineFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+class TimelineFile(Output):
     """The path of a timeline, which is checked before any work."""
 
     name = "FILE"
@@ -484,6 +485,10 @@ def _output(*forms: str) -> tuple[Callable[..., Any], ...]:
             help="Default: terminal, or by the ending of --out.",
         ),
         click.option(
-            "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
+            "-o",
+            "--out",
+            type=Output(forms=forms),
+            metavar="FILE",
+            help="Write there instead of the terminal; - is stdout.",
         ),
     )

@@ -10,6 +10,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.cli.options import EXECUTIONS, TimelineFile, table_options
 from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     form_of,
     load_executions,
@@ -82,7 +83,10 @@ is read is a stated assumption.  What it does on the host is real: data, logging
 )
 @click.option("--rules", multiple=True, metavar="FILE.py", help="Cost rules of yours.  Repeatable.")
 @click.option(
-    "--save", metavar="FILE.json.gz", help="Write the graphs of the steady step, for any command."
+    "--save",
+    type=Output(),
+    metavar="FILE.json.gz",
+    help="Write the graphs of the steady step, for any command.",
 )
 @click.option(
     "--timeline",

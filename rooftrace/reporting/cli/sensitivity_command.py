@@ -21,6 +21,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
@@ -63,7 +64,12 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
     "bytes_hbm, peak_memory, items_per_s.",
 )
 @click.option("--log", is_flag=True, help="With --grid: effects in factors, not in sums.")
-@click.option("--points", metavar="FILE.csv", help="With --grid: write every point there.")
+@click.option(
+    "--points",
+    type=Output(table=True),
+    metavar="FILE.csv",
+    help="With --grid: write every point there.",
+)
 @workload_options
 @pricing_options
 @chip_option()

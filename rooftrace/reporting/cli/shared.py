@@ -18,6 +18,7 @@ from rooftrace._progress import WARNING
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.outputs import form_by_ending
 
 
 def workload(
@@ -153,18 +154,29 @@ def write_text(
     document: Callable[[], Any],
 ) -> None:
     """A result to the terminal, or as JSON or another text to stdout or a file."""
-    from rooftrace._writing import write_bytes
+    from rooftrace._outputs import MADE_BY
 
     if form == "terminal" and out in (None, "-"):
         console().print(rendered())
         return
-    text = (
-        json.dumps(document(), indent=1, allow_nan=False) + "\n" if form == "json" else markdown()
-    )
+    if form == "json":
+        told = document()
+        made_by = {} if "schema" in told else MADE_BY
+        text = json.dumps({**made_by, **told}, indent=1, allow_nan=False) + "\n"
+    else:
+        text = markdown()
     if out in (None, "-"):
         click.echo(text, nl=False)
     else:
-        write_bytes(Path(str(out)), text.encode("utf-8", "backslashreplace"))
+        write_document(str(out), "md" if form == "terminal" else form, text)
+
+
+def write_document(out: str, form: str, text: str) -> None:
+    """A text to a file, with the mark by which a later command knows that it may replace it."""
+    from rooftrace._outputs import MARKS
+    from rooftrace._writing import write_bytes
+
+    write_bytes(Path(out), f"{text}{MARKS.get(form, '')}".encode("utf-8", "backslashreplace"))
 
 
 def write_result(
@@ -211,8 +223,7 @@ def form_of(form: str | None, out: str | None) -> str:
     """The format of a result: what was asked for, else by the ending of its file."""
     if form is not None or out in (None, "-"):
         return form or "terminal"
-    ours = {".csv": "csv", ".json": "json", ".html": "html", ".tex": "tex"}
-    return ours.get(Path(str(out)).suffix, "md")
+    return form_by_ending(str(out))
 
 
 def _csv_of(rows: Sequence[dict[str, Any]]) -> str:

@@ -20,6 +20,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     alternatives,
     load_chips,
@@ -72,6 +73,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "-o",
     "--out",
+    type=Output(folder=True, table=True),
     metavar="FILE",
     help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A stopped sweep "
     "goes on with the same command.",
@@ -79,7 +81,10 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @plot_option("Draw time over the first size.")
 @timeline_option
 @click.option(
-    "--save-form", metavar="FILE", help="Write the form, to sweep it again without torch."
+    "--save-form",
+    type=Output(),
+    metavar="FILE",
+    help="Write the form, to sweep it again without torch.",
 )
 @click.option(
     "--most", type=int, default=100, show_default=True, help="Traces of one form at most."

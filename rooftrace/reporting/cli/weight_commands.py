@@ -57,7 +57,7 @@ def inventory(
         say(f"\nweights drawn to {plot}")
 
 
-_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on")
+_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force")
 
 
 def diff_of_checkpoints(

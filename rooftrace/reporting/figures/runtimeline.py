@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._escapes import to_json
+from rooftrace._outputs import MADE_BY
 from rooftrace._writing import write_packed
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
 from rooftrace.tracer.scripts import Turns
@@ -35,6 +36,7 @@ def run_timeline(result: ScriptCost, limit: int = LIMIT) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "otherData": {
+            **MADE_BY,
             "script": result.script.name,
             "chip": result.chip.name,
             "execution": result.execution.name,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part, to_json
+from rooftrace._outputs import MADE_BY
 from rooftrace._writing import write_packed
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.costmodels.timing import streams
@@ -73,6 +74,7 @@ def timeline(
     return {
         "displayTimeUnit": "ms",
         "otherData": {
+            **MADE_BY,
             "model": str(estimate.graph.model.get("name") or "model"),
             "phase": estimate.phase,
             "chip": estimate.chip.name,
@@ -123,7 +125,7 @@ def write_steps(
     other = next(iter(told.values())) if len(told) == 1 else {"steps": told}
     contents = {
         "displayTimeUnit": "ms",
-        "otherData": other,
+        "otherData": {**MADE_BY, **other},
         "traceEvents": sorted(events, key=_order),
     }
     write_packed(path, to_json(contents))

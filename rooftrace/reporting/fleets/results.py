@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
-from rooftrace._writing import write_bytes
+from rooftrace._writing import put_bytes
 from rooftrace.errors import RequestError
 from rooftrace.reporting.fleets.parts import SUFFIX, joined, need, read_part, releases
 from rooftrace.reporting.fleets.tasks import names_a_file
@@ -117,4 +117,4 @@ def write_manifest(out: Path, tasks: Mapping[str, str], failures: Iterable[Fleet
         "failures": {failure.key: failure.error for failure in failures},
     }
     text = json.dumps(table, indent=1, ensure_ascii=True)
-    write_bytes(out / MANIFEST, f"{text}\n".encode())
+    put_bytes(out / MANIFEST, f"{text}\n".encode())

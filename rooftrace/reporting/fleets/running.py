@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rooftrace._outputs import check_output
 from rooftrace._progress import Listener, tell, telling
-from rooftrace._writing import aside
+from rooftrace._writing import put_bytes
 from rooftrace.errors import RequestError, UnusedError
 from rooftrace.reporting.fleets.clusters import (
     at_once,
@@ -18,8 +18,14 @@ from rooftrace.reporting.fleets.clusters import (
     connected,
 )
 from rooftrace.reporting.fleets.outcomes import TaskOutcome, outcome_of
-from rooftrace.reporting.fleets.parts import need, read_part
-from rooftrace.reporting.fleets.results import FleetFailure, FleetResult, write_manifest
+from rooftrace.reporting.fleets.parts import SUFFIX, need, read_part
+from rooftrace.reporting.fleets.results import (
+    MANIFEST,
+    FleetFailure,
+    FleetResult,
+    load_fleet,
+    write_manifest,
+)
 from rooftrace.reporting.fleets.tasks import FleetError, Task
 
 HERE = "none"
@@ -65,6 +71,7 @@ def run_fleet(
         left = [
             task for task in asked if read_part(folder / f"{task.key}.parquet", task.key) is None
         ]
+        _check_places(folder, left)
         landing = _Landing(folder, asked, left)
         if scheduler is None and len(left) <= 1 and workers is None:
             scheduler = HERE
@@ -114,6 +121,17 @@ def _opened(out: str | Path) -> Path:
     return folder
 
 
+def _check_places(folder: Path, tasks: Sequence[Task]) -> None:
+    """Raise OutputError where the part of a task would replace what is no part of a fleet."""
+    known: Mapping[str, str] = {}
+    if (folder / MANIFEST).is_file():
+        with contextlib.suppress(RequestError):  # damaged: it is written again
+            known = load_fleet(folder).tasks
+    check_output(folder / MANIFEST, own_name=True, known=True)
+    for task in tasks:
+        check_output(folder / f"{task.key}{SUFFIX}", own_name=True, known=task.key in known)
+
+
 def _outcomes(
     tasks: Sequence[Task], scheduler: str | None, workers: int, retries: int
 ) -> Generator[TaskOutcome, None, None]:
@@ -142,13 +160,13 @@ class _Landing:
         if self.there:
             tell(f"{self.there} of {len(self.titles)} are there")
         try:
-            with aside(self.folder) as hidden, contextlib.closing(outcomes):
+            with contextlib.closing(outcomes):
                 for outcome in outcomes:
-                    self._land(outcome, hidden / "part")
+                    self._land(outcome)
         finally:
             write_manifest(self.folder, self.titles, self._failures())
 
-    def _land(self, outcome: TaskOutcome, made: Path) -> None:
+    def _land(self, outcome: TaskOutcome) -> None:
         self.ran += 1
         words = f"{self.there + self.ran} of {len(self.titles)}: {outcome.title}"
         if outcome.error:
@@ -157,8 +175,7 @@ class _Landing:
             write_manifest(self.folder, self.titles, self._failures())
             tell(f"{words} failed")
             return
-        made.write_bytes(outcome.part)
-        os.replace(made, self.folder / f"{outcome.key}.parquet")
+        put_bytes(self.folder / f"{outcome.key}{SUFFIX}", outcome.part)
         tell(words)
 
     def _failures(self) -> tuple[FleetFailure, ...]:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rooftrace._escapes import to_json
+from rooftrace._outputs import MARK
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.hypertext.body import Hypertext, as_hypertext, escaped
 from rooftrace.reporting.view.model import Image, Section, View
@@ -67,6 +68,7 @@ def _page(name: str, written: Hypertext) -> str:
     links = [f'<li><a href="#{place}">{escaped(text)}</a></li>' for place, text in written.headings]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="generator" content="{MARK}">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>\n{styles}\n{_tones()}</style>\n</head>\n<body>\n"

@@ -8,7 +8,8 @@ from rooftrace.reporting.latex.escaping import latex, plain
 from rooftrace.reporting.latex.floats import Float, Floats, sheet_of
 from rooftrace.reporting.view.model import Image, Note, Part, Section, Table, View
 
-PREAMBLE = r"""% Tables of rooftrace.  They need \usepackage{array,booktabs} and nothing else.
+PREAMBLE = r"""% made_by: rooftrace
+% Tables of rooftrace.  They need \usepackage{array,booktabs} and nothing else.
 % Take in one of them: copy it, or \input its file (table-NAME.tex beside report.tex).
 \documentclass[10pt]{article}
 \usepackage[margin=1in]{geometry}

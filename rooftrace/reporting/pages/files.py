@@ -1,17 +1,18 @@
-"""Files that are whole or not there: makes them aside, then moves them into place."""
+"""The files of a report or a validation: makes them aside, then puts them into their folder."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooftrace._escapes import to_cells, to_json
-from rooftrace._writing import aside, put_folder
+from rooftrace._outputs import MARKS
+from rooftrace._writing import aside, check_files, put_files
 from rooftrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 FORMATS = ("html", "md", "json", "csv", "png")
 """What a report has unless it is asked for other formats."""
 FIGURES = ("png", "svg", "pdf")
+MANIFEST = "_report.json"
+_NAMES = {"html": "report.html", "md": "report.md", "json": "report.json", "csv": "ops.csv"}
+_NAMES |= {"tex": "report.tex", "png": "roofline.png", "svg": "roofline.svg", "pdf": "roofline.pdf"}
+"""The file of a format that every report has."""
 ALL_FORMATS = (*FORMATS, *FIGURES[1:], "trace", "tex", "chakra", "chakra-all")
 
 
@@ -49,10 +54,11 @@ class FigureError(RuntimeError):
 def check_folder(out: Path, formats: Sequence[str] = FORMATS) -> None:
     """Raise now, before any work, what would stop these formats from being written later.
 
-    Raises ReportFolderError for a folder, FigureError where matplotlib does not load.
+    Raises ReportFolderError for a folder, OutputError for a file in it that would be lost,
+    FigureError where matplotlib does not load.
     """
-    with _new_folder(out):
-        pass
+    with new_folder(out, MANIFEST):
+        check_files(out, [_NAMES[name] for name in formats if name in _NAMES], MANIFEST)
     if any(name in formats for name in FIGURES):
         try:
             import matplotlib  # noqa: F401  reads its settings and MPLBACKEND
@@ -77,7 +83,7 @@ def write_report(
     Raises FigureError, after all other files are there, where a figure cannot be drawn.
     """
     failure: Exception | None = None
-    with _new_folder(out) as folder:
+    with new_folder(out, MANIFEST) as folder:
         names: list[str] = []
         endings = [name for name in FIGURES if name in formats]
         if endings:
@@ -115,7 +121,8 @@ def write_report(
         if "md" in formats:
             from rooftrace.reporting.text import as_markdown
 
-            (folder / "report.md").write_text(as_markdown(results, figures), encoding="utf-8")
+            page = f"{as_markdown(results, figures)}{MARKS['md']}"
+            (folder / "report.md").write_text(page, encoding="utf-8")
             names.append("report.md")
         if "tex" in formats:
             names += _write_latex(results, folder, figures, style)
@@ -155,7 +162,7 @@ def write_validation(
     from rooftrace.reporting.figures import parity, style
     from rooftrace.reporting.text import as_markdown, shown
 
-    with _new_folder(out) as folder:
+    with new_folder(out, "_validation.json") as folder:
         names = []
         points, left_out = parity.parity_points(result)
         if points:
@@ -180,7 +187,7 @@ def write_validation(
             timeline.write_timeline(folder / names[-1], result.estimate, result.alignment)
         text = to_json(result.to_dict(), indent=1)
         (folder / "validation.json").write_bytes(text + b"\n")
-        page = as_markdown(result, names)
+        page = f"{as_markdown(result, names)}{MARKS['md']}"
         (folder / "validation.md").write_text(page, encoding="utf-8")
         (folder / "validation.html").write_text(shown(result, "webpage"), encoding="utf-8")
     made = ("validation.html", "validation.md", "validation.json", *names)
@@ -197,36 +204,35 @@ def write_records(records: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
         writer.writerow(to_cells(record))
 
 
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder to make files in, which then takes the place of `out` as a whole.
+@contextlib.contextmanager
+def new_folder(out: Path, manifest: str) -> Iterator[Path]:
+    """A folder to make files in, which are then put into `out`, each whole, with their manifest.
 
-    Parents that had to be made for it are removed again if nothing was put into `out`.
+    Folders that had to be made for it are removed again if nothing was put there.
+    Raises ReportFolderError, and OutputError where a file would be lost.
     """
-    missing = [parent for parent in out.absolute().parents if not parent.exists()]
-    if out.exists() and not (out.is_dir() and os.access(out, os.W_OK | os.X_OK)):
-        reason = "Permission denied" if out.is_dir() else "it is a file"
-        raise ReportFolderError(f"report folder {str(out)!r}: cannot write there: {reason}")
-    parent = out.absolute().parent
-    if out.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
-        parent = out
+    folders = (out.absolute(), *out.absolute().parents)
+    missing = [folder for folder in folders if not folder.exists()]
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with aside(parent) as folder:
-            # The hidden folder is private; the one inside has the permissions of any other.
-            made = folder / "report"
-            made.mkdir()
+        if out.is_symlink() and not out.exists():
+            raise ReportFolderError(_said(out, f"it is a link to {os.readlink(out)!r}, not there"))
+        if out.exists() and not out.is_dir():
+            raise ReportFolderError(_said(out, "it is a file"))
+        out.mkdir(parents=True, exist_ok=True)
+        with aside(out) as made:
             yield made
             if any(made.iterdir()):
-                put_folder(made, out)
+                put_files(made, out, manifest)
     except OSError as error:
         if isinstance(error, ReportFolderError):
             raise
-        raise ReportFolderError(
-            f"report folder {str(out)!r}: cannot write there: {error.strerror or error}"
-        ) from error
+        raise ReportFolderError(_said(out, error.strerror or str(error))) from error
     finally:
         _remove_empty(missing)
+
+
+def _said(out: Path, reason: str) -> str:
+    return f"report folder {str(out)!r}: cannot write there: {reason}"
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

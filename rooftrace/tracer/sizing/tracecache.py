@@ -11,16 +11,17 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rooftrace._writing import write_bytes
+from rooftrace._writing import packed, put_bytes
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphfiles import load_graphs, save_graphs
+from rooftrace.tracer.graphfiles import graphs_bytes, load_graphs
 from rooftrace.tracer.sources import apart
 
 VARIABLE = "ROOFTRACE_CACHE"
@@ -66,9 +67,9 @@ class TraceCache:
         if place is None or made.rules or (job.is_code and not made.files):
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
-            save_graphs(made.graphs, place)
+            put_bytes(place, packed(place, graphs_bytes(made.graphs)))
             files = {**made.files, str(place): _digest(str(place))}  # of this trace, not another's
-            write_bytes(place.with_suffix(".files"), json.dumps(files).encode())
+            put_bytes(place.with_suffix(".files"), json.dumps(files).encode())
             self._shrink()
 
     def _place(self, job: Job) -> Path | None:
@@ -105,10 +106,15 @@ class TraceCache:
 
     @staticmethod
     def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
-        for path in folder.glob("*.json"):
+        for path in filter(_is_kept, folder.glob("*.json")):
             with contextlib.suppress(OSError):
                 state = path.stat()
                 yield state.st_mtime, state.st_size, path
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether a file of the folder has the name of a trace: others are not the cache's."""
+    return re.fullmatch(r"[0-9a-f]{40}", path.stem) is not None
 
 
 def _place_of(job: Job) -> list[str]:

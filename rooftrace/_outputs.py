@@ -1,0 +1,176 @@
+"""What may be replaced by an output, and what is left as it is.
+
+A file that is there is replaced where it is an output of rooftrace of the same kind.  A name that
+leads elsewhere (a link), a folder and a file without write permission are never written over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+from rooftrace.errors import RequestError
+
+MARK = "made_by: rooftrace"
+"""Stands in an output whose format has no schema: in a comment, or in the facts of a picture."""
+MADE_BY = {"made_by": "rooftrace"}
+MARKS = {
+    "md": f"\n[//]: # ({MARK})\n",
+    "github": f"\n[//]: # ({MARK})\n",
+    "toml": f"# {MARK}\n",
+    "junit": f"<!-- {MARK} -->\n",
+}
+"""What is added to a text that has no other place for it, by format (in TOML before it)."""
+
+_KIND = re.compile(
+    rb"(?:schema|format)\W{1,5}rooftrace\.(\w+)/|(made_by)\W{1,8}rooftrace"
+    rb'|"check_name": "(rooftrace-)|rooftrace.{2,4}\{"(key)"'
+    rb"|Made by `rooftrace (lock)`",
+    re.DOTALL,
+)
+FLEET_PART = b"key"
+"""The kind of a part of a fleet: a parquet file whose metadata have the key of its task."""
+_HEADER = re.compile(rb'[\w.]+(?:,[^,"\s]+)+\r?\n')
+_HEAD, _TAIL = 4096, 65_536
+_CODE = (".py", ".pyi", ".pyw", ".pyx", ".ipynb")
+
+Files = frozenset[tuple[int, int]]
+_COMMAND: ContextVar[tuple[Files, bool] | None] = ContextVar("rooftrace_command", default=None)
+
+
+class OutputError(RequestError):
+    """What stands where an output should go would be lost."""
+
+
+@contextlib.contextmanager
+def outputs_of_command(named: Iterable[str], force: bool) -> Iterator[None]:
+    """Hold every output of the block against what a command line says.
+
+    named: what its other words name; files among them are inputs.  force: replace any plain file.
+    """
+    inputs = set()
+    for path in named:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode):
+                inputs.add((status.st_dev, status.st_ino))
+    before = _COMMAND.set((frozenset(inputs), force))
+    try:
+        yield
+    finally:
+        _COMMAND.reset(before)
+
+
+def check_output(
+    path: Path,
+    content: bytes | None = None,
+    *,
+    own_name: bool = False,
+    known: bool = False,
+    table: bool = True,
+) -> None:
+    """Raise OutputError or OSError where an output cannot go, or where something would be lost.
+
+    content: what is to be written; None before that is known.  own_name: rooftrace chose the name,
+    in a folder of the user's.  known: a manifest says that the file is of rooftrace.  table: it may
+    be a CSV; of which table, is known once there is content.
+
+    On the command line, and for names of its own, only a file of the same kind is replaced.  A file
+    that a caller in Python names is replaced unless it is code.
+    """
+    if is_stream(path) and not own_name:
+        return
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        _check_parent(path)
+        return
+    _check_plain(path, status)
+    inputs, force = _COMMAND.get() or (frozenset(), False)
+    if force:
+        return
+    by_command = _COMMAND.get() is not None
+    rather = "; name another file" + (", or add --force to replace it" if by_command else "")
+    if (status.st_dev, status.st_ino) in inputs:
+        raise OutputError(f"{str(path)!r} is an input of this command{rather}")
+    if path.suffix in _CODE:
+        raise OutputError(f"{str(path)!r} is code, and would be lost{rather}")
+    if known or not (by_command or own_name) or not status.st_size:
+        return
+    was = kind_at(path) if table or path.suffix != ".csv" else None
+    new = was if content is None else kind_of(content, path.suffix)
+    if was is None or (was != new and _NOTHING not in (was, new)):
+        raise OutputError(
+            f"{str(path)!r} is there, and is not what rooftrace writes here: it would be lost"
+            f"{rather}"
+        )
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is written to as it is: a device, a pipe, or a stream of this process."""
+    folder = os.path.dirname(os.path.abspath(path))
+    special = folder in ("/dev", "/dev/fd") or folder.startswith("/proc/")
+    return path.exists() and not path.is_dir() and (special or not path.is_file())
+
+
+_NOTHING = b"nothing"
+
+
+def kind_of(content: bytes, suffix: str) -> bytes | None:
+    """The kind of an output of rooftrace, by its beginning and its end; None for another file."""
+    if content.strip() in (b"", b"[]"):
+        return _NOTHING
+    if suffix == ".csv":
+        header = _HEADER.match(content)
+        return header[0] if header else None
+    if content[:2] == b"\x1f\x8b":
+        with contextlib.suppress(zlib.error):
+            content = zlib.decompressobj(31).decompress(content, _HEAD)
+    match = _KIND.search(content[:_HEAD]) or _KIND.search(content[-_TAIL:])
+    return next(filter(None, match.groups())) if match else None
+
+
+def kind_at(path: Path) -> bytes | None:
+    """The kind of a plain file, as `kind_of` has it; None for a link and for what is none."""
+    return kind_of(_ends(path), path.suffix) if path.is_file() and not path.is_symlink() else None
+
+
+def _ends(path: Path) -> bytes:
+    """The beginning and the end of a file; the whole of a small one."""
+    with path.open("rb") as file:
+        head = file.read(_TAIL)
+        file.seek(max(len(head), os.fstat(file.fileno()).st_size - _TAIL))
+        return head + file.read(_TAIL)
+
+
+def _check_plain(path: Path, status: os.stat_result) -> None:
+    """Raise for what is there and is no plain file that one may write."""
+    if stat.S_ISLNK(status.st_mode):
+        raise OutputError(
+            f"{str(path)!r} is a link to {os.readlink(path)!r}: name that file itself, or remove "
+            "the link"
+        )
+    if stat.S_ISDIR(status.st_mode):
+        raise OutputError(f"{str(path)!r} is a folder: an output has this name; move it away")
+    if not stat.S_ISREG(status.st_mode):
+        raise OutputError(f"{str(path)!r} is no plain file: an output has this name; move it away")
+    if not status.st_mode & 0o222 or not os.access(path, os.W_OK):
+        raise OutputError(f"{str(path)!r} is read-only: make it writable, or name another file")
+
+
+def _check_parent(path: Path) -> None:
+    """Raise OSError where a file cannot be made: a file in the way, or a folder without rights."""
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"{str(parent)!r} is a file, and no folder", str(path)
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
