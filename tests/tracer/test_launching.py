@@ -337,6 +337,25 @@ def test_a_program_is_stopped_in_a_thread_of_it(write: Write) -> None:
     assert (ended.reason, steps) == ("stopped", 3)
 
 
+@pytest.mark.parametrize("end", ["sys.exit(3)", "1 / 0", "pass"])
+def test_a_process_that_a_program_forks_ends_as_itself(
+    end: str, write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import os, sys, time\n"
+        "child = os.fork()\n"
+        f"if not child: {end}\n"
+        "else:\n"
+        "    print('ended', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "    sys.exit(5)\n"
+    )
+    ended = run(write("t.py", text))
+    out, err = capfd.readouterr()
+    assert (ended.code, ended.exception) == (5, None)
+    assert out == f"ended {dict(zip(('s', '1', 'p'), (3, 1, 0), strict=True))[end[0]]}\n"
+    assert ("ZeroDivisionError" in err) == (end == "1 / 0")
+
+
 def test_programs_run_beside_each_other(write: Write) -> None:
     text = (
         "import os, sys, time\n"

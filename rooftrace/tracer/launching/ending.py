@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.records import HardExit, Stopped
@@ -196,3 +197,14 @@ def shut_down(before: set[threading.Thread], waiting: bool) -> tuple[str, ...]:
     with contextlib.suppress(ValueError, OSError, AttributeError):
         sys.stdout.flush()
     return on
+
+
+def leave(code: int, error: BaseException | None) -> NoReturn:
+    """End this process at once, as Python ends one: an error is printed."""
+    if error is not None:
+        traceback.print_exception(error)
+        code = 1
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        sys.stderr.flush()
+    original_of(os, "_exit")(code)
+    raise AssertionError

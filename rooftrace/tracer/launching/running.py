@@ -27,7 +27,7 @@ class ProgramRun:
         self._program, self._processes = program, processes
         self._stopping, self._lost = ending.Stopping(), ending.LostErrors()
         self._assumed: dict[tuple[str, str], None] = {}
-        self._started = False
+        self._started, self._process = False, os.getpid()
 
     @property
     def ranks(self) -> Ranks:
@@ -91,6 +91,8 @@ class ProgramRun:
             threads = ending.shut_down(before, waiting=reason != "stopped")
         except Stopped:  # by a thread that it waits for
             reason, threads = "stopped", ending.shut_down(before, waiting=False)
+        if os.getpid() != self._process:  # one that the program has forked, which ends here
+            ending.leave(code, raised)
         lost = self._lost.first()
         if lost is not None and not code and reason in ("end", "exit"):
             reason, (thread, raised) = "error", lost
