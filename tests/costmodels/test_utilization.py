@@ -38,8 +38,6 @@ def placed(rows: int, columns: int, inner: int, units: int) -> float:
     for a, b in TILES:
         blocks = -(-rows // a) * -(-columns // b)
         for split in SPLITS:
-            if split > 1 and split * 32 > inner:
-                break
             depth = -(-inner // (split * 32)) * 32 if split > 1 else inner
             free = [0] * units
             for _ in range(blocks * split):
