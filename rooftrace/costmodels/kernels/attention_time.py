@@ -205,6 +205,15 @@ def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
 
 
+def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
+    """All tiles of rows; of a tile that rows of a request fill in part after others, that part."""
+    import numpy as np
+
+    packed = _packed(sizes, kernel)
+    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.rows)
+    return tiles * sizes["batch"] * sizes["heads"] / packed
+
+
 def _most_seen(sizes: Mapping[str, Array]) -> Array:
     """Keys that the last row sees, if each sees those before it and itself, up to a window.
 
@@ -264,7 +273,8 @@ def attention_seconds(
         bandwidth = on.memory * memory * knobs.stream
         stream = np.minimum(_cache_bytes(cases), cases["bytes"]) / bandwidth
         moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
-        waves = 1.0 if kernel.alone else np.maximum(1.0, blocks.count / on.units)
+        blocks_by_rows = _tiles_by_rows(cases, kernel) * blocks.split
+        waves = 1.0 if kernel.alone else np.maximum(1.0, blocks_by_rows / on.units)
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
         copies = _copies(cases, kernel) * knobs.prepare

@@ -39,8 +39,8 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 FEED = 64
 """Bytes that an SM takes from L2 in a clock (one port; microbenchmarks of V100 to H100 agree)."""
 _DEPTH = 32
-"""K goes through a tile in steps of this.  A split is a whole number of them, the last parts may have
-less or none: so a split that suits a longer K is open to a shorter one, as padding would make it."""
+"""K goes through a tile in steps of this; parts of a split are whole numbers of them, the last ones
+may have none: a split that suits a longer K is open to a shorter one, as if K were padded."""
 VECTOR_STEPS = 1 / 16
 """Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
