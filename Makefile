@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving published earlier exact \
+.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving published earlier exact falls \
 	checkpoints versions measure collectives manychips page docs notebooks clean
 
 help: ## list the commands
@@ -144,6 +144,10 @@ published: $(INSTALLED) ## write docs/published-sizes.md: weights and caches bes
 
 exact: $(INSTALLED) ## forms beside traces at sizes held out: 22 models and phases, about an hour (COUNT=5 ONLY=gpt2 PHASE=decode)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact/exact.py --count $(or $(COUNT),40) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(PHASE),--phase $(PHASE))
+
+falls: $(INSTALLED) ## does a step take less for a larger batch or length? On eight chips, about an hour (CHAINS=2 ONLY=gpt2 PHASE=decode)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact/falls.py --chains $(or $(CHAINS),20) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(PHASE),--phase $(PHASE))
 
 collectives: $(INSTALLED) ## refit constants of collectives to published measurements, and score them (DATA=folder TOML=1)

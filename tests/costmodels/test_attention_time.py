@@ -2,6 +2,7 @@
 
 import heapq
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from rooftrace.costmodels.kernels.attention_libraries import (
     GEFORCE,
     HOPPER,
     attention_knobs,
+    library_on,
 )
 from rooftrace.costmodels.kernels.attention_time import (
     EFFICIENT,
     EXPONENTIALS,
     FLASH3,
     IDEAL,
+    LIBRARIES,
     MOST_SPLITS,
     PAGED2,
     SPLIT2,
@@ -42,7 +45,7 @@ def engine(chip: str) -> AttentionEngine:
     return found
 
 
-def case(on: AttentionEngine | None = None, **changed: float) -> dict[str, np.ndarray]:
+def case(on: AttentionEngine | None = None, **changed: Any) -> dict[str, np.ndarray]:
     """One causal prompt, or a step of decode with queries=1, with some sizes changed."""
     sizes = {"batch": 4, "queries": 1024, "keys": 1024, "heads": 32, "kv_heads": 8, "width": 128}
     sizes = {**sizes, "kv_size": 2, "masked": 0, "paged": 1, **changed}
@@ -52,7 +55,7 @@ def case(on: AttentionEngine | None = None, **changed: float) -> dict[str, np.nd
     rate = 1.0 if on is None else on.rate * (2 if sizes["size"] < 2 else 1)
     moved = 2 * queries * sizes["heads"] * 2 + keys * sizes["kv_heads"] * 2 * sizes["kv_size"]
     sizes = {"rate": rate, "bytes": sizes["batch"] * sizes["width"] * moved, **sizes}
-    return {name: np.array([float(value)]) for name, value in sizes.items()}
+    return {name: np.atleast_1d(np.asarray(value, dtype=float)) for name, value in sizes.items()}
 
 
 def seconds(chip: str = "h100-sxm", knobs: AttentionKnobs | None = None, **changed: float) -> float:
@@ -320,3 +323,28 @@ def test_blocks_of_unequal_requests_are_those_that_a_loop_over_them_makes() -> N
         walked = sum(one.count[0] * one.mean[0] for one in each)
         assert together.count[0] * together.mean[0] == pytest.approx(walked)
         assert together.longest[0] == max(one.longest[0] for one in each)
+
+
+@pytest.mark.parametrize("chip", ["a100-sxm-80", "h200-sxm", "b200-sxm", "l4", "mi300x"])
+@pytest.mark.parametrize("library", LIBRARIES)
+@given(sizes=SIZES, group=st.integers(1, 16), past=st.sampled_from([0, 40, 490, 6000]))
+def test_no_attention_takes_less_for_more(
+    chip: str, library: str, sizes: dict[str, int], group: int, past: int
+) -> None:
+    """Requests, queries, keys before them, and groups of heads: each grows by itself.
+
+    Only where the first query of a paged cache joins its group into one tile, more queries can take
+    less: FlashAttention 2 copies queries to do so (`prepare`), and splits keys of such tiles alone.
+    """
+    on, library_on_chip = engine(chip), library_on(library, load_chip(chip))
+    knobs = attention_knobs("usual", load_chip(chip), library_on_chip)
+    grown = np.arange(1.0, 200.0)
+    for name in ("batch", "queries", "past", "kv_heads", "width"):
+        first = name == "queries" and library_on_chip == "flash2"
+        chain = {**sizes, "past": past, name: grown + first}
+        heads, keys = chain["kv_heads"] * group, chain["queries"] + chain.pop("past")
+        cases = case(on, **chain, heads=heads, keys=keys)
+        cases["library"] = np.array([float(LIBRARIES.index(library_on_chip))])
+        cases = {key: np.broadcast_to(value, grown.shape).copy() for key, value in cases.items()}
+        device = attention_seconds(cases, on, knobs, overlap=3.0).device
+        assert (np.diff(device) >= -1e-9 * device[1:]).all(), name

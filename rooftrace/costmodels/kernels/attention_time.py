@@ -5,7 +5,7 @@ A flash attention kernel gives each block some rows of the score matrix, and wal
   keys     are whole steps; a causal block ends at its last row, so that blocks differ in length,
   a step   takes its two products and its exponentials; a block takes a start beside its steps,
   blocks   fill the SMs, and the last ones to end leave some idle; few blocks are split along their
-           keys, and the partial results combined by one more kernel,
+           keys where that is faster, and the partial results combined by one more kernel,
   memory   streams key and value while blocks compute; query and output of the first and the last
            blocks go through it apart, those of all where a block has its SM to itself.
 Sizes of tiles are those of FlashAttention 2 and 3 (Dao, "FlashAttention-2", 2023; Shah et al.,
@@ -46,8 +46,8 @@ _WIDTHS = 32
 _WIDE_ENGINE = 1500
 """FLOP of bf16 per SM and clock of data-center GPUs of any vendor; GeForce cards have 512."""
 _FEW = 0.8
-"""FlashAttention 2 splits keys where blocks are fewer than this share of the SMs.  What fits one of
-its smaller tiles is taken to run on that kernel, too."""
+"""FlashAttention 2 may split keys where blocks are fewer than this share of the SMs.  What fits one
+of its smaller tiles may run on that kernel, too."""
 
 
 # -- kernels and chips -----------------------------------------------------------------------------
@@ -133,9 +133,12 @@ class AttentionBlocks:
 
 
 def attention_blocks(
-    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel
+    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel, most: Array | int = MOST_SPLITS
 ) -> AttentionBlocks:
-    """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`)."""
+    """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`).
+
+    most: into how many parts it may split keys; [splits, 1] for arrays of [splits, cases].
+    """
     import numpy as np
 
     short, long = (_walked(part, kernel) for part in _alike(sizes))
@@ -144,7 +147,7 @@ def attention_blocks(
     mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
     steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
     can = (np.maximum(short.packed, long.packed) > 1) | kernel.splits
-    split = np.where(can, np.clip(np.minimum(units // count, steps), 1, MOST_SPLITS), 1.0)
+    split = np.where(can, np.clip(np.minimum(units // count, steps), 1, most), 1.0)
     longest = np.ceil(steps / split) * kernel.keys
     tiles = np.where(uneven, np.maximum(short.tiles, long.tiles), short.tiles)
     return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
@@ -202,6 +205,15 @@ def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
 
 
+def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
+    """All tiles of rows; of a tile that rows of a request fill in part after others, that part."""
+    import numpy as np
+
+    packed = _packed(sizes, kernel)
+    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.rows)
+    return tiles * sizes["batch"] * sizes["heads"] / packed
+
+
 def _most_seen(sizes: Mapping[str, Array]) -> Array:
     """Keys that the last row sees, if each sees those before it and itself, up to a window.
 
@@ -251,30 +263,36 @@ def attention_seconds(
     """
     import numpy as np
 
-    result = AttentionSeconds(*(np.zeros(len(sizes["batch"])) for _ in range(3)))
-    for kernel, rows in _kernels(sizes, on):
-        cases = {name: values[rows] for name, values in sizes.items()}
-        blocks = attention_blocks(cases, on.units, kernel)
+    result = AttentionSeconds(*(np.full(len(sizes["batch"]), inf) for _ in range(3)))
+    for kernel, may in _kernels(sizes, on):
+        cases = {name: values[may] for name, values in sizes.items()}
+        most = attention_blocks(cases, on.units, kernel).split.max()
+        blocks = attention_blocks(cases, on.units, kernel, np.arange(1, most + 1)[:, None])
         step = _step(cases, on, kernel, knobs) / compute
         walk = _walk(blocks, step, on.units, kernel, knobs.start)
         bandwidth = on.memory * memory * knobs.stream
         stream = np.minimum(_cache_bytes(cases), cases["bytes"]) / bandwidth
         moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
-        waves = 1.0 if kernel.alone else np.maximum(1.0, blocks.count / on.units)
+        blocks_by_rows = _tiles_by_rows(cases, kernel) * blocks.split
+        waves = 1.0 if kernel.alone else np.maximum(1.0, blocks_by_rows / on.units)
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
         copies = _copies(cases, kernel) * knobs.prepare
         beside = cases["paged"] * (cases["batch"] * knobs.request + copies)
         combine = (blocks.split > 1) * knobs.combine
-        result.compute[rows], result.memory[rows] = walk, moved
-        result.device[rows] = inside + apart + beside + combine
+        device = inside + apart + beside + combine
+        best = device.argmin(axis=0), np.arange(device.shape[1])
+        faster = device[best] < result.device[may]
+        rows = np.flatnonzero(may)[faster]
+        for name, seconds in (("compute", walk), ("memory", moved), ("device", device)):
+            getattr(result, name)[rows] = seconds[best][faster]
     return result
 
 
 def _kernels(
     sizes: Mapping[str, Array], on: AttentionEngine
 ) -> Iterator[tuple[AttentionKernel, Flags]]:
-    """The kernels that run, and which of the cases each runs."""
+    """The kernels that may run, and which of the cases each can take; the fastest one does."""
     import numpy as np
 
     masked, paged = sizes["masked"] > 0, sizes["paged"] > 0
@@ -289,7 +307,7 @@ def _kernels(
         FLASH3: ~masked & third,
         PAGED2: flash2 & paged,
         SPLIT2: flash2 & ~paged & few,
-        FLASH2: flash2 & ~paged & ~few,
+        FLASH2: flash2 & ~paged,
         FLASHINFER: ~masked & (library == LIBRARIES.index("flashinfer")),
         TRITON: ~masked & (library == LIBRARIES.index("triton")),
     }

@@ -30,7 +30,7 @@ Amount = Array | float
 Part = slice | Places
 
 _TILED, _OTHERS = 1024, 65_536
-"""Sizes that are timed at once: of products, each in all tiles, and of others."""
+"""Sizes that are timed at once: of products and attention, in all tiles or splits; of others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +160,8 @@ class KernelColumns:
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the U sizes that are timed at once: memory stays bounded."""
-        length = _TILED if any(work.shape for work in self.works) else _OTHERS
+        tiled = any(work.shape or work.attention for work in self.works)
+        length = _TILED if tiled else _OTHERS
         yield from (slice(at, at + length) for at in range(0, self.size, length))
 
 

@@ -150,7 +150,7 @@ def _shared_seconds(
     work = terms.flop / (d["rate"] * reached)[tiled, None] + rest[tiled, None]
     feed = terms.feed * odd[tiled, None] / (engine.cache * tiling.feed)
     spill = terms.spill / (bandwidth * knobs.memory) + terms.split * tiling.split
-    moved = t_memory[tiled, None] / terms.busy
+    moved = np.maximum(t_memory[tiled, None], terms.walk / bandwidth)
     whole = p_norm(knobs.overlap, work, feed, moved) + spill
     best = (np.arange(len(tiled)), whole.argmin(axis=1))
     by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]

@@ -5,7 +5,8 @@ A kernel cuts C[M, N] = A[M, K] B[K, N] into tiles; each is one block's work on 
   waves   are whole: the last one leaves SMs idle unless the tiles fill it (quantisation of waves),
   feeding a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow; the bytes
           are those of what is stored, which may be narrower than what is multiplied,
-  splitting K over s blocks fills waves, and sends s partial results through HBM.
+  walking over K takes a while however little is multiplied: a block has few loads on their way,
+  splitting K over s blocks fills waves and shortens walks; s partial results go through HBM.
 A library picks the tile and the split that suit the product; so does this, from a few usual ones.
 See NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
 """
@@ -38,7 +39,8 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 FEED = 64
 """Bytes that an SM takes from L2 in a clock (one port; microbenchmarks of V100 to H100 agree)."""
 _DEPTH = 32
-"""K goes through a tile in steps of this; a split is a whole number of them."""
+"""K goes through a tile in steps of this; parts of a split are whole numbers of them, the last ones
+may have none: a split that suits a longer K is open to a shorter one, as if K were padded."""
 VECTOR_STEPS = 1 / 16
 """Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
@@ -74,10 +76,10 @@ SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
 class TileTerms:
     """What every tile and split takes for some products: arrays [products, tiles x splits]."""
 
-    flop: Array  # of whole waves; infinite where K is too short for the split
+    flop: Array  # of whole waves; infinite for tiles that a library does not take
     feed: Array  # bytes from L2
     spill: Array  # bytes of partial results through HBM
-    busy: Array  # share of the HBM bandwidth that the blocks reach
+    walk: Array  # bytes that HBM could move while a block walks over its part of K
     split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
 
 
@@ -99,22 +101,20 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
     done = np.where(whole > 0, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
+    walk = LEAST * (width_a + width_b) * depth * units / tiling.busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
-    share = tiles * split / units
-    flop = np.ceil(share)
+    flop = np.ceil(tiles * split / units)
     flop *= 2 * units
     flop *= done
     flop *= depth + tiling.prologue * np.where(whole > 0, 1.0, VECTOR_STEPS)
-    np.copyto(flop, np.inf, where=is_split & (split * _DEPTH > inner))
     if tiling.pick == "rows":
         np.copyto(flop, np.inf, where=is_split | ~_by_rows(a, b, rows))
-    share *= tiling.busy
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
     spill = np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0)
     return TileTerms(
         *(
             np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
-            for term in (flop, feed, spill, np.minimum(1.0, share, out=share), is_split)
+            for term in (flop, feed, spill, walk, is_split)
         )
     )
 

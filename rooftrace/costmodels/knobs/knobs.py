@@ -102,7 +102,7 @@ class Tiling:
     prologue: float = 0.0  # steps of K that filling and draining a tile's pipeline takes
     split: float = 0.0  # seconds that a product takes on top where its K is split
     feed: float = 1.0  # share of the L2 bandwidth that tiles get
-    busy: float = float("inf")  # share of HBM bandwidth that one block per SM reaches; may pass 1
+    busy: float = float("inf")  # share of HBM bandwidth that SMs with the smallest tile reach
     pick: str = "best"  # the tile and split that suit each product; "rows": see `tile_terms`
 
     def __post_init__(self) -> None:

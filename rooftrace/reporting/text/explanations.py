@@ -137,7 +137,7 @@ def _seconds(kernel: ExplainedKernel) -> list[dict[str, str]]:
         add("t_comp", "sum of FLOP / rate, over the share", f"({_ideal(s.rates)}) / {share}",
             format_time(s.compute))  # fmt: skip
     if s.hbm_share is not None:
-        share = _share(s.hbm_share, f"{s.kind}, knobs", "busy blocks, copies")
+        share = _share(s.hbm_share, f"{s.kind}, knobs", "walks over K, copies")
         add("t_hbm", "HBM bytes / (bandwidth x share)",
             f"{size:,.0f} / ({format_bandwidth(s.bandwidth)} x {share})",
             format_time(s.hbm))  # fmt: skip
