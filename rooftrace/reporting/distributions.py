@@ -30,10 +30,9 @@ def write_distributions(model: ModelInfo, path: Path) -> None:
 
     Raises RequestError where the inventory has none, and OSError.
     """
-    figure = distributions(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     with aside(path.parent) as folder:
-        style.save(figure, folder / "figure.png")
+        style.save(lambda: distributions(model), folder / "figure.png")
         write_bytes(path, (folder / "figure.png").read_bytes())
 
 
