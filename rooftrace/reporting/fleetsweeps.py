@@ -20,6 +20,7 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
+from rooftrace.reporting.fleets.parts import is_part
 from rooftrace.reporting.fleetsources import FleetSource
 from rooftrace.reporting.stepforms import level_values, levels_of
 from rooftrace.reporting.sweeps import FORMATS, sweep, sweep_request, variants_of
@@ -244,12 +245,17 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
 
 
 def _sort_parts(out: Path, keys: set[str]) -> None:
-    """Keep only parts of these keys in the folder; others wait in a folder of their own."""
+    """Keep only parts of these keys in the folder; others wait in a folder of their own.
+
+    A file that no fleet wrote stays where it is.  Raises RequestError where that folder is a link.
+    """
     earlier = out / EARLIER
+    if earlier.is_symlink():
+        raise RequestError(f"{earlier}: a link; files would leave {out}: remove it")
     for part in out.glob("*.parquet"):
-        if part.stem not in keys:
+        if part.stem not in keys and is_part(part):
             earlier.mkdir(exist_ok=True)
             os.replace(part, earlier / part.name)
     for part in earlier.glob("*.parquet"):
-        if part.stem in keys and not (out / part.name).exists():
+        if part.stem in keys and is_part(part) and not (out / part.name).exists():
             os.replace(part, out / part.name)
