@@ -134,7 +134,9 @@ def code_quality(result: GateOutcome) -> str:
                 {
                     "description": said,
                     "check_name": f"rooftrace-{check}",
-                    "fingerprint": hashlib.sha256(visible(f"{check} {where} {text}").encode()).hexdigest(),
+                    "fingerprint": hashlib.sha256(
+                        visible(f"{check} {where} {text}").encode()
+                    ).hexdigest(),
                     "severity": severity,
                     "location": {"path": result.lock, "lines": {"begin": _line(result, where)}},
                 }

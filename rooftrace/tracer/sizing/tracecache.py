@@ -84,6 +84,9 @@ class TraceCache:
         if place is None or made.rules or (job.is_code and not made.files):
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
+            for path in (place, place.with_suffix(".files")):
+                if path.is_symlink():
+                    path.unlink()  # it leads to a file that is no trace
             save_graphs(made.graphs, place)
             files = {**made.files, str(place): _digest(str(place))}  # of this trace, not another's
             write_bytes(place.with_suffix(".files"), json.dumps(files).encode())

@@ -1,0 +1,261 @@
+"""Attackers on what lies around a command: its cache, links, pipes, other users, the environment.
+
+The judge is the same command in an undisturbed place: it gives the same numbers, and no file
+outside of its own folders is another one afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rooftrace as rt
+from rooftrace.reporting.fleetsources import FleetSource
+from tests.fuzz.watch import unasked, watching
+
+CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32}
+SECRET = b'{"secret": 1}'
+OTHER = 65_534
+"""A user that this one is not."""
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="links and pipes of POSIX")
+
+
+class Mine:
+    """A pickle that would leave a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A model that is traced in a moment, in a folder with its name."""
+    path = tmp_path / "model" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**CONFIG, "n_positions": 16}))
+    return path
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the user's that nobody names."""
+    path = tmp_path / "private" / "secret.json"
+    path.parent.mkdir()
+    path.write_bytes(SECRET)
+    return path
+
+
+def swept(config: Path) -> list[float]:
+    return list(rt.sweep(str(config), over={"batch": [1, 3]}, seq=4).frame()["t_est"])
+
+
+Attack = Callable[[Path, Path, random.Random], None]
+"""What is done to a file of a cache, beside a secret."""
+
+
+def cut(file: Path, secret: Path, rng: random.Random) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: rng.randrange(len(content))])
+
+
+def flip(file: Path, secret: Path, rng: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    for _ in range(rng.randint(1, 9)):
+        content[rng.randrange(len(content))] = rng.choice(b'0123456789[]{},"')
+    file.write_bytes(content)
+
+
+def deep(file: Path, secret: Path, rng: random.Random) -> None:
+    file.write_bytes(b"[" * 100_000)
+
+
+def nothing(file: Path, secret: Path, rng: random.Random) -> None:
+    file.write_bytes(b"")
+
+
+def other_json(file: Path, secret: Path, rng: random.Random) -> None:
+    file.write_text(rng.choice(["{}", "[]", "null", '{"x": 1}', '{"/dev/zero": "a"}', "3"]))
+
+
+def a_pickle(file: Path, secret: Path, rng: random.Random) -> None:
+    file.write_bytes(pickle.dumps(Mine(secret.with_name("ran"))))
+
+
+def another(file: Path, secret: Path, rng: random.Random) -> None:
+    for suffix in (".json", ".files"):  # a trace that holds, of something else
+        source = rng.choice(sorted(file.parent.glob("*.json"))).with_suffix(suffix)
+        shutil.copyfile(source, secret.with_name("copy"))
+        file.with_suffix(suffix).write_bytes(secret.with_name("copy").read_bytes())
+    secret.with_name("copy").unlink()
+
+
+def another_half(file: Path, secret: Path, rng: random.Random) -> None:
+    source = rng.choice(sorted(file.parent.glob(f"*{file.suffix}")))
+    file.write_bytes(source.read_bytes())
+
+
+def pairs_swapped(file: Path, secret: Path, rng: random.Random) -> None:
+    first, second = (p.with_suffix("") for p in rng.sample(sorted(file.parent.glob("*.json")), 2))
+    for suffix in (".json", ".files"):
+        aside = secret.with_name("aside")
+        os.replace(first.with_suffix(suffix), aside)
+        os.replace(second.with_suffix(suffix), first.with_suffix(suffix))
+        os.replace(aside, second.with_suffix(suffix))
+
+
+def a_folder(file: Path, secret: Path, rng: random.Random) -> None:
+    file.unlink()
+    (file / "inside").mkdir(parents=True)
+
+
+def a_link(target: str) -> Attack:
+    def attack(file: Path, secret: Path, rng: random.Random) -> None:
+        file.unlink()
+        file.symlink_to({"secret": secret, "itself": file}.get(target, Path(target)))
+
+    return attack
+
+
+def a_pipe(file: Path, secret: Path, rng: random.Random) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def no_rights(file: Path, secret: Path, rng: random.Random) -> None:
+    file.chmod(0)
+
+
+ATTACKS: dict[str, Attack] = {
+    **{attack.__name__: attack for attack in (cut, flip, deep, nothing, other_json, a_pickle)},
+    **{a.__name__: a for a in (another, another_half, pairs_swapped, a_folder, no_rights)},
+    "a link to a file of the user": a_link("secret"),
+    "a link to itself": a_link("itself"),
+    "a link to nothing": a_link("/nonexistent/x"),
+}
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_changes_no_number_and_no_other_file(
+    config: Path, secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuzz_seconds: float
+) -> None:
+    kept = tmp_path / "kept"
+    monkeypatch.setenv("ROOFTRACE_CACHE", str(kept))
+    expected = swept(config)
+    assert list(kept.glob("*.json")), "nothing was kept"
+    good = shutil.copytree(kept, tmp_path / "good")
+    rng, end = random.Random(0), time.monotonic() + fuzz_seconds
+    for name in attacks(rng, end):
+        shutil.rmtree(kept)
+        shutil.copytree(good, kept)
+        file = rng.choice(sorted(kept.iterdir()))
+        ATTACKS[name](file, secret, rng)
+        with watching() as seen:
+            assert swept(config) == expected, name
+        assert not unasked(seen, (), str(kept)), name
+        assert secret.read_bytes() == SECRET, name
+        assert os.listdir(secret.parent) == [secret.name], name
+
+
+def attacks(rng: random.Random, end: float) -> Iterator[str]:
+    """Each kind once, then any of them until the time is over."""
+    yield from ATTACKS
+    while time.monotonic() < end:
+        yield rng.choice(list(ATTACKS))
+
+
+def poison(kept: Path) -> None:
+    """Put one trace in the place of all others, with files that say that it holds."""
+    content = max((path.read_bytes() for path in kept.glob("*.json")), key=len)
+    for path in kept.glob("*.json"):
+        path.write_bytes(content)
+        files = {str(path): hashlib.sha256(content).hexdigest()}
+        path.with_suffix(".files").write_text(json.dumps(files))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["open to all", "another user's"])
+def test_a_trace_that_another_user_could_write_is_not_read(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    kept = tmp_path / "kept"
+    monkeypatch.setenv("ROOFTRACE_CACHE", str(kept))
+    expected = swept(config)
+    if whose == "open to all":
+        kept.chmod(0o1777)
+    elif os.geteuid() == 0:
+        os.chown(kept, OTHER, OTHER)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    poison(kept)
+    before = {path: path.read_bytes() for path in kept.iterdir()}
+    assert swept(config) == expected
+    assert {path: path.read_bytes() for path in kept.iterdir()} == before  # nothing is put there
+
+
+PIPES = (
+    *("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "adapter.json"),
+    *("hf_quant_config.json", "quantize_config.json", "generation_config.json", "tokenizer.json"),
+    *("code.py", "x.gguf", "preprocessor_config.json", "special_tokens_map.json", "chat.jinja"),
+)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to itself", "link to nothing"])
+def test_what_is_no_file_beside_a_config_is_left_alone(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("ROOFTRACE_CACHE", str(tmp_path / "kept"))
+    for name in PIPES:
+        path = config.with_name(name)
+        if kind == "pipe":
+            os.mkfifo(path)
+        else:
+            target = {"device": "/dev/zero", "link to itself": path}.get(kind, "/nonexistent/x")
+            path.symlink_to(target)
+    # Opening a pipe to which nobody writes would wait for ever, and a device has no end.
+    with limited(20):
+        assert len(swept(config)) == 2
+        assert FleetSource.of(config.parent).digest
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Fails after so long, instead of waiting for ever."""
+
+    def late(*_: Any) -> None:
+        raise AssertionError(f"not done within {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_packages_in_a_circle_are_read_once(tmp_path: Path) -> None:
+    for number in range(3):
+        package = tmp_path / f"p{number}"
+        package.mkdir()
+        (package / "__init__.py").write_text("x = 1\n")
+        for other in range(3):
+            (package / f"p{other}").symlink_to(tmp_path / f"p{other}")
+    (tmp_path / "model.py").write_text("def build():\n    pass\n")
+    with limited(20):
+        assert FleetSource.of(f"{tmp_path}/model.py:build").digest
