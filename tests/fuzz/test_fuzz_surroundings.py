@@ -7,6 +7,7 @@ outside of its own folders is another one afterwards.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
@@ -14,8 +15,10 @@ import pickle
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,10 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.reporting.fleetsources import FleetSource
+from rooftrace.tracer.sizing.tracecache import TraceCache
 from tests.fuzz.watch import unasked, watching
 
+PACKAGE = Path(rt.__file__).parents[1]
 CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32}
 SECRET = b'{"secret": 1}'
 OTHER = 65_534
@@ -259,3 +264,103 @@ def test_packages_in_a_circle_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def build():\n    pass\n")
     with limited(20):
         assert FleetSource.of(f"{tmp_path}/model.py:build").digest
+
+
+ENVIRONMENTS = (
+    *({"ROOFTRACE_CACHE": value} for value in ("/dev/null", "/proc/self", "off")),
+    *({"XDG_CACHE_HOME": value} for value in (".", "/dev/null", "a\udcff", "")),
+    *({"HOME": value} for value in ("", "relative", "/dev/null", "\udcff")),
+    *({"TMPDIR": value} for value in ("{gone}", "/dev/null", "\udcff")),
+    *({"ROOFTRACE_CACHE": value} for value in ("{gone}", "{gone}/a\nb", "{gone}/\udcff")),
+    *({"COLUMNS": value} for value in ("x", "-1", "0", "999999999")),
+    *({"TERM": "\x1b[2J"}, {"PYTHONIOENCODING": "ascii"}, {"TZ": "x"}, {"SOURCE_DATE_EPOCH": "x"}),
+    *({"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "x"}),
+    *({"RANK": "x", "WORLD_SIZE": "-1"}, {"CUDA_VISIBLE_DEVICES": "\x1b"}, {"MPLBACKEND": "x"}),
+    *({"HF_HOME": "/dev/null"}, {"MPLCONFIGDIR": "/dev/null"}, {"PAGER": "x", "EDITOR": "x"}),
+    *({"HF_TOKEN": "x\n"}, {"NO_COLOR": "", "CLICOLOR": "x"}, {"OMP_NUM_THREADS": "x"}),
+)
+"""Variables that a shell, a container or a mistake leaves."""
+
+
+def said(environment: Mapping[str, str], here: Path, *words: str) -> bytes:
+    """What the installed command says in an environment, with files of any name in a folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from rooftrace.reporting.cli import run; run()", *words],
+        cwd=here, env={**os.environ, "PYTHONPATH": str(PACKAGE), "COLUMNS": "100", **environment},
+        capture_output=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (environment, done.stderr[-500:])
+    assert b"Traceback" not in done.stderr and b"\x1b" not in done.stderr, environment
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_no_environment_changes_a_number(config: Path, tmp_path: Path, fuzz_seconds: float) -> None:
+    form = config.with_name("a\udcffé.form.json")
+    rt.save_form(rt.form(str(config), over={"batch": [1, 2, 3]}, seq=4), form)
+    table = str(config.with_name("table.csv"))
+    words = ("sweep", str(form), "--over", "batch=1..3", "--format", "csv", "-o", table)
+    expected = said({}, tmp_path, *words)
+    rng, end = random.Random(0), time.monotonic() + fuzz_seconds
+    chosen = [*rng.sample(ENVIRONMENTS, k=6), {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}]
+    while chosen:
+        environment = chosen.pop()
+        gone = str(config.with_name("gone"))
+        environment = {name: text.format(gone=gone) for name, text in environment.items()}
+        assert said(environment, tmp_path, *words) == expected, environment
+        left = [path.name for path in tmp_path.iterdir() if path.name != config.parent.name]
+        assert not left, (environment, left)
+        if not chosen and time.monotonic() < end:
+            chosen = [{**rng.choice(ENVIRONMENTS), **rng.choice(ENVIRONMENTS)}]
+
+
+def test_a_home_that_nobody_has_is_no_folder_of_the_working_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ROOFTRACE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a name
+    monkeypatch.chdir(tmp_path)
+    assert TraceCache.usual().private() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", ".")  # which a clone could fill
+    assert TraceCache.usual().private() is None
+    assert not list(tmp_path.iterdir())
+
+
+TOKENS = {
+    "HF_TOKEN": "hf_SECRET1", "GITHUB_TOKEN": "ghp_SECRET2", "AWS_SECRET_ACCESS_KEY": "SECRET3",
+    "WANDB_API_KEY": "SECRET4", "HTTPS_PROXY": "http://me:SECRET5@proxy:1", "USER": "SECRETUSER",
+}  # fmt: skip
+EVERY = "html,md,json,csv,svg,tex,trace,chakra"
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_no_output_holds_a_token_a_user_or_a_path_that_was_not_named(tmp_path: Path) -> None:
+    project = tmp_path / "SECRETHOME" / "project"
+    project.mkdir(parents=True)
+    (project / "model.py").write_text(
+        "import torch\n\n\ndef build():\n    return torch.nn.Linear(8, 8)\n"
+    )
+    for words in (
+        ("init", "-q"), ("remote", "add", "origin", "https://me:SECRET6@github.com/x/y.git"),
+        ("add", "-A"), ("-c", "user.name=a", "-c", "user.email=SECRET7@x", "commit", "-qm", "x"),
+    ):  # fmt: skip
+        subprocess.run(["git", *words], cwd=project, check=True)
+    target = ("model.py:build", "--input", "input=2,8:fp32")
+    environment = {**TOKENS, "HOME": str(tmp_path / "SECRETHOME"), "ROOFTRACE_CACHE": "off"}
+    made = []
+    for command in (
+        ("report", *target, "--format", EVERY, "--out", "report"),
+        ("trace", *target, "-o", "graph.json"),
+        ("lock", *target, "-o", "new.lock"),
+        ("sweep", *target, "--over", "batch=1..2", "--save-form", "form.json", "-o", "table.csv"),
+        ("diff", *target, "--git", "HEAD", "--format", "html", "-o", "diff.html"),
+    ):
+        made.append(said(environment, project, *command))
+    made += [p.read_bytes() for p in project.rglob("*") if p.is_file() and ".git" not in p.parts]
+    assert len(made) > 20
+    for content in made:
+        text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        assert b"SECRET" not in text, text[max(text.find(b"SECRET") - 100, 0) :][:200]
