@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 # Control characters (C0, DEL, C1), what is invisible or turns the direction of writing, what ends
-# a line, and lone surrogates, which no file can hold.
+# a line, and what no file can hold: lone surrogates, and what XML has no character for.
 _UNSEEN = (
     r"\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
-    r"\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f"
+    r"\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff\U000e0000-\U000e007f"
 )
 _ANY = re.compile(f"[{_UNSEEN}]")
 _NOT_LINES = re.compile(f"(?!\n)[{_UNSEEN}]")

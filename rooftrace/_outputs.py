@@ -35,8 +35,6 @@ _KIND = re.compile(
     rb"|Made by `rooftrace (lock)`",
     re.DOTALL,
 )
-FLEET_PART = b"key"
-"""The kind of a part of a fleet: a parquet file whose metadata have the key of its task."""
 _HEADER = re.compile(rb'[\w.]+(?:,[^,"\s]+)+\r?\n')
 _HEAD, _TAIL = 4096, 65_536
 _CODE = (".py", ".pyi", ".pyw", ".pyx", ".ipynb")

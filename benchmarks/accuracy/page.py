@@ -186,7 +186,7 @@ def draw(points: Sequence[Point], title: str, figure: Path) -> None:
         for one in points[::step]
     ]
     some = f"every {step}th of {len(points):,} predictions" if step > 1 else "every prediction"
-    style.save(parity_figure(shown, title, f"{some}; none was fitted to"), figure)
+    style.save(lambda: parity_figure(shown, title, f"{some}; none was fitted to"), figure)
 
 
 def section(part: Part, folder: Path, every: int, figures: Path) -> str:

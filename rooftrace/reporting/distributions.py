@@ -29,7 +29,7 @@ def write_distributions(model: ModelInfo, path: Path) -> None:
 
     Raises RequestError where the inventory has none, and OSError.
     """
-    style.save(distributions(model), path)
+    style.save(lambda: distributions(model), path)
 
 
 def distributions(model: ModelInfo) -> Figure:

@@ -83,7 +83,7 @@ def explain(
 
         if not sweeps:
             raise RequestError(f"--plot {plot}: this step has no size to sweep")
-        style.save(ofsizes.sweep_roofline(sweeps[0], chips), Path(plot))
+        style.save(lambda: ofsizes.sweep_roofline(sweeps[0], chips), Path(plot))
     return result
 
 

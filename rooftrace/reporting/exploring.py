@@ -80,7 +80,7 @@ def explore(
     if plot is not None:
         from rooftrace.reporting.figures import ofsizes, style
 
-        style.save(ofsizes.exploration_plot(result), Path(plot))
+        style.save(lambda: ofsizes.exploration_plot(result), Path(plot))
     return result
 
 

@@ -84,7 +84,7 @@ def _digest(name: str) -> str:
     if path.is_file():
         return _of_files([path])
     config = config_file(name) if path.is_dir() else None
-    return _of_files([config, *sorted(path.glob("*.py"))]) if config else ""
+    return _of_files([config, *sorted(filter(Path.is_file, path.glob("*.py")))]) if config else ""
 
 
 def _package(module: str) -> Path | None:
@@ -97,12 +97,16 @@ def _package(module: str) -> Path | None:
     return None
 
 
-def _python_files(folder: Path) -> Iterator[Path]:
+def _python_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Python files of a folder and of packages below; links that lead in a circle end."""
+    above |= {os.path.realpath(folder)}
     for entry in os.scandir(folder):
-        if entry.name.endswith(".py"):
+        if entry.name.endswith(".py") and entry.is_file():
             yield Path(entry.path)
-        elif entry.is_dir() and os.path.isfile(os.path.join(entry.path, "__init__.py")):
-            yield from _python_files(Path(entry.path))
+            continue
+        package = os.path.isfile(os.path.join(entry.path, "__init__.py"))
+        if package and os.path.realpath(entry.path) not in above:
+            yield from _python_files(Path(entry.path), above)
 
 
 def _of_files(paths: list[Path]) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooftrace._outputs import FLEET_PART, kind_at
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.sweeping import lines_of
@@ -21,6 +20,7 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
+from rooftrace.reporting.fleets.parts import is_part
 from rooftrace.reporting.fleetsources import FleetSource
 from rooftrace.reporting.stepforms import level_values, levels_of
 from rooftrace.reporting.sweeps import FORMATS, sweep, sweep_request, variants_of
@@ -247,15 +247,15 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
 def _sort_parts(out: Path, keys: set[str]) -> None:
     """Keep only parts of these keys in the folder; others wait in a folder of their own.
 
-    What is no part of a fleet stays where it is.
+    A file that no fleet wrote stays where it is.  Raises RequestError where that folder is a link.
     """
     earlier = out / EARLIER
     if earlier.is_symlink():
-        raise RequestError(f"{str(earlier)!r} is a link: parts are not moved to where it leads")
+        raise RequestError(f"{earlier}: a link; files would leave {out}: remove it")
     for part in out.glob("*.parquet"):
-        if part.stem not in keys and kind_at(part) == FLEET_PART:
+        if part.stem not in keys and is_part(part):
             earlier.mkdir(exist_ok=True)
             os.replace(part, earlier / part.name)
     for part in earlier.glob("*.parquet"):
-        if part.stem in keys and not (out / part.name).exists():
+        if part.stem in keys and is_part(part) and not (out / part.name).exists():
             os.replace(part, out / part.name)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -301,17 +302,18 @@ def draw(result: Elasticities | grids.GridEffects, path: Path) -> None:
     from rooftrace.reporting.figures import ofsizes, style
 
     if isinstance(result, Elasticities):
-        style.save(ofsizes.elasticity_plot(result), path)
+        style.save(partial(ofsizes.elasticity_plot, result), path)
         return
     wording = wording_of(result.response)
     word = "logarithms" if result.log else "means"
-    figure = ofsizes.tornado(
+    tornado = partial(
+        ofsizes.tornado,
         result.effects.main,
         f"What moves {result.title}",
         f"{result.phase}, {result.response} over {len(result):,} points, {word}",
         (lambda mean: wording(math.exp(mean))) if result.log else wording,
     )
-    style.save(figure, path)
+    style.save(tornado, path)
 
 
 def wording_of(response: str) -> Callable[[float], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def plot_answer(answer: Answer | ScalingAnswer, path: str | os.PathLike[str]) ->
     if isinstance(answer, ScalingAnswer):
         from rooftrace.reporting.figures import ofmeshes, style
 
-        style.save(ofmeshes.scaling_plot(answer), Path(path))
+        style.save(partial(ofmeshes.scaling_plot, answer), Path(path))
         return
     if not isinstance(answer, serving.ServingAnswer) or not answer.curves:
         raise RequestError(
@@ -252,4 +253,4 @@ def plot_answer(answer: Answer | ScalingAnswer, path: str | os.PathLike[str]) ->
         )
     from rooftrace.reporting.figures import ofsizes, style
 
-    style.save(ofsizes.front_plot(answer), Path(path))
+    style.save(partial(ofsizes.front_plot, answer), Path(path))

@@ -31,6 +31,7 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.sizing.tracecache import TraceCache
 
 _AT_ONCE = 1 << 18
 """Points of a part."""
@@ -94,7 +95,7 @@ def sweep(
     source: a module, a target, a `Form` or the file of one.  over: the sizes and their values, as
     for `form`.  vary: settings of the source, each with several values; each combination is traced
     by itself.  chip, execution, dtype, kv_dtype: one or several.  out: a .parquet or .csv file;
-    what is done stays beside it until it is whole, and the same call goes on from there.
+    what is done is kept beside traces until it is whole, and the same call goes on from there.
 
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
@@ -150,15 +151,16 @@ def variants_of(vary: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
-    """The sweep of a request.  out: its file; parts stay beside it until all are there."""
+    """The sweep of a request.  out: its file; parts are kept until all are there."""
     import numpy as np
 
     request.check()
     if out is not None and out.suffix not in FORMATS:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
-    parts = None if out is None else out.with_name(f"{out.name}.parts")
+    parts = None if out is None else TraceCache.usual().private()
+    done: list[Path] = []
     cases: list[SweepCase] = []
-    tables, kept = [], []
+    tables = []
     seen = partial(_tell_first, request) if request.points > 1 else None
     for settings in request.variants:
         job = _with(request.job, settings)
@@ -171,21 +173,24 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
             for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
                 some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
                 name = "" if parts is None else _name_of(form, some, request, conditions)
-                table = _kept(parts, name)
+                part = parts / f"{name}.npz" if parts is not None and name else None
+                table = None if part is None else _kept(part)
                 if table is None:
                     tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
                     table = evaluated(form, some, request.chips, conditions)
-                    _keep(parts, name, table)
-                kept.append(name)
+                if part is not None:
+                    _keep(part, table)
+                    done.append(part)
                 table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                 tables.append(table)
             cases.append(case)
     columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
     names = tuple(request.levels)
     result = Sweep(names, tuple(cases), request.chips, columns, request.lines)
-    if out is not None and parts is not None:
+    if out is not None:
         write_sweep(result, out)
-        _drop(parts, kept)
+    for part in done:
+        part.unlink(missing_ok=True)
     return result
 
 
@@ -227,7 +232,7 @@ def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = N
     """
     from rooftrace.reporting.figures import ofsizes, style
 
-    style.save(ofsizes.sweep_plot(result, size), Path(path))
+    style.save(lambda: ofsizes.sweep_plot(result, size), Path(path))
 
 
 def write_sweep(result: Sweep, out: Path) -> None:
@@ -268,36 +273,27 @@ def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Condit
     return digest.hexdigest()[:32]
 
 
-def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
+def _kept(part: Path) -> dict[str, Any] | None:
     """The columns of a part that is there."""
     import zlib
     from zipfile import BadZipFile
 
     import numpy as np
 
-    if parts is None or not name or not (parts / f"{name}.npz").is_file():
-        return None
     try:
-        packed = io.BytesIO((parts / f"{name}.npz").read_bytes())
+        packed = io.BytesIO(part.read_bytes())
         with np.load(packed, allow_pickle=False) as file:
             return {column: file[column] for column in file.files}
     except (OSError, ValueError, EOFError, KeyError, BadZipFile, zlib.error):
         return None  # cut off, or of another version: it is made again
 
 
-def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
+def _keep(part: Path, table: Mapping[str, Any]) -> None:
     import numpy as np
 
-    if parts is None or not name or any(column.dtype == object for column in table.values()):
+    if part.exists() or any(column.dtype == object for column in table.values()):
         return
     packed = io.BytesIO()
     np.savez(packed, **table)
-    put_bytes(parts / f"{name}.npz", packed.getvalue())
-
-
-def _drop(parts: Path, names: Sequence[str]) -> None:
-    """Remove parts of these names, and their folder if nothing else is in it."""
-    with contextlib.suppress(OSError):
-        for name in filter(None, names):
-            (parts / f"{name}.npz").unlink(missing_ok=True)
-        parts.rmdir()
+    with contextlib.suppress(OSError):  # a full disk keeps nothing
+        put_bytes(part, packed.getvalue())

@@ -106,7 +106,7 @@ def test_a_figure_takes_names_literally(report: Report, tmp_path: Path) -> None:
     from matplotlib.text import Text
 
     for number, figure in enumerate((roofline.roofline(report), breakdown.time_figure(report))):
-        style.save(figure, tmp_path / f"{number}.png")
+        style.save(lambda figure=figure: figure, tmp_path / f"{number}.png")
         texts = [text.get_text() for text in figure.findobj(Text)]
         assert all(seen(text) for text in texts)
         assert number == 0 or any("$\\frac{$ \\udcff" in text for text in texts)

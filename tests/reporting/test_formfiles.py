@@ -214,6 +214,14 @@ def stopped(counts: dict[str, int], after: int, **asked: Any) -> None:
     counts.update(priced=0, stop=10**6)
 
 
+@pytest.fixture(autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where parts are kept: not those of another test."""
+    folder = tmp_path_factory.mktemp("kept")
+    monkeypatch.setenv("ROOFTRACE_CACHE", str(folder))
+    return folder
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
 def test_a_stopped_sweep_goes_on(
     form: rt.Form, tmp_path: Path, counted_parts: dict[str, int], suffix: str
@@ -270,11 +278,15 @@ def test_parts_of_another_form_are_not_taken(
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x93NUMPY", None])
 def test_a_damaged_part_is_made_again(
-    form: rt.Form, tmp_path: Path, counted_parts: dict[str, int], damage: bytes | None
+    form: rt.Form,
+    tmp_path: Path,
+    kept: Path,
+    counted_parts: dict[str, int],
+    damage: bytes | None,
 ) -> None:
     out = tmp_path / "table.csv"
     stopped(counted_parts, 2, source=form, over=OVER, out=out)
-    for part in (tmp_path / "table.csv.parts").glob("*.npz"):
+    for part in kept.glob("*.npz"):
         part.write_bytes(part.read_bytes()[:-40] if damage is None else damage)
     told = rt.sweep(form, over=OVER, out=out)
     assert counted_parts["priced"] == 6

@@ -93,7 +93,8 @@ def test_files_are_the_same_every_time(ending: str, tmp_path: Path) -> None:
     report = made_report("tiny", phases=("forward",))
     for name in ("a", "b"):
         for which, draw in itertools.islice(figures(report, printing.MEDIA["paper"]), 2):
-            printing.save(draw(), tmp_path / name / f"{which}.{ending}", printing.MEDIA["paper"])
+            path = tmp_path / name / f"{which}.{ending}"
+            printing.save(draw, path, medium=printing.MEDIA["paper"])
     for path in (tmp_path / "a").iterdir():
         again = (tmp_path / "b" / path.name).read_bytes()
         assert path.read_bytes() == again
@@ -169,4 +170,4 @@ def test_wrong_names_end_in_one_line(report: Report, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"style 'papr': expected one of .*paper"):
         report.write(tmp_path, ("svg",), style="papr")
     with pytest.raises(RequestError, match=r"a\.jpg: a figure is written as png, svg, pdf"):
-        printing.save(style.sheet(2.0, "t"), tmp_path / "a.jpg")
+        printing.save(lambda: style.sheet(2.0, "t"), tmp_path / "a.jpg")

@@ -128,7 +128,7 @@ def test_memory_bars_are_as_long_as_the_peak():
 @pytest.mark.parametrize("report", mostly_heavy(REPORTS, ["experts", "one point"]), indirect=True)
 def test_every_figure_is_drawn_1800_wide(report, tmp_path):
     for name, draw in figures(report):
-        style.save(draw(), tmp_path / f"{name}.png")
+        style.save(draw, tmp_path / f"{name}.png")
         header = (tmp_path / f"{name}.png").read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") == 1800

@@ -43,6 +43,14 @@ def evaluations(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> 
     return seen
 
 
+@pytest.fixture(autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where parts are kept: not those of another test."""
+    folder = tmp_path_factory.mktemp("kept")
+    monkeypatch.setenv("ROOFTRACE_CACHE", str(folder))
+    return folder
+
+
 def test_a_stopped_sweep_goes_on_where_it_was(
     form: rt.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,14 +95,14 @@ def test_parts_of_another_sweep_are_not_taken(
 
 
 def test_a_part_that_is_cut_off_is_made_again(
-    form: rt.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: rt.Form, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, asked = tmp_path / "sweep.csv", {"over": {"0.0": range(2, 9)}}
     with monkeypatch.context() as patch:
         patch.setattr(sweeps, "write_sweep", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rt.sweep(form, out=out, **asked)
-    (part,) = (tmp_path / "sweep.csv.parts").glob("*.npz")
+    (part,) = kept.glob("*.npz")
     part.write_bytes(part.read_bytes()[:100])
     assert rt.sweep(form, out=out, **asked).frame().equals(rt.sweep(form, **asked).frame())
 

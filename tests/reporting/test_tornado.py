@@ -39,7 +39,7 @@ def test_bars_reach_from_the_lowest_mean_to_the_highest_and_the_widest_is_on_top
 
 def test_it_is_drawn_1800_wide_and_what_it_is_called_stands_as_it_is(tmp_path: Path) -> None:
     result = factorial({"$x$": (1, 2)}, [0.1, 0.2])
-    style.save(tornado(result.main, "a $title$"), tmp_path / "tornado.png")
+    style.save(lambda: tornado(result.main, "a $title$"), tmp_path / "tornado.png")
     header = (tmp_path / "tornado.png").read_bytes()[:24]
     assert int.from_bytes(header[16:20], "big") == 1800
 
@@ -53,7 +53,7 @@ def test_equal_cells_are_drawn_without_an_effect(value: float, tmp_path: Path) -
     assert texts[0] == "a" and texts.count("no effect") == 1
     low, high = axes.get_xlim()
     assert low < value < high  # an axis around the one mean
-    style.save(figure, tmp_path / "tornado.png")
+    style.save(lambda: figure, tmp_path / "tornado.png")
     assert (tmp_path / "tornado.png").stat().st_size > 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._outputs import check_output
+from rooftrace._processes import safe_path
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError
 
@@ -62,8 +63,8 @@ def _run(
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")
-    answers: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, safe_path():
+        answers: Any = context.Queue()
         store = str(Path(folder) / "store")
         workers = [
             context.Process(target=_work, args=(rank, ranks, store, sizes, answers), daemon=True)

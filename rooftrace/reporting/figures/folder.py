@@ -43,12 +43,11 @@ def write_figures(
     style: what it is printed on, one of `printing.MEDIA`.
     """
     medium = medium_of(style)
-    names = []
+    names: list[str] = []
     for name, draw in figures(report, medium):
-        figure = draw()
-        for ending in endings:
-            save(figure, folder / f"{name}.{ending}", medium)
-            names.append(f"{name}.{ending}")
+        files = [f"{name}.{ending}" for ending in endings]
+        save(draw, *(folder / file for file in files), medium=medium)
+        names += files
     return names
 
 
@@ -60,4 +59,4 @@ def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str = "scr
     from rooftrace.reporting.figures.manymodels import roofline_figure
 
     medium = medium_of(style)
-    save(roofline_figure(result, medium), path, medium)
+    save(lambda: roofline_figure(result, medium), path, medium=medium)

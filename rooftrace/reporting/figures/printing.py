@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,12 +91,25 @@ def wrapped(text: str, size: float, room: float, bold: bool = False) -> list[str
     return lines
 
 
-def save(figure: Figure, path: Path, medium: Medium = SCREEN) -> None:
-    """Write a figure as PNG, SVG or PDF, as the file ends; the same every time.
+def save(draw: Callable[[], Figure], *paths: Path, medium: Medium = SCREEN) -> None:
+    """Draw a figure once and write it as PNG, SVG or PDF, as each file ends; the same every time.
 
-    SVG and PDF hold text as text, a PDF with the fonts (TrueType) in it.  Raises RequestError for
-    another ending.
+    matplotlib's settings are its defaults meanwhile: a `matplotlibrc` may lie in the working
+    folder, and with `text.usetex` names would be programs of TeX.  SVG and PDF hold text as text, a
+    PDF with the fonts (TrueType) in it.  Raises RequestError for another ending.
     """
+    from matplotlib import rc_context, rcParams, rcParamsDefault
+
+    usual = dict(dict.items(rcParamsDefault))
+    del usual["backend"]
+    with rc_context():
+        dict.update(rcParams, usual)  # as they are: setting one by one warns of old names
+        figure = draw()
+        for path in paths:
+            _write(figure, path, medium)
+
+
+def _write(figure: Figure, path: Path, medium: Medium) -> None:
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
         raise RequestError(f"{path}: a figure is written as {', '.join(FORMATS)}: name it so")

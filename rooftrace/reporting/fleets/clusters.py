@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._processes import safe_path
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.fleets.outcomes import TaskOutcome, failed, unpacked_outcome
@@ -91,7 +92,7 @@ def _of_this_machine(workers: int, retries: int) -> Iterator[Client]:
     from distributed import Client, LocalCluster
 
     config = {**_CONFIG, "distributed.scheduler.allowed-failures": retries}
-    with _same_environment():
+    with _same_environment(), safe_path():
         with dask.config.set(config):
             tell(f"starting {workers} workers")
             try:

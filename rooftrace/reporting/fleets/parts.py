@@ -55,7 +55,7 @@ def part_bytes(rows: Rows, key: str) -> tuple[bytes, int]:
     from pyarrow import parquet
 
     table = _table(rows)
-    ours = {_OURS: json.dumps({"key": key, "releases": releases()})}
+    ours = {_OURS: _label(key)}
     sink = pyarrow.BufferOutputStream()
     try:
         parquet.write_table(table.replace_schema_metadata(ours), sink, write_page_checksum=True)
@@ -69,14 +69,31 @@ def read_part(path: Path, key: str) -> pyarrow.Table | None:
     import pyarrow
     from pyarrow import parquet
 
+    if not path.is_file():  # also a pipe, which may never end
+        return None
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            ours = (file.schema_arrow.metadata or {}).get(_OURS, b"{}")
-            if json.loads(ours) != {"key": key, "releases": releases()}:
-                return None
-            return file.read()
+            ours = (file.schema_arrow.metadata or {}).get(_OURS)
+            return file.read() if ours == _label(key).encode() else None
     except (OSError, ValueError, pyarrow.ArrowException):
         return None
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file is a part of a fleet, of any release: it says that it has its key's name."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        said = (parquet.read_schema(path).metadata or {}).get(_OURS, b"") if path.is_file() else b""
+    except (OSError, ValueError, pyarrow.ArrowException):
+        return False
+    return bool(said.startswith(json.dumps({"key": path.stem}).encode()[:-1]))
+
+
+def _label(key: str) -> str:
+    """What a part says of itself."""
+    return json.dumps({"key": key, "releases": releases()})
 
 
 def joined(tables: Iterable[pyarrow.Table]) -> Any:

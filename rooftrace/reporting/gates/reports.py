@@ -134,7 +134,9 @@ def code_quality(result: GateOutcome) -> str:
                 {
                     "description": said,
                     "check_name": f"rooftrace-{check}",
-                    "fingerprint": hashlib.sha256(f"{check} {where} {text}".encode()).hexdigest(),
+                    "fingerprint": hashlib.sha256(
+                        visible(f"{check} {where} {text}").encode()
+                    ).hexdigest(),
                     "severity": severity,
                     "location": {"path": result.lock, "lines": {"begin": _line(result, where)}},
                 }
@@ -177,7 +179,8 @@ def junit(result: GateOutcome) -> str:
         ]
         cases.append((place.target, f"{place.phase} on {place.chip}, {place.execution}", lines))
     for owner, name, lines in cases:
-        case = ElementTree.SubElement(suite, "testcase", classname=visible(owner), name=name)
+        case = ElementTree.SubElement(suite, "testcase", classname=visible(owner))
+        case.set("name", visible(name))
         if lines:
             failures += 1
             failure = ElementTree.SubElement(case, "failure", message=visible(lines[0]))

@@ -169,10 +169,9 @@ def write_validation(
             title = "Predicted and measured"
             about = (result.chip.title, result.execution, result.knobs, left_out)
             subtitle = ", ".join(filter(None, about))
-            figure = parity.parity_figure(points, title, subtitle)
-            for ending in figures:
-                style.save(figure, folder / f"parity.{ending}")
-                names.append(f"parity.{ending}")
+            names += [f"parity.{ending}" for ending in figures]
+            files = [folder / name for name in names]
+            style.save(lambda: parity.parity_figure(points, title, subtitle), *files)
         if result.nodes:
             rows = [check.to_dict() for check in result.nodes]
             with (folder / "nodes.csv").open("w", encoding="utf-8", newline="") as file:

@@ -36,7 +36,7 @@ def architecture(results: Results) -> view.Section:
     parts: list[view.Part] = [view.Note(about), *_modules(made), *_attention(made), *_kinds(made)]
     if absent := _absent(results):
         parts.append(view.Note(f"Not in this report: {'; '.join(absent)}."))
-    parts += [_diagram(wiring) for wiring in made.wirings]
+    parts += [diagram(wiring) for wiring in made.wirings]
     return view.Section(title="What the model is made of", parts=parts)
 
 
@@ -124,7 +124,7 @@ def _kinds(made: Anatomy) -> Iterator[view.Part]:
 # -- diagrams ----------------------------------------------------------------------------------
 
 
-def _diagram(wiring: Wiring) -> view.Section:
+def diagram(wiring: Wiring) -> view.Section:
     """A flowchart in Mermaid, which GitHub, GitLab and many editors draw."""
     name = f" of {units.MODULE.page(wiring.path)}" if wiring.path else ""
     times = f", which stands for {wiring.count:,} that are alike" if wiring.count > 1 else ""

@@ -1,7 +1,9 @@
 """Traces kept on disk, by what they depend on: the source's files, its sizes, the versions.
 
 They lie in ROOFTRACE_CACHE, by default `rooftrace` in the user's folder for caches; "off" keeps
-none.  A trace of code is used again only while all files that it came from are as they were.
+none.  Beside them lie parts of sweeps that are not whole yet.  Nothing is read from, or written to,
+a folder in which another user can write.  A trace of code is used again only while all files that
+it came from are as they were.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -44,7 +47,21 @@ class TraceCache:
         if place:
             return TraceCache(Path(place))
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        if not os.path.isabs(base):  # nobody's home: it would be a folder of the working one
+            return TraceCache(None)
         return TraceCache(Path(base) / "rooftrace" / "traces")
+
+    def private(self) -> Path | None:
+        """The folder, which is made; None where nothing is kept, or where others can write."""
+        if self.folder is None:
+            return None
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = self.folder.stat()
+            mine = not hasattr(os, "geteuid") or state.st_uid == os.geteuid()
+            if mine and not state.st_mode & stat.S_IWOTH:
+                return self.folder
+        return None
 
     def get(self, job: Job) -> Mapping[str, OpGraph] | None:
         """The graphs of a job on a target, if they were kept and still hold."""
@@ -53,12 +70,13 @@ class TraceCache:
             return None
         try:
             files = json.loads(place.with_suffix(".files").read_bytes())
-            if any(_digest(path) != digest for path, digest in files.items()):
+            told = str(place) in files  # else they are of another trace
+            if not told or any(_digest(path) != digest for path, digest in files.items()):
                 return None
             graphs = load_graphs(place)
             os.utime(place)
-        except (OSError, ValueError, AttributeError, TypeError):  # damaged: it is traced again
-            return None
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+            return None  # damaged: it is traced again
         return graphs
 
     def put(self, job: Job, made: apart.Traced) -> None:
@@ -67,6 +85,9 @@ class TraceCache:
         if place is None or made.rules or (job.is_code and not made.files):
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
+            for path in (place, place.with_suffix(".files")):
+                if path.is_symlink():
+                    path.unlink()  # it leads to a file that is no trace
             put_bytes(place, packed(place, graphs_bytes(made.graphs)))
             files = {**made.files, str(place): _digest(str(place))}  # of this trace, not another's
             put_bytes(place.with_suffix(".files"), json.dumps(files).encode())
@@ -74,7 +95,8 @@ class TraceCache:
 
     def _place(self, job: Job) -> Path | None:
         """The file of a job; None for one that is not kept."""
-        if self.folder is None or not job.is_named or job.options.loss is not None:
+        folder = self.private()
+        if folder is None or not job.is_named or job.options.loss is not None:
             return None
         if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
             return None
@@ -91,7 +113,7 @@ class TraceCache:
         if config is not None:
             told["config"] = {str(file): _digest(str(file)) for file in (config, *_beside(config))}
         text = json.dumps(told, sort_keys=True, default=str)
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
+        return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
 
     def _shrink(self) -> None:
         """Remove the oldest traces where all together are too large."""
@@ -106,15 +128,15 @@ class TraceCache:
 
     @staticmethod
     def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
-        for path in filter(_is_kept, folder.glob("*.json")):
+        for path in filter(_is_kept, (*folder.glob("*.json"), *folder.glob("*.npz"))):
             with contextlib.suppress(OSError):
                 state = path.stat()
                 yield state.st_mtime, state.st_size, path
 
 
 def _is_kept(path: Path) -> bool:
-    """Whether a file of the folder has the name of a trace: others are not the cache's."""
-    return re.fullmatch(r"[0-9a-f]{40}", path.stem) is not None
+    """Whether a file of the folder has the name of a trace or a part, as others have not."""
+    return re.fullmatch(r"[0-9a-f]{32}|[0-9a-f]{40}", path.stem) is not None
 
 
 def _place_of(job: Job) -> list[str]:
@@ -142,6 +164,8 @@ _LARGE = 1 << 26
 def _digest(path: str) -> str:
     try:
         state = Path(path).stat()
+        if not stat.S_ISREG(state.st_mode):
+            return ""  # a pipe or a device may never end
         if state.st_size > _LARGE:
             return f"{state.st_size} {state.st_mtime_ns}"
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -108,7 +108,7 @@ def _has(folder: Path, top: str) -> bool:
 def _imported_names(folder: Path) -> set[str]:
     """The top-level names that Python files of a folder import absolutely."""
     names: set[str] = set()
-    for file in sorted(folder.glob("*.py"))[:_FILES]:
+    for file in sorted(filter(Path.is_file, folder.glob("*.py")))[:_FILES]:
         try:
             nodes = list(ast.walk(ast.parse(file.read_bytes())))
         except (SyntaxError, ValueError, OSError):

@@ -49,7 +49,7 @@ def in_folder(folder: Path) -> Iterator[list[Path]]:
     names = sorted(
         path
         for path in folder.iterdir()
-        if path.name.endswith(ENDS) and not path.name.startswith(_STATES)
+        if path.name.endswith(ENDS) and not path.name.startswith(_STATES) and path.is_file()
     )
     for end in ENDS:
         ours = [path for path in names if path.name.endswith(end)]
