@@ -75,7 +75,7 @@ def read_part(path: Path, key: str) -> pyarrow.Table | None:
             if json.loads(ours) != {"key": key, "releases": releases()}:
                 return None
             return file.read()
-    except (OSError, ValueError, pyarrow.ArrowException):
+    except (OSError, ValueError, RecursionError, pyarrow.ArrowException):
         return None
 
 

@@ -56,7 +56,7 @@ class TraceCache:
                 return None
             graphs = load_graphs(place)
             os.utime(place)
-        except (OSError, ValueError, AttributeError, TypeError):  # damaged: it is traced again
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # damaged
             return None
         return graphs
 
