@@ -12,6 +12,9 @@ looked up when they are first used.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._face import face
@@ -31,7 +34,25 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("rooftrace")
-    return _public(name)
+    return _uncompiled(_public(name))
+
+
+def _uncompiled(value: Any) -> Any:
+    """A public name; functions are marked, so that code that torch.compile compiles calls them as
+    they are.  With fullgraph=True, Dynamo refuses the call and says the reason that stands here.
+    """
+    if isinstance(value, FunctionType):
+        vars(value)["_torchdynamo_disable"] = True
+        vars(value)["_torchdynamo_disable_msg"] = (
+            f"rooftrace.{value.__name__} is no part of a graph; call it outside of torch.compile"
+        )
+        if "torch" in sys.modules:  # what a function calls is not compiled either
+            with contextlib.suppress(AttributeError):  # an older release has no word for it
+                dynamo = sys.modules["torch"]._C._dynamo.eval_frame
+                skipped = dynamo._FrameAction.SKIP
+                strategy = dynamo._FrameExecStrategy(skipped, skipped)
+                dynamo.set_code_exec_strategy(value.__code__, strategy)
+    return value
 
 
 def __dir__() -> list[str]:

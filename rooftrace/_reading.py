@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 28
 """Bytes of a file that is read as a whole, also after unpacking: 256 MiB."""
-MOST_VALUES = 8_000_000
-"""Values in a file that is read as a whole.  Each takes up to some 120 bytes of memory."""
+MOST_VALUES = 1 << 25
+"""Commas and brackets in a file that is read as a whole, some 40 for an op of a graph."""
 DEEPEST = 64
 """Lists and tables inside of each other."""
 WHOLE = range(-(1 << 63), 1 << 64)
@@ -308,18 +308,21 @@ def _said(problem: str, data: Any, place: str) -> str:
 def _spots(data: Any, steps: Sequence[str], kind: type | None) -> Iterator[tuple[str, Any]]:
     """The places that these steps may lead to, with what stands there: a value of this kind.
 
-    The step "..." is any value of a table.
+    The step "..." is any value of a table.  Of the values that it may be, some are shorter lists,
+    tables without the next key, or nothing that has values inside.
     """
     if not steps:
         if kind is None or type(data) is kind:
             yield "", data
         return
     step, *rest = steps
+    if type(data) not in (list, dict):
+        return
     if step == "...":
         inside = [(f".{key}", item) for key, item in data.items()]
     elif type(data) is list:
-        inside = [(f"[{step}]", data[int(step)])]
-    else:  # of the tables that "..." may be, some have no such key
+        inside = [(f"[{step}]", item) for item in data[int(step) : int(step) + 1]]
+    else:
         inside = [(f".{step}", data[step])] if step in data else []
     for name, item in inside:
         yield from ((f"{name}{more}", value) for more, value in _spots(item, rest, kind))

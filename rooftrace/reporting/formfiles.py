@@ -109,7 +109,11 @@ def load_form(path: str | os.PathLike[str]) -> Form:
     file = record_of(_File, data if isinstance(data, dict) else {}, where, _KIND)
     if file.schema != SCHEMA:
         raise GraphFileError(f"{where}: schema is {file.schema!r:.60}, expected {SCHEMA!r}")
-    if file.digest != _digest(file.title, file.phase, file.names, file.regimes):
+    try:
+        digest = _digest(file.title, file.phase, file.names, file.regimes)
+    except UnicodeEncodeError as problem:  # half of a surrogate pair
+        raise _KIND.unreadable(where, problem) from None
+    if file.digest != digest:
         raise GraphFileError(f"{where}: its digest is not that of its numbers; make the form again")
     regimes = tuple(
         _decoded(entry, file.names, f"regimes.{number}", where)

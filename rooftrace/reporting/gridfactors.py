@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rooftrace._reading import FileKind, json_of, text_of
 from rooftrace.costmodels.elasticity import NamedNumbers, UnknownNumberError, grids
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import check_precisions
@@ -13,6 +13,8 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.stepforms import level_values
 from rooftrace.tracer.asking import Job, names
+
+_CONFIG = FileKind("JSON file", RequestError)
 
 OWNERS = ("chip.", "execution.", "knobs.")
 WORDS = ("batch", "seq", "kv", "chip", "execution", *grids.PRECISIONS)
@@ -213,7 +215,7 @@ def number_of_config(job: Job, name: str) -> int:
     path = names.config_file(job.name) if job.is_named and not job.is_code else None
     value: Any = None
     if path is not None and path.is_file():
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json_of(text_of(path, _CONFIG), str(path), _CONFIG)
         for part in name.removeprefix("config.").split("."):
             value = value.get(part) if isinstance(value, dict) else None
         value = job.request.settings.get(name, value)

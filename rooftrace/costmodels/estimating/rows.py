@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import visible
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup, runs
 from rooftrace.costmodels.kernels import engines
@@ -102,7 +103,13 @@ def frame_of(planned: Plan, rows: Sequence[Row]) -> pandas.DataFrame:
     """A pandas frame with a line for each row of a plan, in launch order."""
     import pandas
 
-    return pandas.DataFrame.from_records(list(records_of(planned, rows)))
+    return pandas.DataFrame.from_records(list(map(_seen, records_of(planned, rows))))
+
+
+def _seen(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without lone surrogates in its texts, which no column of pandas can hold."""
+    texts = {name: visible(text) for name, text in record.items() if isinstance(text, str)}
+    return {**record, **texts}
 
 
 def records_of(planned: Plan, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rooftrace.costmodels.fusion.runs import copies
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.arguments import Ref, references
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import GraphError, Op, OpGraph
 
 LONG_CHAIN = 14
 """A result that is used several times and takes at least this many ops per element is written
@@ -66,6 +66,8 @@ def goes_down(graph: OpGraph, op: Op) -> bool:
         dimensions = (dimensions,)
     if not op.inputs or not isinstance(dimensions, tuple) or not dimensions:
         return False
+    if not all(isinstance(dimension, int) for dimension in dimensions):
+        raise GraphError(f"op {op.id} ({op.target:.60}): dim={dimensions!r:.60}: expected numbers")
     shape = graph.values[op.inputs[0]].shape
     reduced = {d % len(shape) for d in dimensions} if shape else set()
     if not shape or len(shape) - 1 in reduced or shape[-1] == 1:

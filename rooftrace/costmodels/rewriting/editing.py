@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.asking import assumptions as asked
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.tracer.graph import GraphError, Op, OpGraph, Tensor
 
 Match = TypeVar("Match")
 
@@ -202,8 +202,8 @@ class Editor:
 
 
 def operand(op: Op, name: str) -> Ref:
-    """A tensor argument by schema name.  Raises ValueError where it is none."""
-    item = op.arguments[name]
+    """A tensor argument by schema name.  Raises GraphError where it is none."""
+    item = op.arguments.get(name)
     if not isinstance(item, Ref):
-        raise ValueError(f"op {op.id} ({op.target}): expected a tensor as {name!r}, got {item!r}")
+        raise GraphError(f"op {op.id} ({op.target}): expected a tensor as {name!r}, got {item!r}")
     return item

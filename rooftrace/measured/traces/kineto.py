@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypedDict, cast
 
+from rooftrace._progress import tell
 from rooftrace._reading import GZIP, FileKind, JsonStream, record_of
 from rooftrace.errors import ProfileError
 from rooftrace.measured.traces.linking import STEP, Launches, ModuleSpans, link
@@ -38,6 +39,8 @@ _KIND = FileKind("trace", ProfileError)
 _HOW = "make it with torch.profiler's export_chrome_trace(FILE)"
 _DEVICE_WORK = {"kernel": 0, "gpu_memcpy": 1, "memcpy": 1, "gpu_memset": 2, "memset": 2}
 _MODULE = "nn.Module: "
+_TOLD = 1 << 16
+"""Events after which progress is told."""
 _BLOCK = 1 << 16
 """Bytes that are parsed at a time."""
 
@@ -55,6 +58,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         reader.devices = _devices(file)
         for event in _events(path, file):
             count += 1
+            if not count % _TOLD:
+                tell(f"reading {path.name}, {count:,} events")
             try:
                 reader.take(event)
             except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -89,7 +89,8 @@ def _main(arguments: Sequence[str] | None) -> None:
         )
         if isinstance(code, int):  # what click makes of an Exit
             sys.exit(code)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
+        complain("stopped")
         sys.exit(130)
     except click.ClickException as error:
         shown = io.StringIO()

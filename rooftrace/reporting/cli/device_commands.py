@@ -30,6 +30,7 @@ from rooftrace.reporting.cli.shared import (
     console,
     load_executions,
     load_rules,
+    once,
     progress,
     workload,
     write_result,
@@ -319,7 +320,7 @@ def validate(
     check_formats(drawn, FIGURES)
     if folder is not None:
         check_folder(folder)
-    with progress():
+    with once():
         result = rt.validate(
             measured,
             rt.load_chip(chip),

@@ -23,7 +23,7 @@ from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
-    progress,
+    once,
     workload,
     write_result,
     write_timeline,
@@ -153,7 +153,7 @@ def diff(
         pricing["execution"] = pricing["execution"] or "efficient"
     load_rules(rules)
     asked: dict[str, Any] = {"graphs": targets} if targets else {}
-    with progress():
+    with once():
         result = rt.diff(
             *sources,
             git=revisions,

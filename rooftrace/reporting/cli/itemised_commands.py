@@ -21,8 +21,8 @@ from rooftrace.reporting.cli.options import (
 from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
+    once,
     one_phase,
-    progress,
     workload,
     write_result,
     write_timeline,
@@ -94,5 +94,5 @@ def _estimate(
     phase = one_phase(phases)
     (model,) = load_executions([execution], tf32, knobs, rewrites)
     load_rules(rules)
-    with progress():
+    with once():
         return rt.estimate(target, phase=phase, chip=chip, execution=model, **workload(**request))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
 import sys
@@ -42,6 +40,7 @@ from rooftrace.reporting.cli.shared import (
     load_executions,
     load_joined,
     load_rules,
+    once,
     progress,
     workload,
     write_document,
@@ -117,7 +116,6 @@ def report(
     Several TARGETs have a folder each inside of --out, and one table and roofline with all.
     """
     from rooftrace.reporting.pages.files import check_folder, check_formats
-    from rooftrace.tracer.sources import collector_paused
 
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
@@ -132,12 +130,11 @@ def report(
     load_rules(rules)
     if out not in (None, "-") and not single and not many:
         check_folder(Path(str(out)), **how)
-    atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     asked = {"chip": loaded, "execution": models, "max_batch": max_batch, **workload(**request)}
     if many:
         report_many(targets, out, formats, style, timeline, asked)
         return
-    with progress(), collector_paused(keep=True):
+    with once():
         result = rt.report(targets[0], **asked)
     if out == "-":
         click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
@@ -215,14 +212,16 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
     load_rules(rules)
-    with progress():
+    with once():
         graphs = rt.priced_graphs(target, **workload(**request))
+        if out != "-":
+            tell(f"writing {out}")
+            rt.save(graphs, out)
     if out == "-":
         from rooftrace.tracer.graphfiles import graphs_bytes
 
         sys.stdout.buffer.write(graphs_bytes(graphs))
         return
-    rt.save(graphs, out)
     ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
     counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
     say(f"{out}: {counts}")
@@ -269,7 +268,7 @@ def compare(
             f"{target}: other counters have to run the module; pass the target it was traced from"
         )
     load_rules(rules)
-    with progress():
+    with once():
         comparisons = rt.compare(target, peers=peers, **workload(**request))
     shown_as = comparisons_view(target, comparisons)
     form = form_of(form, out)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
@@ -264,12 +268,54 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
             yield
         return
 
-    def show(text: str) -> None:
-        plain = Text(visible(text))  # a plain str would be markup
-        if is_kept(text):
-            console.print(plain)
-        else:
-            status.update(plain)
+    begin = time.monotonic()
 
-    with console.status("starting") as status, rt.telling(show):
+    class Doing:
+        """What is being done, with seconds and memory as they are when it is drawn."""
+
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __rich__(self) -> Text:
+            taken = time.monotonic() - begin
+            so_far = f" ({taken:.0f} s{_memory()})" if taken > _SOON else ""
+            return Text(visible(self.text) + so_far)  # a plain str would be markup
+
+    def show(text: str) -> None:
+        if is_kept(text):
+            console.print(Text(visible(text)))
+        else:
+            status.update(Doing(text))
+
+    with console.status(Doing("starting")) as status, rt.telling(show):
+        yield
+
+
+_SOON = 2.0
+"""Seconds that nobody asks about."""
+
+
+def _memory() -> str:
+    """The memory that this process and its children take, where Linux tells it."""
+    try:
+        tasks = Path("/proc/self/task").iterdir()
+        children = " ".join((task / "children").read_text() for task in tasks)
+        sizes = (Path("/proc", p, "statm").read_text() for p in ("self", *children.split()))
+        pages = sum(int(size.split()[1]) for size in sizes)
+    except (OSError, ValueError, IndexError):  # another system, or a child that has just ended
+        return ""
+    return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """Progress of a command that ends with what it makes inside: until then, nothing is collected.
+
+    Each collection would go through all that was made, for seconds where that is much.
+    """
+    from rooftrace.tracer.sources import collector_paused
+
+    atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
+    click.get_current_context().with_resource(collector_paused(keep=True))
+    with progress():
         yield

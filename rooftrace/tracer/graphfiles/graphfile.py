@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from rooftrace._progress import tell
 from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
 from rooftrace._writing import write_packed
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, refs
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph import Assumption, GraphError, Op, OpGraph, Repeat, Tensor
 from rooftrace.tracer.graphfiles.bounds import bounded
+from rooftrace.tracer.patches.shared import collector_off
 
 SCHEMA = "rooftrace.graph/3"
 
@@ -44,8 +46,10 @@ def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> 
 
 def graphs_bytes(graphs: Mapping[str, OpGraph]) -> bytes:
     """The contents of a graph file, before gzip."""
-    data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    with collector_off.used():
+        coded = {phase: _encode(graph) for phase, graph in graphs.items()}
+        data = {"schema": SCHEMA, "graphs": coded}
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON escapes it
 
 
@@ -55,8 +59,13 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     Raises FileNotFoundError, or GraphFileError for a file that is truncated, of another kind or
     version, or larger than any trace (see `bounded`).
     """
-    where = str(path)
-    data = json_of(text_of(Path(path), _KIND), where, _KIND)
+    with collector_off.used():
+        return _loaded(Path(path), str(path))
+
+
+def _loaded(path: Path, where: str) -> dict[str, OpGraph]:
+    tell("reading graphs")
+    data = json_of(text_of(path, _KIND), where, _KIND)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise GraphFileError(

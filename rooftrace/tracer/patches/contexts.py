@@ -15,6 +15,7 @@ from torch import overrides
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
+from rooftrace.errors import RequestError
 from rooftrace.tracer.patches.claims import claimed as claimed
 from rooftrace.tracer.patches.generators import draws_undone as draws_undone
 from rooftrace.tracer.patches.scopes import Scope
@@ -87,8 +88,12 @@ def plainly() -> Iterator[None]:
 def apart() -> Iterator[None]:
     """Inside, no recording and no mode around this code sees what this thread runs.
 
-    The device that a mode of torch chooses stays chosen, and may be changed inside.
+    The device that a mode of torch chooses stays chosen, and may be changed inside.  Raises
+    RequestError inside of a transform or a tracer of torch that cannot be left so.
     """
+    around_here = _tracer_around()
+    if around_here:
+        raise RequestError(f"called inside of {around_here}: call rooftrace outside of it")
     with Scope().entered(), _dispatch._disable_current_modes():
         around = _taken_off()
         devices = [mode for mode in around if isinstance(mode, DeviceContext)]
@@ -100,6 +105,18 @@ def apart() -> Iterator[None]:
             if left != devices:  # the code has set another default device
                 around = [*left, *(mode for mode in around if mode not in devices)]
             _put_on(around)
+
+
+def _tracer_around() -> str:
+    """What torch records or transforms in this thread, other than by a mode; "" for nothing."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func (vmap, grad, jvp, functionalize)"
+    # make_fx sets the flag too, and records by a mode.
+    if torch.fx._symbolic_trace.is_fx_tracing() and not _dispatch.is_in_torch_dispatch_mode():
+        return "torch.fx.symbolic_trace"
+    return ""
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import math
 import operator
 import re
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,7 +56,7 @@ def read_program(path: Path) -> Any:
             _check(document, where)
             _strip(document)
             held = _held(document, archive, entries, where)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as problem:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, UnicodeDecodeError) as problem:
         raise KIND.unreadable(where, problem) from None
     except (KeyError, TypeError, AttributeError, IndexError) as problem:
         raise KIND.unreadable(

@@ -94,7 +94,7 @@ def _loaded(path: Path) -> Any:
     except OSError:
         raise
     except Exception as problem:  # whatever torch says of a damaged file
-        raise KIND.unreadable(str(path), str(problem).splitlines()[0]) from None
+        raise KIND.unreadable(str(path), str(problem).partition("\n")[0] or repr(problem)) from None
 
 
 def _tensors(
