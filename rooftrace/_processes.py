@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
-SAFE = "PYTHONSAFEPATH"
+_SAFE = "PYTHONSAFEPATH"
 
 
 @contextlib.contextmanager
@@ -17,11 +18,20 @@ def safe_path() -> Iterator[None]:
     cloned repository would run.  It hands them the import path of this process, so modules that are
     found here are found there.  Python 3.10 does not know the variable.
     """
-    before = os.environ.get(SAFE)
-    os.environ[SAFE] = "1"
+    before = os.environ.get(_SAFE)
+    os.environ[_SAFE] = "1"
     try:
         yield
     finally:
-        os.environ.pop(SAFE, None)
+        os.environ.pop(_SAFE, None)
         if before is not None:
-            os.environ[SAFE] = before
+            os.environ[_SAFE] = before
+
+
+def started_again() -> dict[str, str]:
+    """The environment for `python -m` of a module of rooftrace, which comes from where it is now.
+
+    So it need not be in the working folder, which is not looked into.
+    """
+    path = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    return {**os.environ, _SAFE: "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}

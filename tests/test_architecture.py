@@ -29,6 +29,7 @@ FILES_BELOW = (
     "rooftrace._escapes",  # how text from outside is written
     "rooftrace._extensions",  # what users and third-party packages add
     "rooftrace._face",  # how a package gives its names
+    "rooftrace._processes",  # other Pythons that are started
     "rooftrace._progress",  # what is told while something runs
     "rooftrace._shown",  # how a result shows itself
     "rooftrace._outputs",  # what an output may replace

@@ -20,7 +20,6 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
-from rooftrace.reporting.fleets.parts import is_part
 from rooftrace.reporting.fleetsources import FleetSource
 from rooftrace.reporting.stepforms import level_values, levels_of
 from rooftrace.reporting.sweeps import FORMATS, sweep, sweep_request, variants_of
@@ -126,9 +125,7 @@ def sweep_fleet(
         for name in names
         for settings in variants
     ]
-    if not place.exists() or place.is_dir():
-        _sort_parts(place, {task.key for task in tasks})
-    fleet = run_fleet(tasks, place, scheduler, workers, retries, progress)
+    fleet = run_fleet(tasks, place, scheduler, workers, retries, progress, EARLIER)
     stored = (name for name in ("weights_dtype", "kv_dtype") if options.get(name))
     labels = ("target", *(vary or {}), "execution", "dtype", *stored)
     return SweepFleet(tuple(options["over"]), labels, options["chip"], fleet)
@@ -242,20 +239,3 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
         for path, text in rules.items():
             exec(compile(text, path, "exec"), {"__name__": "<run_path>", "__file__": path})
         yield
-
-
-def _sort_parts(out: Path, keys: set[str]) -> None:
-    """Keep only parts of these keys in the folder; others wait in a folder of their own.
-
-    A file that no fleet wrote stays where it is.  Raises RequestError where that folder is a link.
-    """
-    earlier = out / EARLIER
-    if earlier.is_symlink():
-        raise RequestError(f"{earlier}: a link; files would leave {out}: remove it")
-    for part in out.glob("*.parquet"):
-        if part.stem not in keys and is_part(part):
-            earlier.mkdir(exist_ok=True)
-            os.replace(part, earlier / part.name)
-    for part in earlier.glob("*.parquet"):
-        if part.stem in keys and is_part(part) and not (out / part.name).exists():
-            os.replace(part, out / part.name)

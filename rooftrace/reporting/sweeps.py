@@ -31,7 +31,7 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sizing.tracecache import TraceCache
+from rooftrace.tracer.sizing import TraceCache
 
 _AT_ONCE = 1 << 18
 """Points of a part."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -341,11 +342,15 @@ def test_what_cannot_be_interrupted_calls_for_help() -> None:
 def test_a_case_that_hangs_is_left_behind_by_a_new_process(
     session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(session_module.os, "execv", lambda _, arguments: started.append(arguments))
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(session_module.os, "execve", lambda _, *told: started.append(told))
     session.current = "endless"
     session_module.start_again(session)
-    (arguments,) = started
+    ((arguments, environment),) = started
+    # rooftrace comes from where it is now; nothing comes from the working folder
+    assert environment["PYTHONSAFEPATH"] == "1"
+    first, *_ = environment["PYTHONPATH"].split(os.pathsep)
+    assert Path(first, "rooftrace", "__init__.py").samefile(rt.__file__)
     assert arguments[:3] == [sys.executable, "-m", "rooftrace.measured"]
     assert arguments[arguments.index("--budget") + 1] == "60"  # what is left of it
     assert [t.key for t in load_run(session.plan.out).errors] == ["endless"]

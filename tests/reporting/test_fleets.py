@@ -399,3 +399,21 @@ def test_a_worker_that_is_killed_loses_nothing(here: Path) -> None:
     assert list(fleet.frame()["number"]) == [1, 3]
     with contextlib.suppress(FileNotFoundError):
         assert not list(Path("tasks").glob(".rooftrace-*")), "nothing hidden stays"
+
+
+def test_files_of_the_user_stay_and_no_part_leaves_the_folder(here: Path) -> None:
+    out, private = here / "out", here / "private"
+    (out / "_earlier").mkdir(parents=True)
+    private.mkdir()
+    for name in ("thesis", "_earlier/thesis"):
+        pandas.DataFrame({"mine": [1]}).to_parquet(out / f"{name}.parquet")
+    asked: dict[str, Any] = {"over": {"batch": [1]}, "scheduler": "none", "out": out}
+    rt.sweep_fleet(["t.py:small", "t.py:wide"], **asked)
+    rt.sweep_fleet(["t.py:small"], **asked)
+    assert (out / "thesis.parquet").is_file() and (out / "_earlier/thesis.parquet").is_file()
+    assert len(list((out / "_earlier").iterdir())) == 2
+    (out / "_earlier").rename(here / "aside")
+    (out / "_earlier").symlink_to(private)
+    with pytest.raises(ValueError, match="_earlier: a link"):
+        rt.sweep_fleet(["t.py:wide"], **asked)
+    assert not list(private.iterdir())

@@ -15,13 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import rooftrace
-from rooftrace._processes import SAFE
+from rooftrace._processes import started_again
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.bench import Bench, MeasureError, devices
 from rooftrace.measured.runs import MicroRow, ModelRow, Run
@@ -259,7 +257,4 @@ def start_again(session: Session) -> None:
     arguments = ["-m", "rooftrace.measured", *session.plan.arguments(session.left())]
     sys.stderr.write(f"rooftrace: {key} hangs; starting again after it\n")
     sys.stderr.flush()
-    ours = str(Path(rooftrace.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, SAFE: "1", "PYTHONPATH": path}
-    os.execve(sys.executable, [sys.executable, *arguments], environment)
+    os.execve(sys.executable, [sys.executable, *arguments], started_again())

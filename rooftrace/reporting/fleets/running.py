@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rooftrace.reporting.fleets.clusters import (
     connected,
 )
 from rooftrace.reporting.fleets.outcomes import TaskOutcome, outcome_of
-from rooftrace.reporting.fleets.parts import SUFFIX, need, read_part
+from rooftrace.reporting.fleets.parts import SUFFIX, is_part, need, read_part
 from rooftrace.reporting.fleets.results import (
     MANIFEST,
     FleetFailure,
@@ -43,6 +44,7 @@ def run_fleet(
     workers: int | None = None,
     retries: int = 2,
     progress: Listener | None = None,
+    earlier: str = "",
 ) -> FleetResult:
     """Run tasks on the workers of Dask; the rows of each land in `out/KEY.parquet` when it ends.
 
@@ -50,6 +52,7 @@ def run_fleet(
     tasks runs the new ones.  A file that is damaged, or of other releases of rooftrace or torch, is
     made again.  `out/_fleet.json` says which tasks there are and which failed.
 
+    earlier: the name of a folder in `out` where parts of other tasks wait; they stay, if left out.
     scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one task
     after the other; None: a cluster of this machine on the loopback, or this process where a single
     task is left.  workers: processes of that cluster; as many as processors, if left out.
@@ -68,6 +71,8 @@ def run_fleet(
         if scheduler is not None and scheduler != HERE:
             check_answers(scheduler)
         folder = _opened(out)
+        if earlier:
+            _sort_parts(folder, folder / earlier, {task.key for task in asked})
         left = [
             task for task in asked if read_part(folder / f"{task.key}.parquet", task.key) is None
         ]
@@ -130,6 +135,22 @@ def _check_places(folder: Path, tasks: Sequence[Task]) -> None:
     check_output(folder / MANIFEST, own_name=True, known=True)
     for task in tasks:
         check_output(folder / f"{task.key}{SUFFIX}", own_name=True, known=task.key in known)
+
+
+def _sort_parts(out: Path, earlier: Path, keys: set[str]) -> None:
+    """Keep only parts of these keys in a folder; others wait in `earlier`.
+
+    A file that no fleet wrote stays where it is.  Raises RequestError where `earlier` is a link.
+    """
+    if earlier.is_symlink():
+        raise RequestError(f"{earlier}: a link; parts would leave {out}: remove it")
+    for part in out.glob(f"*{SUFFIX}"):
+        if part.stem not in keys and is_part(part):
+            earlier.mkdir(exist_ok=True)
+            os.replace(part, earlier / part.name)
+    for part in earlier.glob(f"*{SUFFIX}"):
+        if part.stem in keys and is_part(part) and not (out / part.name).exists():
+            os.replace(part, out / part.name)
 
 
 def _outcomes(

@@ -1,1 +1,2 @@
 from rooftrace.tracer.sizing.sizedsource import SizedSource as SizedSource
+from rooftrace.tracer.sizing.tracecache import TraceCache as TraceCache
