@@ -294,6 +294,7 @@ def serve(descriptor: int) -> None:
     import importlib
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the terminal is for the processes
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that keep them
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()
@@ -307,14 +308,12 @@ def serve(descriptor: int) -> None:
                 _keep(descriptors)
             for each in descriptors:
                 os.close(each)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
 
 
 def _keep(descriptors: list[int]) -> NoReturn:
     """Fork the process of a request, and tell the caller its number and how it has ended."""
     channel, status, *streams = descriptors
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _end_with_parent()
     pid = os.fork()
     if not pid:
