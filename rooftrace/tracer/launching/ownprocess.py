@@ -293,10 +293,11 @@ def serve(descriptor: int) -> None:
     import gc
     import importlib
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the terminal is for the processes
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that keep them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     for name in _PRELOADED:
         importlib.import_module(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the terminal is for the processes
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that keep them
     gc.freeze()
     with socket.socket(fileno=descriptor) as end:
         while True:
