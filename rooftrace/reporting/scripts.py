@@ -40,8 +40,7 @@ def run(
     """Run a script, unmodified, on a GPU that is not there, and say what its steps cost.
 
     The script runs in a process of its own.  It sees a CUDA device with the name and memory of
-    `chip` (default h200-sxm); what it computes there has shapes and no values, and what it does on
-    the host is real.
+    `chip` (default h200-sxm); what it computes there has shapes, no values.
 
     command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
     system: how chips are joined, for a script of several processes; its chip is `chip` then.
