@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
+from rooftrace._reading import check_name
 from rooftrace.errors import RequestError
 
 MARK = "made_by: rooftrace"
@@ -83,6 +84,7 @@ def check_output(
     On the command line, and for names of its own, only a file of the same kind is replaced.  A file
     that a caller in Python names is replaced unless it is code.
     """
+    check_name(path)
     if is_stream(path) and not own_name:
         return
     try:

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rooftrace._escapes import to_cells, to_json
 from rooftrace._outputs import MARKS
+from rooftrace._reading import check_name
 from rooftrace._writing import aside, check_files, put_files
 from rooftrace.errors import RequestError
 
@@ -210,6 +211,7 @@ def new_folder(out: Path, manifest: str) -> Iterator[Path]:
     Folders that had to be made for it are removed again if nothing was put there.
     Raises ReportFolderError, and OutputError where a file would be lost.
     """
+    _check(out)
     folders = (out.absolute(), *out.absolute().parents)
     missing = [folder for folder in folders if not folder.exists()]
     try:
@@ -232,6 +234,13 @@ def new_folder(out: Path, manifest: str) -> Iterator[Path]:
 
 def _said(out: Path, reason: str) -> str:
     return f"report folder {str(out)!r}: cannot write there: {reason}"
+
+
+def _check(out: Path) -> None:
+    try:
+        check_name(out)
+    except FileNotFoundError as error:
+        raise ReportFolderError(f"report folder {str(out)!r:.200}: {error.strerror}") from None
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
