@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rooftrace._reading import check_name
 from rooftrace.costmodels.locks.records import Asked
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import names
@@ -46,6 +47,7 @@ def inside(root: Path, path: Path, named: str) -> Path:
 
     named: what names the path, for the message.
     """
+    check_name(path)
     place = Path(os.path.realpath(path))
     if not place.is_relative_to(root):
         raise ProjectError(
