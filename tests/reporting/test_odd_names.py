@@ -87,4 +87,5 @@ def test_a_form_that_a_result_has_not_is_refused(capsys: Any, tmp_path: Path) ->
     rt.save(GRAPH, tmp_path / "g.json")
     with pytest.raises(SystemExit) as stop:
         main(["diff", *[str(tmp_path / "g.json")] * 2, "-o", str(tmp_path / "d.csv")])
-    assert stop.value.code == 2 and "expected a file of md, html, tex, json" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "expected a file of md, html, tex, json" in said
