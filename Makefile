@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving published earlier exact \
+.PHONY: help venv demo test tests heavy check quick fuzz lint types golden bench inductor zoo zoo-diff flops accuracy large serving published earlier exact \
 	checkpoints versions measure collectives manychips page docs notebooks clean
 
 help: ## list the commands
@@ -133,6 +133,10 @@ versions: $(INSTALLED) ## run the quick tests with several releases, write docs/
 checkpoints: $(INSTALLED) ## memory that a diff of two checkpoints takes (GB=5 FORM=torch LARGEST=0.25 FOLDER=)
 	@$(BIN)/python benchmarks/checkpoints/memory.py $(or $(FOLDER),out) --gb $(or $(GB),5) \
 		$(if $(FORM),--form $(FORM)) $(if $(LARGEST),--largest $(LARGEST))
+
+large: $(INSTALLED) ## time, memory and Ctrl-C of 500,000 ops, 100 x 512 experts, a trace of 1.5 GB (STOPS=20)
+	@mkdir -p out && $(BIN)/python benchmarks/large/large.py --stops $(or $(STOPS),20) > out/large.md
+	@echo "written to out/large.md"
 
 serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
 	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md

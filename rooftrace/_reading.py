@@ -7,6 +7,7 @@ says, raises the reader's own error, which names the file, the place, and what w
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -22,6 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from rooftrace._escapes import visible
 from rooftrace.errors import hint
 
 if TYPE_CHECKING:
@@ -60,13 +62,30 @@ class FileKind:
         return self.refused(where, f"not a readable {self.what} ({said:.300})")
 
 
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError for a name with a NUL, or one that the file system has no bytes for.
+
+    Python itself raises a bare ValueError for these.
+    """
+    name = os.fspath(path)
+    if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
+        raise FileNotFoundError(errno.ENOENT, "no file can have this name", visible(name))
+
+
+def opened(path: Path | Traversable) -> IO[bytes]:
+    """A file for reading its bytes.  Raises OSError, also for a name that no file can have."""
+    if isinstance(path, Path):
+        check_name(path)
+    return path.open("rb")
+
+
 def text_of(path: Path | Traversable, kind: FileKind, where: str = "") -> bytes:
     """The bytes of a file, unpacked where it is gzip.
 
     where: the file's name in errors; its path, if left out.  Raises OSError, or the error of `kind`
     for a damaged gzip, or for more than MOST_BYTES.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         raw = file.read(MOST_BYTES + 1)
     if raw[:2] == GZIP and len(raw) <= MOST_BYTES:
         try:
@@ -85,7 +104,7 @@ def beginning(path: str | os.PathLike[str], size: int) -> bytes:
 
     Raises OSError, and zlib.error for a damaged gzip.
     """
-    with Path(path).open("rb") as file:
+    with opened(Path(path)) as file:
         head = file.read(size)
     return zlib.decompressobj(wbits=31).decompress(head, size) if head[:2] == GZIP else head
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rooftrace._reading import check_name
+
 try:
     import fcntl
 except ImportError:  # Windows: there what a process left is known by its age
@@ -35,6 +37,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises OSError with the name of `path`.
     """
     try:
+        check_name(path)
         path = Path(os.path.realpath(path))
         if path.exists() and not path.is_file():
             path.write_bytes(content)

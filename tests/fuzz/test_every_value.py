@@ -8,7 +8,6 @@ ours that names it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import io
 import json
@@ -19,6 +18,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,14 +121,22 @@ def damaged(tree: Any, place: tuple[Any, ...], wrong: str) -> bytes:
     return text.replace('"@wrong@"', wrong).encode("latin-1" if "\xff" in wrong else "utf-8")
 
 
-def cuts(raw: bytes, rng: random.Random) -> Iterator[tuple[str, bytes]]:
+Attack = tuple[str, Callable[[], bytes]]
+"""What is wrong, and how the file is made: all of them together take gigabytes."""
+
+
+def cuts(raw: bytes, rng: random.Random) -> Iterator[Attack]:
     """A file that ends too early in many places, and one in which bytes were flipped."""
     ends = {0, 1, 2, 10, 18, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(30))}
     for end in sorted(ends):
-        yield f"cut at {end}", raw[:end]
+        yield f"cut at {end}", partial(raw.__getitem__, slice(end))
     for _ in range(60):
         at, bit = rng.randrange(len(raw)), rng.randrange(8)
-        yield f"bit {bit} of byte {at}", raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+        yield f"bit {bit} of byte {at}", partial(flipped, raw, at, bit)
+
+
+def flipped(raw: bytes, at: int, bit: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
 
 
 # -- good files ------------------------------------------------------------------------------------
@@ -294,8 +302,8 @@ KINDS: dict[str, Kind] = {
     "trace.json": Kind(text_of_trace, read_trace),
     "config.json": Kind(good("config.json"), lambda p: trace_target(p, ["prefill"], batch=1)),
     "number.json": Kind(
-        good("config.json"),
-        lambda p: number_of_config(Job.of(rt.trace, str(p), (), {}), "config.n"),
+        lambda _: b'{"n": {"inside": 3}}',
+        lambda p: number_of_config(Job.of(rt.trace, str(p), (), {}), "config.n.inside"),
     ),
     "histogram.json": Kind(lambda _: b'{"0": 3, "1": 5}', lambda p: policy_of(f"histogram:{p}")),
     "counts.json": Kind(lambda _: b"[3, 5, 0.5]", lambda p: policy_of(f"histogram:{p}")),
@@ -327,40 +335,49 @@ KINDS: dict[str, Kind] = {
 # -- attacks ---------------------------------------------------------------------------------------
 
 
-def in_json(raw: bytes) -> Iterator[tuple[str, bytes]]:
+def in_json(raw: bytes) -> Iterator[Attack]:
     tree = json.loads(raw)
     for place in places(tree):
         for wrong in (*WRONG, OUT, TWICE, TWICE_WRONG):
-            yield f"{place} = {wrong:.20}", damaged(tree, place, wrong)
+            yield f"{place} = {wrong:.20}", partial(damaged, tree, place, wrong)
     for wrong in WRONG:
-        yield f"all of it = {wrong:.20}", wrong.encode("latin-1")
+        yield f"all of it = {wrong:.20}", partial(wrong.encode, "latin-1")
 
 
-def in_header(raw: bytes) -> Iterator[tuple[str, bytes]]:
+def in_header(raw: bytes) -> Iterator[Attack]:
     """Attacks on the header of a file of safetensors, whose length is said rightly."""
     end = 8 + int.from_bytes(raw[:8], "little")
-    for name, header in in_json(raw[8:end]):
-        yield name, len(header).to_bytes(8, "little") + header + raw[end:]
+
+    def whole(make: Callable[[], bytes]) -> bytes:
+        header = make()
+        return len(header).to_bytes(8, "little") + header + raw[end:]
+
+    for name, make in in_json(raw[8:end]):
+        yield name, partial(whole, make)
 
 
-def in_program(raw: bytes) -> Iterator[tuple[str, bytes]]:
+def in_program(raw: bytes) -> Iterator[Attack]:
     """Attacks on the graph inside of an exported program."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         entries = {entry: archive.read(entry) for entry in archive.infolist()}
     (graph,) = (entry for entry in entries if entry.filename.endswith("models/model.json"))
-    for name, text in in_json(entries[graph]):
+
+    def whole(make: Callable[[], bytes]) -> bytes:
         made = io.BytesIO()
         with zipfile.ZipFile(made, "w") as archive:
             for entry, content in entries.items():
-                archive.writestr(entry.filename, text if entry is graph else content)
-        yield name, made.getvalue()
+                archive.writestr(entry.filename, make() if entry is graph else content)
+        return made.getvalue()
+
+    for name, make in in_json(entries[graph]):
+        yield name, partial(whole, make)
 
 
 TOML = tuple(wrong.replace("NaN", "nan").replace("Infinity", "inf") for wrong in WRONG[:-3])
 TOML += ("[" * 100 + "]" * 100, "[" * 5000, "1979-05-27", "'x'", "{a.b.c = 1}")
 
 
-def in_lines(raw: bytes) -> Iterator[tuple[str, bytes]]:
+def in_lines(raw: bytes) -> Iterator[Attack]:
     """A TOML or CSV text with one value replaced, one line out, or twice."""
     lines = raw.decode().split("\n")
     for number, line in enumerate(lines):
@@ -379,11 +396,12 @@ def in_lines(raw: bytes) -> Iterator[tuple[str, bytes]]:
         others += [(f"{number} twice", f"{line}\n{line}")]
         for told, other in others:
             text = "\n".join((*lines[:number], other, *lines[number + 1 :]))
-            yield told, text.encode("latin-1" if "\xff" in other else "utf-8")
-        yield f"{number} out", "\n".join((*lines[:number], *lines[number + 1 :])).encode()
+            yield told, partial(text.encode, "latin-1" if "\xff" in other else "utf-8")
+        text = "\n".join((*lines[:number], *lines[number + 1 :]))
+        yield f"{number} out", text.encode
 
 
-def attacks(name: str, raw: bytes) -> Iterator[tuple[str, bytes]]:
+def attacks(name: str, raw: bytes) -> Iterator[Attack]:
     """All attacks on a good file."""
     rng = random.Random(name)
     inside = {
@@ -423,7 +441,7 @@ def is_priced(frame: traceback.FrameSummary) -> bool:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, bytes]]:
     """The folder and the bytes of a good file of a kind; each is made once."""
 
-    @functools.cache
+    @cache
     def make(name: str) -> tuple[Path, bytes]:
         folder = tmp_path_factory.mktemp("good")
         return folder, KINDS[name].make(folder)
@@ -444,10 +462,10 @@ def test_any_value_of_a_file_may_be_wrong(name: str, made: Any, fuzz_seconds: fl
     random.Random(0).shuffle(listed)
     end = time.monotonic() + max(2.0, fuzz_seconds / len(KINDS))
     problems: dict[str, str] = {}
-    for told, content in listed:
+    for told, make in listed:
         if time.monotonic() > end:
             break
-        path.write_bytes(content)
+        path.write_bytes(make())
         problem = problem_of(kind, path)
         if problem:
             problems.setdefault(re.sub(r"\d+", "0", problem)[:60], f"{told}: {problem}")

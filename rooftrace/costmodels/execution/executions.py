@@ -430,7 +430,7 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
     if preset is None:
         names = list(PRESETS)
         raise ExecutionError(
-            f"execution {name!r}: expected one of {', '.join(names)}{hint(name, names)}"
+            f"execution {name!r:.60}: expected one of {', '.join(names)}{hint(name, names)}"
         )
     return _changed(preset, changes)
 

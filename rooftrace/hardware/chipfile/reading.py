@@ -81,7 +81,7 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     near = [repr(chip) for chip in relatives(name)]
     meant = f"did you mean {' or '.join(near)}? Else " if near else ""
     raise UnknownChipError(
-        f'chip "{name}": {meant}expected a path ending in .toml or one of '
+        f'chip "{name:.60}": {meant}expected a path ending in .toml or one of '
         f"{', '.join(available_chips())}{skipped}"
     )
 

@@ -81,7 +81,7 @@ def load_system(name_or_path: str | os.PathLike[str] | System) -> System:
     if key not in spellings:
         chips = f"; {name} is a chip, and a system joins some" if key in available_chips() else ""
         raise UnknownSystemError(
-            f'system "{name}": expected a path ending in .toml or one of '
+            f'system "{name:.60}": expected a path ending in .toml or one of '
             f"{', '.join(available_systems())}{hint(key, spellings)}{chips}"
         )
     return _bundled(spellings[key])

@@ -60,7 +60,7 @@ def measure_suite(
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")
     for phase in plan.phases or ():
         if phase not in names.MEASURED:
-            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.MEASURED)}")
+            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
     device = devices.checked_device(plan.device)
     deadline = clock() + plan.budget_s
     targets = _targets(plan)

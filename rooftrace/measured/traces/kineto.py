@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, TypedDict, cast
 
 from rooftrace._progress import tell
-from rooftrace._reading import GZIP, FileKind, JsonStream, record_of
+from rooftrace._reading import GZIP, FileKind, JsonStream, opened, record_of
 from rooftrace.errors import ProfileError
 from rooftrace.measured.traces.linking import STEP, Launches, ModuleSpans, link
 from rooftrace.measured.traces.records import (
@@ -81,7 +81,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of the file, decompressed where it is gzip; their errors as ProfileError."""
-    with path.open("rb") as raw:
+    with opened(path) as raw:
         head = raw.read(2)
         if not head:
             raise ProfileError(f"{path}: the file is empty; {_HOW}")

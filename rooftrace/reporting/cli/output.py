@@ -83,8 +83,14 @@ def say(text: str) -> None:
     click.echo(visible(text, lines=True))
 
 
+_LONGEST = 4000
+"""Letters of a message."""
+
+
 def complain(text: str, who: str = "rooftrace: ") -> None:
-    """Write one message to stderr, if there is a stderr."""
+    """Write one message to stderr, if there is a stderr; of a very long one, both ends."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{who}{visible(text, lines=True)}\n")
         sys.stderr.flush()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooftrace._escapes import to_cells, to_json
+from rooftrace._reading import check_name
 from rooftrace._writing import aside, put_folder
 from rooftrace.errors import RequestError
 
@@ -203,6 +204,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
     Parents that had to be made for it are removed again if nothing was put into `out`.
     """
+    _check(out)
     missing = [parent for parent in out.absolute().parents if not parent.exists()]
     if out.exists() and not (out.is_dir() and os.access(out, os.W_OK | os.X_OK)):
         reason = "Permission denied" if out.is_dir() else "it is a file"
@@ -227,6 +229,13 @@ def _new_folder(out: Path) -> Iterator[Path]:
         ) from error
     finally:
         _remove_empty(missing)
+
+
+def _check(out: Path) -> None:
+    try:
+        check_name(out)
+    except FileNotFoundError as error:
+        raise ReportFolderError(f"report folder {str(out)!r:.200}: {error.strerror}") from None
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

@@ -39,7 +39,7 @@ def check_assumption(key: str, value: Any) -> None:
     kind = ALIASES.get(kind, kind)
     if kind not in ASSUMABLE or (at and not module):
         raise RequestError(
-            f"assumption {key!r}: expected KIND or KIND@MODULE, for example "
+            f"assumption {key!r:.60}: expected KIND or KIND@MODULE, for example "
             f"'branch@model.layers.*.mlp'; kinds are {', '.join(ASSUMABLE)}"
         )
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -55,7 +55,7 @@ def check_assumption(key: str, value: Any) -> None:
         except RequestError as problem:
             raise RequestError(f"assumption {key}={value!s:.60}: {problem}") from None
     if not fits[kind]:
-        raise RequestError(f"assumption {key}={value}: expected {ASSUMABLE[kind]}")
+        raise RequestError(f"assumption {key}={value!s:.60}: expected {ASSUMABLE[kind]}")
 
 
 def parse_assumption(text: str) -> tuple[str, Any]:
@@ -64,7 +64,7 @@ def parse_assumption(text: str) -> tuple[str, Any]:
     key, written = key.strip(), written.strip()
     if not equals or not written:
         raise RequestError(
-            f"assumption {text!r}: expected KIND[@MODULE]=VALUE, for example density=0.1; "
+            f"assumption {text!r:.60}: expected KIND[@MODULE]=VALUE, for example density=0.1; "
             f"kinds are {', '.join(ASSUMABLE)}"
         )
     value: Any = _WORDS.get(written.lower(), written)

@@ -101,7 +101,7 @@ def phase_of(name: str) -> Phase:
     known = phases()
     if name not in known:
         broken = failures("rooftrace.phases")
-        expected = f"phase {name!r}: expected one of {', '.join(known)}"
+        expected = f"phase {name!r:.60}: expected one of {', '.join(known)}"
         raise RequestError("; ".join((expected, *broken)))
     return known[name]
 

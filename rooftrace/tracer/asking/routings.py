@@ -116,7 +116,9 @@ def _histogram(source: str) -> Policy:
     try:
         raw = _reading.text_of(path, _FILE)
     except OSError as problem:
-        raise RequestError(f"{source}: cannot be read ({problem.strerror or problem})") from None
+        raise RequestError(
+            f"{source:.200}: cannot be read ({problem.strerror or problem})"
+        ) from None
     if raw.lstrip()[:1] in (b"[", b"{"):
         data = _reading.json_of(raw, source, _FILE)
         named = isinstance(data, dict)

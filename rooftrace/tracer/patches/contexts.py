@@ -109,12 +109,12 @@ def apart() -> Iterator[None]:
 
 def _tracer_around() -> str:
     """What torch records or transforms in this thread, other than by a mode; "" for nothing."""
-    if torch.jit.is_tracing():
+    if torch._C._is_tracing():
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func (vmap, grad, jvp, functionalize)"
-    # make_fx sets the flag too, and records by a mode.
-    if torch.fx._symbolic_trace.is_fx_tracing() and not _dispatch.is_in_torch_dispatch_mode():
+    # make_fx sets the flag too, and records by a mode.  torch's own function for it warns.
+    if torch.fx._symbolic_trace._is_fx_tracing_flag and not _dispatch.is_in_torch_dispatch_mode():
         return "torch.fx.symbolic_trace"
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -87,8 +88,10 @@ def attempted(
                     break
             finally:
                 recorder.close()
+                stopped = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # who stops is not kept
                 with contextlib.suppress(AttributeError):  # what is private may go away
-                    recorder.forget()
+                    if not stopped:
+                        recorder.forget()
         if "value" in options.assume or all(a.kind != "value" for a in values.assumptions):
             break
     assert first is not None

@@ -181,7 +181,7 @@ def optimizer_class(name: str) -> Any:
     }
     if name.lower() not in kinds:
         names = ", ".join(sorted(kinds))
-        raise RequestError(f"optimizer {name!r}: expected none or one of {names}")
+        raise RequestError(f"optimizer {name!r:.60}: expected none or one of {names}")
     return kinds[name.lower()]
 
 

@@ -73,7 +73,8 @@ class KnownTensors:
 
     def tensors(self) -> list[Tensor]:
         """The meta tensors with a known value."""
-        return [tensor for views in self._alive.values() for tensor in views.values()]
+        held = (ref() for views in self._alive.values() for ref in views.valuerefs())
+        return [tensor for tensor in held if tensor is not None]
 
     def known(self, tensor: Tensor) -> Known | None:
         """The value of `tensor`, written out, if it is known and its storage was not overwritten

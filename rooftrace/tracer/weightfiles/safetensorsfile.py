@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rooftrace._reading import json_of, record_of
+from rooftrace._reading import json_of, opened, record_of
 from rooftrace.errors import hint
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.weightfiles.stored import KIND, Stored
@@ -65,8 +65,9 @@ def read_header(path: Path) -> list[Stored]:
 
     Raises OSError, and CheckpointError for a header that does not describe the file exactly.
     """
-    where, size = str(path), os.path.getsize(path)
-    with path.open("rb") as file:
+    where = str(path)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(_LENGTH)
         if len(head) < _LENGTH:
             raise KIND.unreadable(where, f"it has {size} bytes; a header's length takes 8")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from rooftrace._reading import opened
 from rooftrace.errors import TargetError
 from rooftrace.hardware.precisions import PRECISIONS, storage_bytes
 from rooftrace.hardware.units import format_share, format_traffic, plural
@@ -36,7 +37,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """The fields of a config, and the tensors by their names in the file.  Raises TargetError."""
     where = f"target {str(path)!r}"
     try:
-        magic = path.open("rb").read(4)
+        with opened(path) as file:
+            magic = file.read(4)
     except OSError as error:
         raise TargetError(f"{where}: {error.strerror}") from None
     if magic != b"GGUF":
