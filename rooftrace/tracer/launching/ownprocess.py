@@ -38,6 +38,8 @@ _PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "rooftrace.tracer.scrip
 """What the server imports."""
 _READ_BY_IMPORTS = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_")
 """How variables begin that are read while Python starts or torch is imported."""
+_STOPPED = 128 + signal.SIGINT
+"""The exit code of a process that Ctrl-C ended."""
 _HEAD = struct.Struct(">cQ")
 _SOON, _GRACE = 0.5, 5.0
 """Seconds in which a process ends by itself, and in which one may end that was told to."""
@@ -154,11 +156,13 @@ class _Started:
         self._pid = int.from_bytes(status.read(4), "big")
 
     def ending(self) -> str:
-        """How it has ended, in words."""
+        """How it has ended, in words.  Raises KeyboardInterrupt where Ctrl-C ended it."""
         said = self._status.read(4)
         if len(said) < 4:
             return "the process of the script was killed, with the one that started it"
         code = int.from_bytes(said, "big", signed=True)
+        if code in (_STOPPED, -signal.SIGINT):
+            raise KeyboardInterrupt
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"the process of the script was killed by {signal.Signals(-code).name}"
@@ -377,7 +381,7 @@ def _answered(channel: Channel, request: _Request) -> int:
         channel.send(_REFUSED, str(error).encode("utf-8", "backslashreplace"))
         return 1
     except KeyboardInterrupt:
-        return 130
+        return _STOPPED
     channel.send(_RESULT, result)
     return 0
 
