@@ -54,7 +54,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     ),
     "a graph in a gzip": (lambda: packed(b"[", b"0," * (1 << 20), 160), "graph", "256 MiB"),
     "a run in a gzip": (lambda: packed(b"[", b" " * (1 << 20), 300), "run", "256 MiB"),
-    "many values in a gzip": (lambda: packed(b"[", b"[]," * (1 << 18), 40), "graph", "values"),
+    "many values in a gzip": (lambda: packed(b"[", b"[]," * (1 << 18), 80), "graph", "values"),
     "deep knobs": (lambda: b"title = " + b"[" * 100_000, "knobs", "64 deep"),
     "a deep chip": (lambda: b"a." * 50_000 + b"a = 1", "chip", "256 parts"),
     "a deep table of a chip": (lambda: b"[" + b"a . " * 50_000 + b"a]", "chip", "256 parts"),
