@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rooftrace.tracer.launching import Ended, Ranks, launched, run_apart, understood
+from rooftrace.tracer.launching import Ended, Ranks, call_apart, launched, understood
 from rooftrace.tracer.recording import Recorder
 
 
@@ -13,7 +13,7 @@ def ended_of(
     words: Sequence[str], folder: Any = None, world: int | None = None, rank: int = 0, **how: Any
 ) -> Ended:
     """How a command line ended that was launched in a process of its own."""
-    ended: Ended = pickle.loads(run_apart(_launch, words, folder, world, rank, how))
+    ended: Ended = pickle.loads(call_apart(_launch, words, folder, world, rank, how))
     return ended
 
 
@@ -27,7 +27,7 @@ def recorded_of(
     words: Sequence[str], folder: Any, world: int | None, rank: int
 ) -> tuple[Ended, list[str]]:
     """The same under a recorder, and the names of the ops that it ran."""
-    made: tuple[Ended, list[str]] = pickle.loads(run_apart(_record, words, folder, world, rank))
+    made: tuple[Ended, list[str]] = pickle.loads(call_apart(_record, words, folder, world, rank))
     return made
 
 
@@ -45,7 +45,7 @@ def stopped_at(words: Sequence[str], call: int) -> tuple[Ended, int, bool]:
 
     How it ended, how often it called, and whether it left a trace function.
     """
-    made: tuple[Ended, int, bool] = pickle.loads(run_apart(_stop, words, call))
+    made: tuple[Ended, int, bool] = pickle.loads(call_apart(_stop, words, call))
     return made
 
 

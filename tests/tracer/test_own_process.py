@@ -17,7 +17,7 @@ import rooftrace as rt
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError
 from rooftrace.tracer.graphfiles import GraphFileError
-from rooftrace.tracer.launching import run_apart
+from rooftrace.tracer.launching import call_apart
 from rooftrace.tracer.scripts import sending
 
 pytestmark = pytest.mark.quick
@@ -62,7 +62,7 @@ def fail(ask: Any) -> bytes:
 def test_it_asks_and_tells_and_answers() -> None:
     said: list[str] = []
     with telling(said.append):
-        assert run_apart(ask_twice, 3, answer=lambda text: text * 2) == b"33!!"
+        assert call_apart(ask_twice, 3, answer=lambda text: text * 2) == b"33!!"
     assert said == ["asking about 3"]
 
 
@@ -72,7 +72,7 @@ def test_it_is_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     before = os.umask(0o037)
     try:
-        first, second = (eval(run_apart(look)) for _ in range(2))
+        first, second = (eval(call_apart(look)) for _ in range(2))
     finally:
         os.umask(before)
     assert first[:4] == (str(tmp_path), "here", 0o037, str(tmp_path))
@@ -82,23 +82,23 @@ def test_it_is_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_ends_it_is_said() -> None:
     with pytest.raises(RequestError, match="no such thing: 'x'"):
-        run_apart(refuse)
+        call_apart(refuse)
     with pytest.raises(RequestError, match="killed by SIGKILL"):
-        run_apart(die)
+        call_apart(die)
     with pytest.raises(RequestError, match="ended with code 7 before its result"):
-        run_apart(leave)
+        call_apart(leave)
     error = io.StringIO()
     with contextlib.redirect_stderr(error), pytest.raises(RequestError, match="ended with code 1"):
-        run_apart(fail)
+        call_apart(fail)
     assert "ValueError: a fault of ours" in error.getvalue()
 
 
 def test_what_it_prints_comes_where_the_caller_prints(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = io.StringIO(), io.StringIO()  # as of a notebook: no files
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        run_apart(speak)
+        call_apart(speak)
     assert out.getvalue() in ("of a child\nout", "outof a child\n") and err.getvalue() == "err\n"
-    run_apart(speak, stdout=sys.stderr)
+    call_apart(speak, stdout=sys.stderr)
     captured = capfd.readouterr()
     assert not captured.out and "of a child" in captured.err
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import landlock, launched, run_apart, understood
+from rooftrace.tracer.launching import call_apart, landlock, launched, understood
 from rooftrace.tracer.launching.landlock import UNGUARDED, refusal
 from rooftrace.tracer.scripts import Script, ScriptError
 from rooftrace.tracer.scripts.records import Failure
@@ -307,7 +307,7 @@ pyarrow.parquet.write_table(pyarrow.table({'a': [1]}), 'new')
 
 def told(script: str, work: Path, scratch: Path, *how: int | None) -> dict[str, Any]:
     """Run a program, guarded, in a process of its own: how it ended, and what was said."""
-    made: dict[str, Any] = json.loads(run_apart(_in_child, script, work, scratch, *how))
+    made: dict[str, Any] = json.loads(call_apart(_in_child, script, work, scratch, *how))
     return made
 
 

@@ -228,7 +228,7 @@ def test_meanwhile_another_thread_is_as_it_was(phase: str) -> None:
     assert not process_state.changed(before, during)
 
 
-def run_apart(code: str) -> tuple[int, str, str]:
+def call_apart(code: str) -> tuple[int, str, str]:
     """The exit status, stdout and stderr of code in a process of its own, which it may end."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
@@ -288,8 +288,8 @@ def test_a_thread_finds_its_kernel_and_to_count_threads_collects_nothing() -> No
     """A thread on its way into a kernel finds it, also when the recording ends that has put the
     kernel there; else the process dies.  Until Python 3.12 a collection in the count of threads
     could wait for itself."""
-    assert run_apart(_ON_THEIR_WAY) == (0, "True\n", "")
-    assert run_apart(_COLLECTED) == (0, "done\n", "")
+    assert call_apart(_ON_THEIR_WAY) == (0, "True\n", "")
+    assert call_apart(_COLLECTED) == (0, "done\n", "")
 
 
 def test_a_kernel_that_cannot_be_held_stays_while_others_run(

@@ -85,7 +85,7 @@ class Channel:
         self._end.close()
 
 
-def run_apart(
+def call_apart(
     function: Callable[..., bytes],
     *arguments: Any,
     answer: Answer | None = None,

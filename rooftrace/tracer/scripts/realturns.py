@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ranks, launched, run_apart, understood
+from rooftrace.tracer.launching import Ranks, call_apart, launched, understood
 from rooftrace.tracer.patches import Scope, original_of, replaced
 from rooftrace.tracer.scripts.calls import look_of, says
 from rooftrace.tracer.scripts.failing import failure_of
@@ -69,7 +69,7 @@ def real_turns(
 
     Raises RequestError for a command line that starts several processes.
     """
-    made = run_apart(time_here, tuple(command), str(device), most, seconds, stdout=stdout)
+    made = call_apart(time_here, tuple(command), str(device), most, seconds, stdout=stdout)
     return msgspec.msgpack.decode(made, type=RealScript)
 
 

@@ -18,8 +18,8 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.launching import (
     Ended,
     Ranks,
+    call_apart,
     launched,
-    run_apart,
     understood,
 )
 from rooftrace.tracer.patches import Scope
@@ -83,7 +83,7 @@ def run_script(
         assert seconds is not None
         return repr(seconds(graph, compiled)).encode()
 
-    return sending.script_of(run_apart(run_here, asked, answer=answer, stdout=stdout))
+    return sending.script_of(call_apart(run_here, asked, answer=answer, stdout=stdout))
 
 
 @dataclass(frozen=True, kw_only=True)
