@@ -41,6 +41,7 @@ from rooftrace.reporting.cli.shared import (
     load_rules,
     once,
     progress,
+    told,
     workload,
     write_text,
     write_timeline,
@@ -134,7 +135,7 @@ def report(
     with once():
         result = rt.report(targets[0], **asked)
     if out == "-":
-        click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
+        click.echo(told(lambda: _text(result, (formats or ("json",))[0], style)), nl=False)
         write_timeline(timeline, result, quiet=True)
         return
     _write(result, out, single, how, style)
@@ -144,15 +145,17 @@ def report(
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
     from rooftrace._writing import write_bytes
+    from rooftrace.reporting.text import renderable
 
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_bytes(Path(out), _text(result, single, style).encode("utf-8", "backslashreplace"))
+        text = told(lambda: _text(result, single, style))
+        write_bytes(Path(out), text.encode("utf-8", "backslashreplace"))
     elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    console().print(result)
+    console().print(told(lambda: renderable(result)))
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
-from rooftrace._progress import WARNING
+from rooftrace._progress import WARNING, tell
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
+
+Made = TypeVar("Made")
 
 
 def workload(
@@ -160,10 +162,12 @@ def write_text(
     from rooftrace._writing import write_bytes
 
     if form == "terminal" and out in (None, "-"):
-        console().print(rendered())
+        console().print(told(rendered))
         return
     text = (
-        json.dumps(document(), indent=1, allow_nan=False) + "\n" if form == "json" else markdown()
+        json.dumps(told(document), indent=1, allow_nan=False) + "\n"
+        if form == "json"
+        else told(markdown)
     )
     if out in (None, "-"):
         click.echo(text, nl=False)
@@ -297,6 +301,13 @@ def _memory() -> str:
     except (OSError, ValueError, IndexError):  # another system, or a child that has just ended
         return ""
     return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+
+
+def told(make: Callable[[], Made]) -> Made:
+    """What is shown of a result.  Numbers that only tables have are made here: it may take long."""
+    with progress():
+        tell("making the tables")
+        return make()
 
 
 @contextlib.contextmanager
