@@ -13,7 +13,7 @@ import click
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
-from rooftrace.reporting.cli.shared import console, progress, write_timeline
+from rooftrace.reporting.cli.shared import console, progress, told, write_timeline
 
 
 def check_many(targets: Sequence[str], out: str | None, single: str) -> None:
@@ -33,10 +33,12 @@ def report_many(
     asked: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
+    from rooftrace.reporting.text import renderable
+
     with progress():
         result = rt.reports(targets, out=out, formats=formats, style=style, **asked)
     if result.reports:
-        console().print(result)
+        console().print(told(lambda: renderable(result)))
     if out is not None and result.reports:
         there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)

@@ -42,6 +42,7 @@ from rooftrace.reporting.cli.shared import (
     load_rules,
     once,
     progress,
+    told,
     workload,
     write_document,
     write_text,
@@ -137,7 +138,7 @@ def report(
     with once():
         result = rt.report(targets[0], **asked)
     if out == "-":
-        click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
+        click.echo(told(lambda: _text(result, (formats or ("json",))[0], style)), nl=False)
         write_timeline(timeline, result, quiet=True)
         return
     _write(result, out, single, how, style)
@@ -146,14 +147,16 @@ def report(
 
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
+    from rooftrace.reporting.text import renderable
+
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_document(out, single, _text(result, single, style))
+        write_document(out, single, told(lambda: _text(result, single, style)))
     elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    console().print(result)
+    console().print(told(lambda: renderable(result)))
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:

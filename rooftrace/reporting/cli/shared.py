@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
-from rooftrace._progress import WARNING
+from rooftrace._progress import WARNING, tell
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
 from rooftrace.reporting.cli.outputs import form_by_ending
+
+Made = TypeVar("Made")
 
 
 def workload(
@@ -161,14 +163,14 @@ def write_text(
     from rooftrace._outputs import MADE_BY
 
     if form == "terminal" and out in (None, "-"):
-        console().print(rendered())
+        console().print(told(rendered))
         return
     if form == "json":
-        told = document()
-        made_by = {} if "schema" in told else MADE_BY
-        text = json.dumps({**made_by, **told}, indent=1, allow_nan=False) + "\n"
+        made = told(document)
+        made_by = {} if "schema" in made else MADE_BY
+        text = json.dumps({**made_by, **made}, indent=1, allow_nan=False) + "\n"
     else:
-        text = markdown()
+        text = told(markdown)
     if out in (None, "-"):
         click.echo(text, nl=False)
     else:
@@ -308,6 +310,13 @@ def _memory() -> str:
     except (OSError, ValueError, IndexError):  # another system, or a child that has just ended
         return ""
     return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+
+
+def told(make: Callable[[], Made]) -> Made:
+    """What is shown of a result.  Numbers that only tables have are made here: it may take long."""
+    with progress():
+        tell("making the tables")
+        return make()
 
 
 @contextlib.contextmanager

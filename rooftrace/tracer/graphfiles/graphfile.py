@@ -44,11 +44,11 @@ def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> 
     return path
 
 
+@collector_off.used()
 def graphs_bytes(graphs: Mapping[str, OpGraph]) -> bytes:
     """The contents of a graph file, before gzip."""
-    with collector_off.used():
-        coded = (f"{_text(phase)}:{_graph_text(graph)}" for phase, graph in graphs.items())
-        text = f'{{"schema":{_text(SCHEMA)},"graphs":{{{",".join(coded)}}}}}'
+    coded = (f"{_text(phase)}:{_graph_text(graph)}" for phase, graph in graphs.items())
+    text = f'{{"schema":{_text(SCHEMA)},"graphs":{{{",".join(coded)}}}}}'
     return text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON escapes it
 
 
@@ -60,30 +60,24 @@ def _graph_text(graph: OpGraph) -> str:
 
 def _listed(items: list[Any]) -> str:
     """A list as JSON, part by part: no signal is seen while one is written."""
-    parts = (_text(items[n : n + _PART])[1:-1] for n in range(0, len(items), _PART))
+    parts = (_text(items[n : n + 10_000])[1:-1] for n in range(0, len(items), 10_000))
     return f"[{','.join(parts)}]"
-
-
-_PART = 10_000
 
 
 def _text(item: Any) -> str:
     return json.dumps(item, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+@collector_off.used()
 def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     """The graphs of a file by phase, each verified.
 
     Raises FileNotFoundError, or GraphFileError for a file that is truncated, of another kind or
     version, or larger than any trace (see `bounded`).
     """
-    with collector_off.used():
-        return _loaded(Path(path), str(path))
-
-
-def _loaded(path: Path, where: str) -> dict[str, OpGraph]:
+    where = str(path)
     tell("reading graphs")
-    data = json_of(text_of(path, _KIND), where, _KIND)
+    data = json_of(text_of(Path(path), _KIND), where, _KIND)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise GraphFileError(
