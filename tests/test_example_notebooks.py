@@ -42,6 +42,7 @@ def held(cell: notebooks.Cell, rest: str) -> str | None:
     return next((form for form in forms if form and rest.startswith(form)), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_notebook_runs_and_says_what_the_golden_says(script: Path) -> None:
     rest, results = golden_of(script), 0
