@@ -11,6 +11,8 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -38,7 +40,9 @@ def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
         state = _State()
         for part in module.modules():
             state.keep(part)
-        modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
+        # The mode of most is among their attributes, and is put back with these.
+        others = (part for part in module.modules() if "training" not in vars(part))
+        modes = [(part, part.training) for part in others if hasattr(part, "training")]
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         try:
             yield
@@ -115,8 +119,9 @@ class _State:
 
     def restore(self) -> None:
         """Put back what was there."""
-        for container, content in (*self._attributes, *self._containers):
-            _put_back(container, content)
+        for container, content in chain(self._attributes, self._containers):
+            if container or content:  # most are empty, as the dicts of hooks
+                _put_back(container, content)
         for cell, value in self._cells:
             if trees.cell_content(cell) is not value and value is not trees.ABSENT:
                 cell.cell_contents = value
@@ -163,7 +168,7 @@ def _of_the_user(kind: type) -> bool:
 
 def _put_back(container: Any, content: Any) -> None:
     """Give a container its old items back, if it has others now."""
-    if _items(container) == _items(content):
+    if _same(container, content):
         return
     container.clear()
     if isinstance(container, (list, deque)):
@@ -172,9 +177,13 @@ def _put_back(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _items(container: Any) -> Any:
-    """The identities of the items of a container, to compare it with a later state."""
-    if isinstance(container, dict):
-        return [(id(key), id(value)) for key, value in container.items()]
-    ids = map(id, container)
-    return set(ids) if isinstance(container, set) else list(ids)
+def _same(container: Any, content: Any) -> bool:
+    """Whether a container has the very items that it had."""
+    if len(container) != len(content):
+        return False
+    if isinstance(container, set):
+        return {*map(id, container)} == {*map(id, content)}
+    alike = all(map(is_, container, content))
+    if alike and isinstance(container, dict):
+        return all(map(is_, container.values(), content.values()))
+    return alike
