@@ -219,21 +219,31 @@ def _beside(
     return equal, off
 
 
-def main() -> int:
-    """Print the table; 1 where a form is not exact."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=40, help="sizes for each row")
+def asked_of(page: str, option: str, count: int, what: str) -> argparse.Namespace:
+    """What the command line asks for: which rows, the seed, and a count that has its own option."""
+    parser = argparse.ArgumentParser(description=page.splitlines()[0])
+    parser.add_argument(option, dest="count", type=int, default=count, help=what)
     parser.add_argument("--only", default="", help="part of the name of a model")
     parser.add_argument("--phase", default="", help="only this phase")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def rows_of(asked: argparse.Namespace) -> Iterator[Row]:
+    """The rows that are asked for."""
+    for row in rows():
+        if asked.only in row.title and asked.phase in row.phase:
+            yield row
+
+
+def main() -> int:
+    """Print the table; 1 where a form is not exact."""
+    asked = asked_of(__doc__, "--count", 40, "sizes for each row")
     print("| model | phase | sizes | regimes | traces | held out | of them proven | unequal | "
           "time off by | s |")  # fmt: skip
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     wrong = 0
-    for row in rows():
-        if asked.only not in row.title or asked.phase not in row.phase:
-            continue
+    for row in rows_of(asked):
         result = compared(row, asked.count, asked.seed)
         wrong += bool(result.unequal) or result.farthest > NEAR
         sizes = ", ".join(f"{n} {v[0]:,} to {v[-1]:,}" for n, v in row.over.items())

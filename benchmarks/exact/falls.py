@@ -10,13 +10,12 @@ where there is one.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from exact import Row, rows
+from exact import Row, asked_of, rows_of
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
@@ -36,19 +35,12 @@ Sizes = Mapping[str, int]
 
 def main() -> int:
     """Print a line for each row and size; 1 where there is a fall."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chains", type=int, default=20, help="for each row and size")
-    parser.add_argument("--only", default="", help="part of the name of a model")
-    parser.add_argument("--phase", default="", help="only this phase")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked = asked_of(__doc__, "--chains", 20, "for each row and size")
     print("| model | phase | execution | larger | steps | falls | deepest | at |")
     print("|---|---|---|---|---:|---:|---:|---|", flush=True)
     total = 0
-    for row in rows():
-        if asked.only not in row.title or asked.phase not in row.phase:
-            continue
-        for line, falls in lines_of(row, asked.chains, asked.seed):
+    for row in rows_of(asked):
+        for line, falls in lines_of(row, asked.count, asked.seed):
             total += falls
             print(line, flush=True)
     return 1 if total else 0

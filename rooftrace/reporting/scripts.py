@@ -62,23 +62,23 @@ def run(
     _check(clock, steps, chip, system)
     get_ready()
     from rooftrace.costmodels.scripting import price_script
-    from rooftrace.tracer.scripts import ScriptError, run_script
+    from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 
     words = shlex.split(command) if isinstance(command, str) else list(command)
     device, per_node = _seen(chip, system, execution)
+    request = ScriptRequest(
+        command=words,
+        chip=device,
+        steps=steps,
+        ranks=ranks,
+        rank=rank,
+        per_node=per_node,
+        scratch=scratch,
+        assume=assume,
+        boundary=boundary,
+    )
     with telling(progress):
-        script = run_script(
-            words,
-            device,
-            steps=steps,
-            ranks=ranks,
-            rank=rank,
-            per_node=per_node,
-            scratch=scratch,
-            assume=assume,
-            boundary=boundary,
-            seconds=_seconds(device, execution) if clock == "simulated" else None,
-        )
+        script = request.run(_seconds(device, execution) if clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
         return price_script(script, device, execution)

@@ -8,8 +8,6 @@ code as the other side.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +26,7 @@ from rooftrace.tracer.sources.apart import Outcome, run_apart
 from rooftrace.tracer.sources.places import ProcessPlace
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
+from tests.repositories import git
 
 pytestmark = pytest.mark.subprocess
 
@@ -82,20 +81,6 @@ class Repo(NamedTuple):
 
     root: Path
     hashes: dict[str, str]
-
-
-def git(root: Path, *arguments: str) -> str:
-    settings = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "gc.auto=0")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *settings, *arguments],
-        cwd=root,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")

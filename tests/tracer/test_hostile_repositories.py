@@ -6,7 +6,6 @@ committed as plain files.
 
 from __future__ import annotations
 
-import os
 import string
 import subprocess
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 
 from rooftrace.tracer.revisions import RevisionError, authorship, checkouts
 from rooftrace.tracer.revisions.repositories import Repository, repository_at
+from tests.repositories import git
 
 HOOKS = (
     "fsmonitor-watchman",
@@ -111,20 +111,6 @@ ATTRIBUTES = """\
 *.json filter=one diff=own ident
 """
 FILES = ("a.one", "b.two", "c.three", "d.four", "e.lfs", "config.json")
-
-
-def git(root: Path, *arguments: str) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    settings = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "gc.auto=0")
-    done = subprocess.run(
-        ["git", *settings, *arguments],
-        cwd=root,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
 
 
 class Hostile:

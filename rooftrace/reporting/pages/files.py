@@ -211,10 +211,11 @@ def new_folder(out: Path, manifest: str) -> Iterator[Path]:
     Folders that had to be made for it are removed again if nothing was put there.
     Raises ReportFolderError, and OutputError where a file would be lost.
     """
-    _check(out)
-    folders = (out.absolute(), *out.absolute().parents)
-    missing = [folder for folder in folders if not folder.exists()]
+    missing: list[Path] = []
     try:
+        check_name(out)
+        folders = (out.absolute(), *out.absolute().parents)
+        missing += [folder for folder in folders if not folder.exists()]
         if out.is_symlink() and not out.exists():
             raise ReportFolderError(_said(out, f"it is a link to {os.readlink(out)!r}, not there"))
         if out.exists() and not out.is_dir():
@@ -234,13 +235,6 @@ def new_folder(out: Path, manifest: str) -> Iterator[Path]:
 
 def _said(out: Path, reason: str) -> str:
     return f"report folder {str(out)!r}: cannot write there: {reason}"
-
-
-def _check(out: Path) -> None:
-    try:
-        check_name(out)
-    except FileNotFoundError as error:
-        raise ReportFolderError(f"report folder {str(out)!r:.200}: {error.strerror}") from None
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

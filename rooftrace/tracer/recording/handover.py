@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from rooftrace.tracer.patches import contexts, current_scope
 from rooftrace.tracer.recording.autocast import set_aside
 from rooftrace.tracer.recording.functions import Functions
-from rooftrace.tracer.recording.threads import Follower, taken_over
+from rooftrace.tracer.recording.threads import Follower, taken_over, waits
 from rooftrace.tracer.tape import Tape
 
 
@@ -40,12 +41,14 @@ def give_way(old: Handed, new: Handed | None) -> None:
         old.threads.heir = new
 
 
-def lead_here(new: Handed, ended: Callable[[], None]) -> bool:
+def lead_here(new: Handed, ended: Callable[[], None], waiting: int) -> bool:
     """A recorder begins in this thread in place of what follows another one here.
 
-    ended: is called at the end of what the thread does, before the recorder is off.  False where no
-    recorder follows the thread.
+    ended: is called at the end of what the thread does, before the recorder is off.  waiting: the
+    thread that led.  False where it does not wait for others, or no recorder follows this thread.
     """
+    if not waits(sys._current_frames().get(waiting)):
+        return False
     scope = current_scope()
     around = None if scope is None else scope.around
 

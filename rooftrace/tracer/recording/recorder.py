@@ -226,9 +226,9 @@ class Recorder(TorchDispatchMode, Tape):
         """Another recorder takes the place of this one, or none does, in the running thread."""
         handover.give_way(self, other)
 
-    def lead_here(self, ended: Callable[[], None]) -> bool:
+    def lead_here(self, ended: Callable[[], None], waiting: int) -> bool:
         """Enter this recorder where another one follows the thread; see `handover.lead_here`."""
-        return handover.lead_here(self, ended)
+        return handover.lead_here(self, ended, waiting)
 
     def _settle(self) -> None:
         """Wait for threads of the code that it did not join."""

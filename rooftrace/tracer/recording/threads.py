@@ -134,7 +134,7 @@ class Threads:
         since = time.monotonic()
         while self._threads.running and time.monotonic() < end:
             now = self._places()
-            if now != before or not all(_waits(frame) for frame, _ in now.values()):
+            if now != before or not all(waits(frame) for frame, _ in now.values()):
                 since = time.monotonic()
             elif time.monotonic() - since > _STILL:
                 break
@@ -237,5 +237,6 @@ class Threads:
         return leave
 
 
-def _waits(frame: Any) -> bool:
-    return frame.f_code.co_filename in _WAITING
+def waits(frame: Any) -> bool:
+    """Whether a thread whose innermost frame this is waits for others."""
+    return frame is not None and frame.f_code.co_filename in _WAITING

@@ -10,5 +10,5 @@ from rooftrace.tracer.scripts.records import (
     Turns as Turns,
 )
 from rooftrace.tracer.scripts.running import (
-    run_script as run_script,
+    ScriptRequest as ScriptRequest,
 )

@@ -39,71 +39,55 @@ from rooftrace.tracer.scripts.watching import compiling, marks_told, watched
 from rooftrace.tracer.values import Values
 
 
-def run_script(
-    command: Sequence[str],
-    chip: Chip,
-    steps: int | None = names.STEPS,
-    ranks: int | None = None,
-    rank: int = 0,
-    per_node: int | None = None,
-    scratch: str | os.PathLike[str] | None = None,
-    assume: Mapping[str, Any] | None = None,
-    boundary: str = names.BOUNDARIES[0],
-    seconds: Callable[[OpGraph, bool], float] | None = None,
-    stdout: Any = None,
-) -> Script:
-    """Run a script in a process of its own, as its command line says, on a chip that is not there.
-
-    command: "train.py --flag", "torchrun ... train.py", as a list of words.  steps: it is ended
-    after so many training steps; None: it runs to its end.  ranks: of how many processes this is
-    the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which the
-    files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
-    boundary: what begins a turn, one of `names.BOUNDARIES`; "mark=NAME" for a mark.  seconds: of a
-    graph on the chip, compiled or not; with it the clocks that the script reads give simulated
-    time.  stdout: where it prints; default `sys.stdout`.
-
-    Raises RequestError for a command line that is none, or a mark that never came.  What the script
-    raises is in `Script.failure`.
-    """
-    asked = ScriptRequest(
-        command=tuple(command),
-        chip=chip,
-        steps=steps,
-        ranks=ranks,
-        rank=rank,
-        per_node=per_node,
-        scratch=scratch,
-        assume=assume,
-        boundary=boundary,
-        simulated=seconds is not None,
-    )
-
-    def answer(question: bytes) -> bytes:
-        graph, compiled = sending.graph_of(question)
-        assert seconds is not None
-        return repr(seconds(graph, compiled)).encode()
-
-    return sending.script_of(call_apart(run_here, asked, answer=answer, stdout=stdout))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScriptRequest:
-    """What is asked of the process of a script: as `run_script`.  simulated: so are its clocks."""
+    """What is asked of a script.
 
-    command: tuple[str, ...]
+    command: "train.py --flag", "torchrun ... train.py", as words.  chip: that it sees.  steps: it
+    is ended after so many training steps; None: it runs to its end.  ranks: of how many processes
+    this is the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which
+    the files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
+    boundary: what begins a turn, one of `names.BOUNDARIES`; "mark=NAME" for a mark.
+    """
+
+    command: Sequence[str]
     chip: Chip
-    steps: int | None
-    ranks: int | None
-    rank: int
-    per_node: int | None
-    scratch: str | os.PathLike[str] | None
-    assume: Mapping[str, Any] | None
-    boundary: str
-    simulated: bool
+    steps: int | None = names.STEPS
+    ranks: int | None = None
+    rank: int = 0
+    per_node: int | None = None
+    scratch: str | os.PathLike[str] | None = None
+    assume: Mapping[str, Any] | None = None
+    boundary: str = names.BOUNDARIES[0]
+
+    def run(
+        self, seconds: Callable[[OpGraph, bool], float] | None = None, stdout: Any = None
+    ) -> Script:
+        """Run the script in a process of its own, on a chip that is not there.
+
+        seconds: of a graph on the chip, compiled or not; with it the clocks that the script reads
+        give simulated time.  stdout: where it prints; default `sys.stdout`.
+
+        Raises RequestError for a command line that is none, or a mark that never came.  What the
+        script raises is in `Script.failure`.
+        """
+
+        def answer(question: bytes) -> bytes:
+            graph, compiled = sending.graph_of(question)
+            assert seconds is not None
+            return repr(seconds(graph, compiled)).encode()
+
+        simulated = seconds is not None
+        return sending.script_of(
+            call_apart(run_here, self, simulated, answer=answer, stdout=stdout)
+        )
 
 
-def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest) -> bytes:
-    """Run a script in this process, which is its own; its record, as `sending` writes it."""
+def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: bool) -> bytes:
+    """Run a script in this process, which is its own; its record, as `sending` writes it.
+
+    simulated: the clocks that it reads ask what graphs take.
+    """
     line = understood(asked.command)
     where = Ranks.of(line, asked.ranks, asked.rank, asked.per_node)
     began = perf_counter()
@@ -124,7 +108,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest) -> bytes:
         run = undo.enter_context(launched(line, where, asked.scratch))
         stops.append(run.stop)
         finder = watch.finder
-        if asked.simulated:
+        if simulated:
             finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
         meter = RecordedMemory(watch.stage)
         index = where.local_rank

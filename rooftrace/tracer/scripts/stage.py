@@ -5,12 +5,8 @@ They are on in the thread that leads: the script's main one, until another threa
 
 from __future__ import annotations
 
-import queue
-import selectors
-import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import _base as futures
 
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 
@@ -41,7 +37,7 @@ class RecorderStage:
         What the main thread has on goes on, and records nothing.  ended: is called at the end of
         the task.
         """
-        if self._leader != self._main or not _waits(self._main):
+        if self._leader != self._main:
             return False
         before, new = self.recorder, self._make(False)
 
@@ -49,7 +45,7 @@ class RecorderStage:
             ended()
             self.recorder, self._leader = before, self._main
 
-        if not new.lead_here(end):
+        if not new.lead_here(end, waiting=self._main):
             return False
         self.recorder, self._leader = new, threading.get_ident()
         return True
@@ -70,12 +66,3 @@ class RecorderStage:
         """The script has ended: no recorder is on."""
         self.recorder.give_way(None)
         return self.recorder
-
-
-def _waits(ident: int) -> bool:
-    """Whether a thread stands in code of the standard library that waits for others."""
-    frame = sys._current_frames().get(ident)
-    return frame is not None and frame.f_code.co_filename in _WAITING
-
-
-_WAITING = frozenset(module.__file__ for module in (threading, queue, selectors, futures))

@@ -22,7 +22,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     What it prints goes to stderr; the files that it writes are gone afterwards.  Raises ScriptError
     where it fails, and TargetError where nothing of it ran on the device.
     """
-    from rooftrace.tracer.scripts import ScriptError, run_script
+    from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 
     asked = names.ScriptCommand.of(job.name)
     joined = None if asked.system is None else load_system(asked.system)
@@ -31,9 +31,9 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     chip = load_chip(asked.chip or CHIP) if joined is None else joined.joined_chip
     tell(f"running {asked.where}")
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
-        script = run_script(
-            asked.words,
-            chip,
+        request = ScriptRequest(
+            command=asked.words,
+            chip=chip,
             steps=asked.steps or names.STEPS,
             ranks=asked.ranks,
             rank=asked.rank,
@@ -41,8 +41,8 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
             scratch=folder,
             assume=job.options.assume,
             boundary=asked.boundary,
-            stdout=sys.stderr,
         )
+        script = request.run(stdout=sys.stderr)
     if script.failure is not None:
         raise ScriptError(script)
     if script.code and not script.stretches:
