@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,31 @@ def test_what_it_sends_is_checked() -> None:
             sending.script_of(content)
         with pytest.raises(GraphFileError, match="the process of the script"):
             sending.graph_of(content)
+
+
+def wait_for(ask: Any, path: str) -> bytes:
+    Path(path, "there").touch()
+    end = time.monotonic() + 60
+    while not Path(path, "go").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return os.environ["OMP_NUM_THREADS"].encode()
+
+
+@pytest.mark.slow
+def test_another_environment_ends_no_process_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch reads while it is imported has changed: another server forks from then on."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(call_apart, wait_for, str(tmp_path))
+        while not (tmp_path / "there").exists() and not first.done():
+            time.sleep(0.01)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        call_apart(look)
+        time.sleep(0.2)
+        (tmp_path / "go").touch()
+        assert first.result() == b"1"
 
 
 SLEEPS = """

@@ -11,6 +11,7 @@ bytes, which the caller reads as it reads a file: the process may have run anyth
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -23,6 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -41,6 +43,8 @@ _READ_BY_IMPORTS = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_")
 _STOPPED = 128 + signal.SIGINT
 """The exit code of a process that Ctrl-C ended."""
 _HEAD = struct.Struct(">cQ")
+_MOMENT = 0.05
+"""Seconds between two looks at whether processes go on."""
 _SOON, _GRACE = 0.5, 5.0
 """Seconds in which a process ends by itself, and in which one may end that was told to."""
 
@@ -208,8 +212,15 @@ class _Server:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
-        """It ends when its work is done."""
+        """It forks no more, and ends with the last of its processes."""
         self._end.close()
+
+    def end(self) -> None:
+        """It ends now, and its processes with it."""
+        if self.usable:
+            self.close()
+            self._process.terminate()
+            self._process.wait()
 
     @contextlib.contextmanager
     def process(self, request: _Request, streams: tuple[int, int, int]) -> Iterator[_Started]:
@@ -242,6 +253,12 @@ def _server() -> _Server:
         if not _SERVERS:
             _SERVERS.append(_Server(key))
         return _SERVERS[0]
+
+
+@atexit.register
+def _end_all() -> None:
+    for server in _SERVERS:
+        server.end()
 
 
 @contextlib.contextmanager
@@ -293,10 +310,11 @@ def _output(stream: Any, undo: contextlib.ExitStack) -> int:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a process for each request that comes, until the caller is gone."""
+    """Fork a process for each request that comes, until the caller closes it or is gone."""
     import gc
     import importlib
 
+    caller = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -307,12 +325,16 @@ def serve(descriptor: int) -> None:
         while True:
             message, descriptors, _, _ = socket.recv_fds(end, 1, 5)
             if not message:
-                return
+                break
             if not os.fork():
                 end.close()
                 _keep(descriptors)
             for each in descriptors:
                 os.close(each)
+    with contextlib.suppress(ChildProcessError):  # there is none any more
+        while os.getppid() == caller:
+            os.waitpid(-1, os.WNOHANG)
+            time.sleep(_MOMENT)
 
 
 def _keep(descriptors: list[int]) -> NoReturn:
