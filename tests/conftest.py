@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -221,3 +222,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
 def fuzz_seconds(request: pytest.FixtureRequest) -> float:
     """How long an attacker tries."""
     return float(request.config.getoption("--fuzz-seconds"))
+
+
+def ctrl_c_works() -> None:
+    """For `preexec_fn`: what a shell runs in the background ignores Ctrl-C, with all it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

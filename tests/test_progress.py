@@ -22,6 +22,7 @@ import rooftrace as rt
 from rooftrace._progress import tell
 from rooftrace.reporting.cli import main
 from rooftrace.reporting.cli.shared import progress
+from tests.conftest import ctrl_c_works
 
 pytestmark = pytest.mark.quick
 
@@ -114,17 +115,21 @@ def test_a_stop_is_one_line_at_once(after: float, tmp_path: Path) -> None:
     words = ["trace", "m.py:build", "--phase", "forward", "-o", "g.json"]
     place = tmp_path / "temporary"
     place.mkdir()
-    running = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "rooftrace", *words],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(place)},
-    )
-    sleep(after)
-    running.send_signal(signal.SIGINT)
-    begin = monotonic()
-    said = running.communicate(timeout=30)[1]
+        preexec_fn=ctrl_c_works,
+    ) as running:
+        try:
+            sleep(after)
+            running.send_signal(signal.SIGINT)
+            begin = monotonic()
+            said = running.communicate(timeout=30)[1]
+        finally:
+            running.kill()
     if running.returncode == -signal.SIGINT and after < 0.2:
         pytest.skip("Python itself was not yet up")
     assert (running.returncode, said.strip()) == (130, "rooftrace: stopped")

@@ -20,6 +20,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.graphfiles import GraphFileError
 from rooftrace.tracer.launching import call_apart
 from rooftrace.tracer.scripts import sending
+from tests.conftest import ctrl_c_works
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +34,8 @@ def look(ask: Any) -> bytes:
     mask = os.umask(0)
     numbers = random.random()
     there = (os.getcwd(), os.environ.get("LOOK"), mask, sys.path[0], "tests" in sys.modules)
-    return repr((*there, numbers, signal.getsignal(signal.SIGINT).__name__)).encode()  # type: ignore[union-attr]
+    stoppable = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return repr((*there, numbers, stoppable)).encode()
 
 
 def refuse(ask: Any) -> bytes:
@@ -78,7 +80,7 @@ def test_it_is_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         os.umask(before)
     assert first[:4] == (str(tmp_path), "here", 0o037, str(tmp_path))
     assert first[5] != second[5]  # random numbers are drawn anew
-    assert first[6] == "default_int_handler"
+    assert first[6] == (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
 
 
 def test_what_ends_it_is_said() -> None:
@@ -139,8 +141,8 @@ def test_another_environment_ends_no_process_that_runs(
 
 SLEEPS = """
 import os, time
-print("pid", os.getpid(), flush=True)
 try:
+    print("pid", os.getpid(), flush=True)
     time.sleep(60)
 finally:
     print("finally", flush=True)
@@ -161,6 +163,7 @@ def test_a_script_ends_with_the_command_that_runs_it(number: int, tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=ctrl_c_works,
     ) as run:
         assert run.stdout is not None and run.stderr is not None
         pid = int(run.stdout.readline().split()[1])

@@ -134,6 +134,7 @@ class _Request:
     folder: str
     path: tuple[str, ...]
     umask: int
+    stoppable: bool  # Ctrl-C is not ignored, as in the background of a shell
 
     @classmethod
     def here(cls, function: Callable[..., bytes], arguments: tuple[Any, ...]) -> _Request:
@@ -146,6 +147,7 @@ class _Request:
             folder=os.getcwd(),
             path=tuple(sys.path),
             umask=umask,
+            stoppable=signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
         )
 
 
@@ -315,7 +317,8 @@ def serve(descriptor: int) -> None:
     import importlib
 
     caller = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     for name in _PRELOADED:
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the terminal is for the processes
@@ -410,7 +413,8 @@ def _answered(channel: Channel, request: _Request) -> int:
 
 def _be_there(request: _Request) -> None:
     """Make this process one that has just started where the caller is."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request.stoppable:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
