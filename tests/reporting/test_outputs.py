@@ -207,7 +207,14 @@ def test_it_is_said_before_the_work(run: Run, here: Path, monkeypatch: pytest.Mo
     assert ran.code == 2 and "report.md' is there" in ran.err and "--force" in ran.err
 
 
-@pytest.mark.parametrize("name", ["report.html", "roofline-forward.png", "_report.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "report.html",
+        pytest.param("roofline-forward.png", marks=pytest.mark.slow),  # figures are drawn first
+        "_report.json",
+    ],
+)
 def test_a_report_refuses_a_folder_a_link_and_a_file_of_the_user(
     name: str, run: Run, here: Path
 ) -> None:
