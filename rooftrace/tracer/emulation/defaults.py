@@ -1,7 +1,7 @@
 """Defaults of torch that name the device: `torch.set_default_device("cuda")`, default types.
 
 A default is applied by a function mode below all others, so nobody else turns the device that it
-adds into meta.
+adds into meta.  The mode of `with torch.device("cuda")` lies above: others see what it adds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def context_methods() -> dict[str, Any]:
         kwargs = kwargs or {}
         makes = self.device.type == "cuda" and func in _device._device_constructors()
         if makes and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": _META}
+            lowest = not torch._C._len_torch_function_stack()
+            kwargs = {**kwargs, "device": _META if lowest else self.device}
         return handle(self, func, types, args, kwargs)
 
     return {"__torch_function__": __torch_function__}

@@ -34,6 +34,8 @@ _SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 """What every change of the grad mode calls."""
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 """What `item()` calls: the op that stands for the host's wait for a value."""
+_PARSE_TO: Any = torch._C._nn._parse_to
+"""Says what `Module.to` was asked for: the device that the module's tensors are told next."""
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Functions that never name an op: attribute access, and backward, whose ops have other names."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -99,7 +101,7 @@ class Functions(TorchFunctionMode):
         elif func in _BACKWARD:
             with self._in_backward(), _gradients_wanted(tape):
                 return func(*args, **kwargs)
-        if "device" in kwargs:
+        if "device" in kwargs and func is not _PARSE_TO:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
         outer = tape.function
         if not outer:

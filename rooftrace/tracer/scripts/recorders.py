@@ -71,7 +71,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             moved = self._moved(args[0], kwargs)
             if moved is not None:
                 return moved
-        elif func is _COPY:
+        elif func is _COPY and isinstance(args[1], Tensor):
             self._count(args[0], args[1])
             if args[0].device.type == "cpu" and args[1].device.type == "meta":
                 return self._filled(args[0], args[1])
