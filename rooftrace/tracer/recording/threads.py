@@ -73,8 +73,13 @@ class _Task(threading.local):
 _TASK = _Task()
 
 
+def follows_task() -> bool:
+    """Whether a recording follows what the running thread does to its end."""
+    return _TASK.leave is not None
+
+
 def taken_over(begin: Callable[[], Callable[[], None]]) -> bool:
-    """Whether a recording follows this thread: then it leaves, and something else begins.
+    """A recording that follows this thread leaves, and something else begins; False without any.
 
     begin: begins that; what it returns ends it, at the end of the task that the thread runs.
     """

@@ -7,7 +7,8 @@ trained, or in a script that trains nothing, is a turn of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,22 +46,31 @@ class Finder(TurnKeeper):
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
-        return self._stage.recorder.answer(module, *args, **kwargs)
+        return self._stage.here.answer(module, *args, **kwargs)
 
-    def leads(self, module: nn.Module | None = None) -> bool:
-        """Whether what the running thread does makes turns.
+    @contextlib.contextmanager
+    def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
+        """Inside, whether what the running thread does makes turns; no other thread's does.
 
-        A thread for which the main one waits leads from the first module on that it trains, or
-        that it calls in a script that trains none.
+        A thread takes the lead with a model that it trains, or with any in a script that trains
+        none, if no other is in the middle of a turn.
         """
-        if self._stage.leads:
-            return True
-        if self._turn is not None or self.trained or self.called:
-            return False
+        with self._stage.turn() as alone:
+            yield alone and (self._stage.leads or self._takes_over(module))
+
+    def _takes_over(self, module: nn.Module | None) -> bool:
         with torch._C.DisableTorchFunction():
             trains = module is None or self._optimizers.trains(module)
-            may = trains or not self._optimizers.known
-        return may and self._stage.lead(self.end)
+            turn = self._turn
+            if self._optimizers.known and not trains:
+                return False
+            if turn is not None and not self._is_whole(turn):
+                return False
+            if not self._stage.may_lead:
+                return False
+            if turn is not None:
+                self._finish(turn)
+        return self._stage.lead(self.end)
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""

@@ -129,7 +129,9 @@ class TurnTimer:
         self._open: _Timed | None = None
         self._alike: dict[Any, int] = {}  # numbers of turns, by what they called
         self._loading, self._batches = 0.0, 0
+        self._looking = threading.Lock()
         self._leader: int | None = None  # the thread whose calls make turns
+        self._calling = False  # a call of it is under way
         self._differentiated = False  # a backward has run since the last call
 
     @contextlib.contextmanager
@@ -153,9 +155,19 @@ class TurnTimer:
             undo.enter_context(watched(self))
             yield
 
-    def leads(self, module: nn.Module | None = None) -> bool:
-        """Whether calls of the running thread make turns: of the first that has made one."""
-        return self._leader in (None, threading.get_ident())
+    @contextlib.contextmanager
+    def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
+        """Inside, whether calls of the running thread make turns: no other is halfway in one."""
+        with self._looking:
+            here, timed = threading.get_ident(), self._open
+            if timed is None or (self._kinds.whole(timed.turn) and not self._calling):
+                self._leader = here
+            leads = self._leader == here
+            self._calling |= leads
+        try:
+            yield leads
+        finally:
+            self._calling &= not leads
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""
@@ -187,7 +199,6 @@ class TurnTimer:
             self._note_backward(timed.turn)
             if not self._kinds.goes_on(timed.turn, module, (args, kwargs), self._batches):
                 self._finish(timed)
-        self._leader = threading.get_ident()
         if self._open is None:
             if self._enough(self.turns):
                 self._stop()

@@ -192,7 +192,7 @@ class RunWatch:
             compiled=bool(self.compiled),
             seconds=perf_counter() - began,
             said=dict(said),
-            outside=self.stage.recorder.unrecorded,
+            outside=self.stage.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
             failure=failure_of(ended),

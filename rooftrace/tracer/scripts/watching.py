@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -27,8 +28,9 @@ class Watcher(Protocol):
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module that is called from outside of any."""
 
-    def leads(self, module: nn.Module | None = None) -> bool:
-        """Whether calls of the running thread, as one of `module`, are told."""
+    def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
+        """Whether calls of the running thread, as one of `module`, are told; inside of it no other
+        thread's are."""
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch."""
@@ -46,13 +48,16 @@ def watched(finder: Watcher) -> Iterator[None]:
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside or not finder.leads(module):
+        if depth.inside:
             return finder.run(module, args, kwargs)
-        depth.inside += 1
-        try:
-            return finder.call(module, args, kwargs)
-        finally:
-            depth.inside -= 1
+        with finder.leading(module) as leads:
+            if leads:
+                depth.inside += 1
+                try:
+                    return finder.call(module, args, kwargs)
+                finally:
+                    depth.inside -= 1
+        return finder.run(module, args, kwargs)
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
