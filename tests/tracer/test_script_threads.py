@@ -92,10 +92,10 @@ WAYS = {
 
 
 @cache
-def cost_of(way: str, steps: int | None = None) -> ScriptCost:
+def cost_of(way: str, steps: int | None = None, text: str = "") -> ScriptCost:
     with TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
-        script.write_text(TRAIN + WAYS[way] + "\n", encoding="utf-8")
+        script.write_text(TRAIN + (text or WAYS[way]) + "\n", encoding="utf-8")
         return rt.run([str(script)], chip="a100-sxm-40", steps=steps)
 
 
@@ -196,6 +196,26 @@ def test_each_request_that_a_thread_answers_is_a_turn(way: str) -> None:
     assert {row.kind for row in cost.rows} == {"inference"}
     assert sum(row.turns for row in cost.rows) == 6
     assert all_flops(cost) == all_flops(served("main"))
+
+
+WORKERS = {
+    "one after another": "for _ in range(3): train(*build(), 6)",
+    "at once": (
+        "threads = [threading.Thread(target=lambda: train(*build(), 6)) for _ in range(3)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", list(WORKERS))
+def test_each_of_several_trainers_has_its_steps(way: str) -> None:
+    cost = cost_of("main", text=WORKERS[way])
+    assert {row.kind for row in cost.rows} == {"training"}
+    assert sum(row.turns for row in cost.rows) == 18
+    assert not any(graph.unrecorded for graph in cost.script.graphs)
+    each = cost_of("main", text="train(*build(), 6)")
+    assert all_flops(cost) == 3 * all_flops(each)
 
 
 @pytest.mark.parametrize("way", ["thread", "task", "left"])

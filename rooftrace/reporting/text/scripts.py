@@ -95,8 +95,8 @@ def _nothing(script: Script) -> str:
     if not script.outside:
         return "nothing ran on the device"
     return (
-        f"{plural(script.outside, 'op')} ran on the device, none of them in a module that the main "
-        "thread calls or in a step of an optimizer: say where a turn begins, with --boundary "
+        f"{plural(script.outside, 'op')} ran on the device, none of them in a call of a module or "
+        "in a step of an optimizer: say where a turn begins, with --boundary "
         "mark=NAME, a name that the script gives to torch.profiler.record_function or to NVTX"
     )
 

@@ -40,16 +40,17 @@ def give_way(old: Handed, new: Handed | None) -> None:
         old.threads.heir = new
 
 
-def lead_here(new: Handed, ended: Callable[[], Handed]) -> bool:
+def lead_here(new: Handed, first: Callable[[], None], ended: Callable[[], Handed]) -> bool:
     """A recorder begins in this thread in place of what follows another one here.
 
-    ended: is called at the end of what the thread does; it returns the recorder that is on then.
-    False where no recorder follows this thread.
+    first: is called before it does.  ended: is called at the end of what the thread does; it
+    returns the recorder that is on then.  False where no recorder follows this thread.
     """
     scope = current_scope()
     around = None if scope is None else scope.around
 
     def begin() -> Callable[[], None]:
+        first()
         if around is not None:
             around.enter()
         new.__enter__()

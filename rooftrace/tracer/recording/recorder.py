@@ -39,7 +39,7 @@ from rooftrace.tracer.recording.standins import (
 )
 from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.storages import Storages
-from rooftrace.tracer.recording.threads import Threads, follows_task, waits
+from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.releases import Release
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
@@ -226,20 +226,9 @@ class Recorder(TorchDispatchMode, Tape):
         """Another recorder takes the place of this one, or none does, in the running thread."""
         handover.give_way(self, other)
 
-    def lead_here(self, ended: Callable[[], Recorder]) -> bool:
+    def lead_here(self, first: Callable[[], None], ended: Callable[[], Recorder]) -> bool:
         """Enter this recorder where another one follows the thread; see `handover.lead_here`."""
-        return handover.lead_here(self, ended)
-
-    @staticmethod
-    def follows_here() -> bool:
-        """Whether a recorder follows what the running thread does to its end."""
-        return follows_task()
-
-    @staticmethod
-    def awaits_others(ident: int) -> bool:
-        """Whether a thread waits for others, or has ended."""
-        frame = sys._current_frames().get(ident)
-        return frame is None or waits(frame)
+        return handover.lead_here(self, first, ended)
 
     def stop(self) -> None:
         """From here on nothing is recorded, though the recorder is on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from rooftrace.tracer.scripts.records import TRAINING
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tensors import tensors_in
+
+_MOMENT = 0.001
+"""Seconds between two looks at the turn of another thread."""
+_PATIENCE = 1.0
+"""Seconds that a thread waits for the end of another's step."""
 
 
 class Finder(TurnKeeper):
@@ -53,24 +59,44 @@ class Finder(TurnKeeper):
         """Inside, whether what the running thread does makes turns; no other thread's does.
 
         A thread takes the lead with a model that it trains, or with any in a script that trains
-        none, if no other is in the middle of a turn.
+        none, if no other is in the middle of a turn; it waits a while for the end of that.
         """
-        with self._stage.turn() as alone:
-            yield alone and (self._stage.leads or self._takes_over(module))
+        until = monotonic() + _PATIENCE
+        while True:
+            with self._stage.turn() as alone:
+                if not (alone and self._halfway_elsewhere(module)) or monotonic() > until:
+                    leads = alone and (self._stage.leads or self._takes_over(module))
+                    if not leads and self._stage.is_aside:
+                        self.variety.said["threads at once"] = (
+                            "a thread called a model while another was halfway in a turn and "
+                            "waited: such calls are not counted"
+                        )
+                    yield leads
+                    return
+            sleep(_MOMENT)
+
+    def _halfway_elsewhere(self, module: nn.Module | None) -> bool:
+        """Whether a thread that goes on computing is halfway in a step, so that this one waits."""
+        turn = self._turn
+        if self._stage.leads or turn is None or turn.kind != TRAINING or self._stage.waits:
+            return False
+        with torch._C.DisableTorchFunction():
+            return self._may_make(module) and not self._kinds.whole(turn)
+
+    def _may_make(self, module: nn.Module | None) -> bool:
+        """Whether a call of a module, or a step, may make a turn in a thread that does not lead."""
+        return module is None or not self._optimizers.known or self._optimizers.trains(module)
 
     def _takes_over(self, module: nn.Module | None) -> bool:
-        with torch._C.DisableTorchFunction():
-            trains = module is None or self._optimizers.trains(module)
-            turn = self._turn
-            if self._optimizers.known and not trains:
-                return False
-            if turn is not None and not self._is_whole(turn):
-                return False
-            if not self._stage.may_lead:
-                return False
+        turn = self._turn
+
+        def first() -> None:
             if turn is not None:
                 self._finish(turn)
-        return self._stage.lead(self.end)
+
+        with torch._C.DisableTorchFunction():
+            may = self._may_make(module) and (turn is None or self._is_whole(turn))
+        return may and self._stage.lead(first, self.end)
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
@@ -106,7 +132,7 @@ class Finder(TurnKeeper):
         if self._accumulates(turn, look):
             if not turn.repeating:
                 self._close_piece(turn)
-                turn.repeating = True
+                turn.repeating = self._stage.recorder.entries.unread = True
             turn.repeat()
             turn.calls.append(look)
             result = self._results[-1]

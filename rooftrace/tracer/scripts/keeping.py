@@ -55,6 +55,7 @@ class TurnKeeper:
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
             self.book.discard(self._stage.change(self._name if turn.recorded else None))
+            self._stage.recorder.entries.unread = not turn.recorded
         self._unread = not turn.recorded
         return turn
 

@@ -27,6 +27,7 @@ class RecorderStage:
         self._main = self._leader = threading.get_ident()
         self._recorders = {self._main: make(False)}
         self._turns = threading.RLock()  # of the thread that looks at turns or changes them
+        self._holder: int | None = None  # that thread
         self.unrecorded = 0  # ops of recorders that were taken off
 
     @property
@@ -48,36 +49,46 @@ class RecorderStage:
         """The script begins: its first recorder is on, and records nothing."""
         self.recorder.__enter__()
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether the running thread has led and does not now: nothing that it runs is recorded."""
+        return not self.leads and threading.get_ident() in self._recorders
+
+    @property
+    def waits(self) -> bool:
+        """Whether the leading thread waits for others."""
+        return self.recorder.threads.awaits_others(self._leader)
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
         """Inside, no other thread takes the lead.
 
-        False where the leading thread has a call under way that waits for this thread.
+        False where another one has a call under way that waits, perhaps for this thread.
         """
-        mine = self._turns.acquire(timeout=_MOMENT)
-        while not mine and not self.recorder.awaits_others(self._leader):
-            mine = self._turns.acquire(timeout=_MOMENT)
+        while not (mine := self._turns.acquire(timeout=_MOMENT)):
+            holder = self._holder
+            if holder is not None and self.recorder.threads.awaits_others(holder):
+                yield False
+                return
+        outer, self._holder = self._holder, threading.get_ident()
         try:
             yield mine
         finally:
-            if mine:
-                self._turns.release()
+            self._holder = outer
+            self._turns.release()
 
-    @property
-    def may_lead(self) -> bool:
-        """Whether the running thread has led, or a recorder follows it that it may take off."""
-        return threading.get_ident() in self._recorders or self.recorder.follows_here()
+    def lead(self, first: Callable[[], None], ended: Callable[[], None]) -> bool:
+        """Have the running thread lead; False where no recorder has followed it.
 
-    def lead(self, ended: Callable[[], None]) -> bool:
-        """Have the running thread lead; False where it may not.
-
-        The recorder of the thread that led stays on.  ended: is called at the end of the task of
-        the running thread, if it leads then.
+        The recorder of the thread that led stays on.  first: is called before this thread leads.
+        ended: is called at the end of its task, if it leads then.
         """
         ident = threading.get_ident()
-        if ident not in self._recorders:
+        if ident in self._recorders:
+            first()
+        else:
             new = self._make(False)
-            if not new.lead_here(lambda: self._leave(ident, ended)):
+            if not new.lead_here(first, lambda: self._leave(ident, ended)):
                 return False
             self._recorders[ident] = new
         self._leader = ident

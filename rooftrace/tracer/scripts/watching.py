@@ -50,14 +50,14 @@ def watched(finder: Watcher) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if depth.inside:
             return finder.run(module, args, kwargs)
-        with finder.leading(module) as leads:
-            if leads:
-                depth.inside += 1
-                try:
+        depth.inside += 1
+        try:
+            with finder.leading(module) as leads:
+                if leads:
                     return finder.call(module, args, kwargs)
-                finally:
-                    depth.inside -= 1
-        return finder.run(module, args, kwargs)
+            return finder.run(module, args, kwargs)
+        finally:
+            depth.inside -= 1
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
