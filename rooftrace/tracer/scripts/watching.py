@@ -46,7 +46,8 @@ def watched(finder: Watcher) -> Iterator[None]:
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside or not finder.leads(module):
+        traced: Any = torch._C._get_tracing_state()  # what torch.jit.trace watches is no step
+        if depth.inside or traced or not finder.leads(module):
             return finder.run(module, args, kwargs)
         depth.inside += 1
         try:
