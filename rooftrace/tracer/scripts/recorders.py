@@ -14,7 +14,7 @@ from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
-from rooftrace.tracer.tensors import subclasses, tensors_in
+from rooftrace.tracer.tensors import owners, subclasses, tensors_in
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
@@ -50,7 +50,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""
-        return Presented(self, device, self._shown, self._shapes)
+        return Presented(self, None, self._shown, self._shapes)  # a thread begins without a default
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, FakeTensor) for kind in types):
@@ -68,6 +68,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
+            if isinstance(args[0], owners.LAZY):
+                with self.paused():  # it has no bytes yet
+                    return super()._dispatched(func, args, kwargs)
             moved = self._moved(args[0], kwargs)
             if moved is not None:
                 return moved
@@ -177,6 +180,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 def _like(tensor: Tensor) -> Tensor:
     """A tensor of the same look that is none of the script's."""
     with _disable_current_modes():
+        if tensor.layout is not torch.strided:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

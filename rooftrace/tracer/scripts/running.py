@@ -23,13 +23,13 @@ from rooftrace.tracer.launching import (
     understood,
 )
 from rooftrace.tracer.patches import Scope
-from rooftrace.tracer.scripts import sending
+from rooftrace.tracer.scripts import presenting, sending
 from rooftrace.tracer.scripts.boundaries import Boundary
 from rooftrace.tracer.scripts.clocks import SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
+from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.replaying import GraphFinder
@@ -163,8 +163,10 @@ class RunWatch:
         with contextlib.ExitStack() as undo:
             undo.enter_context(watched(finder))
             undo.enter_context(marks_told(finder.marked))
-            undo.enter_context(moved_in_place())
-            undo.enter_context(checkpoints_alike())
+            undo.enter_context(presenting.moved_in_place())
+            undo.enter_context(presenting.storages_shown(self.shown, self.shapes))
+            undo.enter_context(presenting.saving_shown())
+            undo.enter_context(presenting.checkpoints_alike())
             undo.enter_context(compiling(self.compiled))
             undo.enter_context(
                 self.optimizers.watched(

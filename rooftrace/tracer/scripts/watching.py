@@ -48,7 +48,8 @@ def watched(finder: Watcher) -> Iterator[None]:
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside:
+        traced: Any = torch._C._get_tracing_state()  # what torch.jit.trace watches is no step
+        if depth.inside or traced:
             return finder.run(module, args, kwargs)
         depth.inside += 1
         try:
