@@ -92,12 +92,16 @@ class Plan:
         """
         OpGraph.check(graph, "plan")
         written = [as_written(graph, execution_model(execution)) for execution in executions]
-        priced: dict[int, Any] = {}
+        priced = {}
         for marked, _ in written:
             if id(marked) not in priced:
                 costs = price_ops(marked)
                 priced[id(marked)] = with_families(marked, costs[0]), costs
-        return [_planned(graph, *priced[id(marked)], model, savings) for marked, model in written]
+        plans = []
+        for marked, model in written:
+            classified, costs = priced[id(marked)]
+            plans.append(_planned(graph, classified, costs, model, savings))
+        return plans
 
     @cached_property
     def total(self) -> Cost:

@@ -45,7 +45,7 @@ class CompiledPart:
         )
 
     def __str__(self) -> str:
-        share = round(100 * self.flops / self.of_flops) if self.of_flops else 0
+        share = 100 * self.flops // max(self.of_flops, 1)
         most = 4
         names = ", ".join(self.callables[:most])
         more = len(self.callables) - most

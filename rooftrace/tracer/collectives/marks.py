@@ -69,9 +69,21 @@ def with_breaks(graph: OpGraph, cuts: Mapping[int, bool]) -> OpGraph:
 
 def _like(op: Op) -> Op:
     """An op without work at the place of another one."""
-    nothing = {"arguments": {}, "inputs": (), "outputs": (), "facts": {}, "steps": {}, "holds": ()}
-    own = {"kind": "view", "family": "other", "function": "", "stream": "", "collective": None}
-    return replace(op, id=0, flops_torch=None, assumptions=(), **nothing, **own)
+    return replace(
+        op,
+        kind="view",
+        arguments={},
+        inputs=(),
+        outputs=(),
+        family="other",
+        function="",
+        flops_torch=None,
+        assumptions=(),
+        steps={},
+        holds=(),
+        stream="",
+        collective=None,
+    )
 
 
 def compiled_cuts(ops: Sequence[Op]) -> dict[int, bool]:

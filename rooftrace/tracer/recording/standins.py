@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.emulation import handles
-from rooftrace.tracer.patches import contexts, current_scope, original_of, replaced, shared
+from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
 from rooftrace.tracer.source import spec_after
-from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
 
 
@@ -201,76 +199,3 @@ _WARNINGS = shared.Shared(_ignored)
 def warnings_quiet() -> contextlib.AbstractContextManager[None]:
     """Inside, warnings that would name a line of ours are not shown; other threads' are."""
     return _WARNINGS.used()
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, what torch.compile has wrapped runs as it is written: here, not in other threads.
-
-    `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
-    """
-    import torch._dynamo.eval_frame as frames
-
-    stance = original_of(frames, "_callback_from_stance")
-    if not callable(stance):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-        return
-
-    def set_callback(callback: Any) -> Any:
-        before = records.compiling.call
-        call = callback if isinstance(callback, records.CompiledCall) else None
-        if call is None:
-            caller = sys._getframe(2).f_locals  # of torch's wrapper, behind our guard
-            outer, function = caller.get("prior"), caller.get("fn")
-            if isinstance(outer, records.CompiledCall):
-                # What is compiled in compiled code is a part of that; so are checkpoints.
-                if callable(callback) or getattr(function, "__module__", "") == _CHECKPOINTS:
-                    call = outer
-            elif callable(callback) and not _is_attention(function):
-                call = records.CompiledCall(_name_of(function))
-        records.compiling.call = call
-        return before
-
-    def by_stance(callback: Any) -> Any:
-        if isinstance(callback, records.CompiledCall) or not callable(callback):
-            return callback
-        return None if frames._stance.stance == "force_eager" else callback
-
-    stand_ins: dict[str, Any] = {
-        "set_eval_frame": set_callback,
-        "_maybe_set_eval_frame": set_callback,
-        "_callback_from_stance": by_stance,
-    }
-    counter = original_of(frames, _COUNTER)
-    if callable(counter):
-
-        def count(frames: int) -> int:
-            """What it was: 0 where a count begins, so that nobody counts; then as if some were."""
-            return 0 if frames == 0 else max(counter(frames), 1)
-
-        stand_ins[_COUNTER] = count
-    with replaced(frames, stand_ins):
-        yield
-
-
-def _is_attention(function: Any) -> bool:
-    """Whether it is one of torch's own functions of attention: one kernel, compiled or not."""
-    return str(getattr(function, "__module__", "")).startswith("torch.nn.attention.")
-
-
-def _name_of(function: Any) -> str:
-    """What a compiled callable is called: a module by its class, a function as it was defined."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(function, nn.Module) or isinstance(owner, nn.Module):
-        name = getattr(function, "__name__", "")
-        kind = type(owner if isinstance(owner, nn.Module) else function).__name__
-        own = name in ("", "_call_impl", "_wrapped_call_impl", "__call__", "forward")
-        return kind if own else f"{kind}.{name}"
-    name = getattr(function, "__qualname__", "") or type(function).__name__
-    return str(name).rpartition("<locals>.")[2]
-
-
-_CHECKPOINTS = "torch.utils.checkpoint"
-_COUNTER = "set_fullgraph_compiled_frame_count"
-"""Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""

@@ -7,7 +7,7 @@ both carry the number of the node.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -147,24 +147,26 @@ class Origins:
         compiled = compiled or self._last  # gradients leave compiled code when all of it has run
         return Origin(owners.shown_path(owner), 0, "backward", name, compiled=compiled)
 
-    def compiled_facts(self, origin: Origin, works: bool) -> dict[str, Any]:
-        """What an op that is recorded now tells of compiled code: in which callable of the script's
-        it runs, and whether it is the first of a call.  works: it is a kernel."""
+    def noted(
+        self, facts: Mapping[str, Any] | None, origin: Origin, beside: bool | str
+    ) -> Mapping[str, Any]:
+        """The facts of an op that is recorded now, with what it tells of compiled code: in which
+        callable of the script's it runs, and whether it is the first of a call.
+
+        beside: it is a view, or on another stream than the main one, whose name this is.
+        """
         before, call = self._last, origin.compiled
-        if works or call is not None:
-            self._last = call
         if call is None:
-            return {}
-        return (
-            {marks.COMPILED: call.name}
-            if call is before
-            else {marks.COMPILED: call.name, marks.ENTERS: True}
-        )
+            self._last = before if beside else None
+            return facts or {}
+        self._last = call
+        told = {marks.COMPILED: call.name} | ({} if call is before else {marks.ENTERS: True})
+        return {**(facts or {}), **told}
 
     def compiled_here(self) -> tuple[str, bool] | None:
-        """What `compiled_facts` would tell of an op that ran here."""
+        """Which callable an op that ran here would tell of, and whether it would begin a call."""
         call = compiling.call if self.tells_compiled else None
-        return None if call is None else (call.name, call is self._last)
+        return None if call is None else (call.name, call is not self._last)
 
     def compiled_repeated(self) -> None:
         """Ops that ran here are recorded by reference to equal ones."""
