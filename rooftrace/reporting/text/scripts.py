@@ -119,7 +119,7 @@ def _summary(result: ScriptCost) -> str:
     script = result.script
     how = _ENDS.get(script.ended, script.ended)
     code = f" with code {script.code}" if script.code else ""
-    compiled = "; it calls torch.compile" if script.compiled else ""
+    compiled = "" if result.compiled is None else f"; {result.compiled}"
     return f"{how}{code}, {format_time(script.seconds)} here{compiled}"
 
 

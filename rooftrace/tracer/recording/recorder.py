@@ -22,6 +22,7 @@ from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite, handover
 from rooftrace.tracer.recording.autocast import followed
+from rooftrace.tracer.recording.compiling import uncompiled
 from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.fallbacks import fallbacks_noted
 from rooftrace.tracer.recording.flex import flex_whole
@@ -34,7 +35,6 @@ from rooftrace.tracer.recording.standins import (
     device_calls_quiet,
     jagged_attention_fused,
     plain_imports,
-    uncompiled,
     warnings_quiet,
 )
 from rooftrace.tracer.recording.static_caches import static_caches_counted

@@ -104,7 +104,8 @@ def _print_of(graph: fx.Graph) -> int:
         look: Any = None
         if isinstance(noted, Recorded):
             origin = noted.origin
-            place = origin.module, origin.part, origin.function
+            compiled = noted.facts.get(marks.COMPILED), marks.ENTERS in noted.facts
+            place = origin.module, origin.part, origin.function, compiled
             specs = [
                 (*_look(s), storages.setdefault(s.storage, len(storages))) for s in noted.specs
             ]

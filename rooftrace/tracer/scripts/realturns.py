@@ -25,7 +25,7 @@ from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.records import TRAINING, Failure
 from rooftrace.tracer.scripts.roots import runs_where
 from rooftrace.tracer.scripts.turns import OpenTurn
-from rooftrace.tracer.scripts.watching import compiling, watched
+from rooftrace.tracer.scripts.watching import watched
 
 
 class RealTurn(Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class RealTurn(Struct, frozen=True, kw_only=True):
 
 
 class RealScript(Struct, frozen=True):
-    """What ran: its turns in order, how it ended, and whether it called torch.compile.
+    """What ran: its turns in order, how it ended, and whether it called what it had compiled.
 
     code: with which it exited.  failure: the error that ended it.
     """
@@ -90,16 +90,32 @@ def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds
 
     stops: list[Callable[[], None]] = []
     timer = TurnTimer(torch.device(place), enough, lambda: stops[0]())
-    compiled: list[str] = []
+    compiled: list[Any] = []
     with Scope(spans=True).entered(), contextlib.ExitStack() as undo:
         run = undo.enter_context(launched(line, Ranks(), real=True))
         stops.append(run.stop)
         undo.enter_context(timer.on())
-        undo.enter_context(compiling(compiled))
+        undo.enter_context(_told(compiled))
         ended = run()
         timer.end()
     made = RealScript(tuple(timer.turns), ended.code, failure_of(ended), bool(compiled))
     return msgspec.msgpack.encode(made)
+
+
+@contextlib.contextmanager
+def _told(compiled: list[Any]) -> Iterator[None]:
+    """Inside, `compiled` gets the compiler of each callable of torch.compile that is called."""
+    import torch._dynamo.eval_frame as frames
+
+    name = "_callback_from_stance"
+    original = original_of(frames, name)
+
+    def noted(callback: Any) -> Any:
+        compiled[:] = [callback] if callable(callback) else compiled
+        return original(callback)
+
+    with replaced(frames, {name: noted} if callable(original) else {}):
+        yield
 
 
 @dataclass

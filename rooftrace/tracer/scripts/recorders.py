@@ -47,6 +47,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         super().__init__(values, record, own_step=True, roll_loops=False)
         self._runner.device = shown
         self.entries.weakly = True
+        self.origins.tells_compiled = True
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""

@@ -88,7 +88,7 @@ class Script(Struct, frozen=True):
     """A run of a script: its stretches in the order in which they ran, and their graphs.
 
     ended: why it ended (steps, end, exit, error).  said: how the emulated device answered what no
-    trace can know, by kind.  compiled: torch.compile was called.  seconds: the run took here.
+    trace can know, by kind.  seconds: the run took here.
     outside: ops that ran on the device before the first turn, or without any, about.
     rank: of how many processes, `world`, it was the one with this number.  failure: the error that
     ended it; None where none did.
@@ -99,7 +99,6 @@ class Script(Struct, frozen=True):
     stretches: tuple[Turns, ...]
     ended: str = "end"
     code: int = 0
-    compiled: bool = False
     seconds: float = 0.0
     said: Mapping[str, str] = field(default_factory=dict)
     outside: int = 0

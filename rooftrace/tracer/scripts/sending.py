@@ -29,15 +29,10 @@ def script_of(content: bytes) -> Script:
     return replace(script, graphs=tuple(graph for _, graph in _graphs(graphs)))
 
 
-def graph_bytes(graph: OpGraph, compiled: bool) -> bytes:
-    """A graph, and whether it runs compiled, as bytes, for `graph_of`."""
-    return graphs_bytes({"compiled" if compiled else "eager": graph})
-
-
-def graph_of(content: bytes) -> tuple[OpGraph, bool]:
-    """The graph of bytes, and whether it runs compiled.  Raises GraphFileError, as `script_of`."""
-    ((how, graph),) = _graphs(content)
-    return graph, how == "compiled"
+def graph_of(content: bytes) -> OpGraph:
+    """The graph of bytes that `graphs_bytes` has made.  Raises GraphFileError, as `script_of`."""
+    ((_, graph),) = _graphs(content)
+    return graph
 
 
 def _graphs(content: bytes) -> list[tuple[str, OpGraph]]:

@@ -73,9 +73,6 @@ def watched(finder: Watcher) -> Iterator[None]:
         yield
 
 
-_ATTENTION = "torch.nn.attention."
-
-
 @contextlib.contextmanager
 def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
     """Inside, `marked` is told of marks: names of ranges that begin, in torch.profiler or NVTX, and
@@ -102,23 +99,4 @@ def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
         undo.enter_context(replaced(torch.profiler.profile, steps))
         for name in ("range_push", "range_start", "mark"):
             undo.enter_context(replaced(nvtx, telling(nvtx, name, lambda msg, *rest: msg)))
-        yield
-
-
-@contextlib.contextmanager
-def compiling(said: list[str]) -> Iterator[None]:
-    """Inside, torch.compile leaves code as it is written, and `said` has a line for each call.
-
-    Torch's own functions of attention are left out: they are one kernel, compiled or not.
-    """
-    compile_ = original_of(torch, "compile")
-
-    def compiled(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return lambda function: compiled(function, **options)
-        if not str(getattr(model, "__module__", "")).startswith(_ATTENTION):
-            said.append(type(model).__name__ if isinstance(model, nn.Module) else repr(model))
-        return compile_(model, **options)
-
-    with replaced(torch, {"compile": compiled}):
         yield
