@@ -8,10 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from rooftrace.tracer.source.conditions import answer_that_goes_on
 
 
 class TraceError(RuntimeError):
@@ -105,13 +107,23 @@ def deciding_line(depth: int) -> str:
 
     Frames `depth` up or more; ours and those that only hand a call on are left out.
     """
-    frame: Any = sys._getframe(depth)
+    frame = _deciding_frame(depth + 1)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def needed_answer(depth: int) -> bool | None:
+    """The answer to a condition with which the frame of `deciding_line` goes on, where the other
+    one leads straight to an error or an exit; None where it does not, or where both do."""
+    return answer_that_goes_on(_deciding_frame(depth + 1))
+
+
+def _deciding_frame(depth: int) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_HERE, "<", *_HAND_ON)):
-            return f"{name}:{frame.f_lineno}"
+        if not frame.f_code.co_filename.startswith((_HERE, "<", *_HAND_ON)):
+            break
         frame = frame.f_back
-    return ""
+    return frame
 
 
 def asked_under_not(depth: int) -> bool:
@@ -154,6 +166,12 @@ def relative(path: str) -> str:
         if path.startswith(prefix) and len(prefix) > len(best):
             best = prefix
     return path[len(best) :] if best else os.path.basename(path)
+
+
+def relative_line(line: str) -> str:
+    """A line "/path/to/file.py:12" with its path as `relative` shows it."""
+    path, colon, number = line.rpartition(":")
+    return f"{relative(path)}{colon}{number}" if path else line
 
 
 def users_traceback(error: BaseException, frames: int = 4) -> str:
