@@ -195,5 +195,5 @@ class RunWatch:
             outside=self.stage.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
-            failure=failure_of(ended),
+            failure=failure_of(ended, self.values.otherwise()),
         )

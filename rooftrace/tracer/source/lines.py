@@ -107,8 +107,7 @@ def deciding_line(depth: int) -> str:
 
     Frames `depth` up or more; ours and those that only hand a call on are left out.
     """
-    frame = _deciding_frame(depth + 1)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    return _line_of(_deciding_frame(depth + 1))
 
 
 def needed_answer(depth: int) -> bool | None:
@@ -126,16 +125,37 @@ def _deciding_frame(depth: int) -> FrameType | None:
     return frame
 
 
-def asked_under_not(depth: int) -> bool:
-    """Whether the user's innermost frame, `depth` up or more, applies `not` to the answer."""
-    frame: Any = sys._getframe(depth)
+def _users_frame(depth: int) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None and _kind(frame.f_code.co_filename) != _USERS:
         frame = frame.f_back
+    return frame
+
+
+def asking_line(depth: int) -> str:
+    """ "/path/to/file.py:12" of the innermost frame, `depth` up or more, that is the user's."""
+    return _line_of(_users_frame(depth + 1))
+
+
+def _line_of(frame: FrameType | None) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def asked_under_not(depth: int) -> bool:
+    """Whether the user's innermost frame, `depth` up or more, applies `not` to the answer."""
+    frame = _users_frame(depth + 1)
     if frame is None:
         return False
     code, place = frame.f_code.co_code, frame.f_lasti
     steps = (i for i in range(place, len(code), 2) if code[i] not in _FILLERS)
     return bool(code[next(steps, place)] == _NOT)
+
+
+def whose(filename: str) -> str:
+    """ "rooftrace" or "torch", for a file of theirs; else ""."""
+    if filename.startswith(_HERE):
+        return "rooftrace"
+    return "torch" if filename.startswith(_TORCH) else ""
 
 
 def _kind(filename: str) -> int:

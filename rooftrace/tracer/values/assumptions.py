@@ -87,12 +87,12 @@ class Assumptions:
         asks; None without one."""
         if not self.choices:
             return None
-        line = deciding_line(2) if asked.of_lines(self.choices) else ""
+        line = lines.asking_line(2) if asked.of_lines(self.choices) else ""
         return asked.decided(self.choices, kind, self.where(), line)
 
     def chosen(self, kind: str, text: str, value: Any, decided: Any = None) -> frozenset[int]:
         """Record a choice that the user can make (`decided`: as it was), for the line that asks."""
-        key = kind, lines.relative_line(deciding_line(2))
+        key = kind, lines.relative_line(lines.asking_line(2))
         self.choosing.pop(key, None)
         self.choosing[key] = says_who(text, decided)
         return frozenset([self.assume(kind, self.choosing[key], value)])
@@ -103,7 +103,7 @@ class Assumptions:
         for (kind, line), text in list(self.choosing.items())[: -most - 1 : -1]:
             other = "NUMBER" if kind == "value" else "SHARE" if kind == "density" else ""
             other = other or str("taken as True" not in text).lower()
-            shown.append(f"at {line}, {text}: --assume {kind}@{line}={other} takes it otherwise")
+            shown.append(f"Before, at {line}, {text}; --assume {kind}@{line}={other} changes that.")
         return shown
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
