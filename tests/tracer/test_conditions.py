@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rooftrace.tracer.source.conditions import answer_that_goes_on
+from rooftrace.tracer.source.conditions import answer_that_goes_on, number_that_goes_on
 
 CODE = """
 import sys
@@ -79,6 +79,38 @@ def test_the_answer_that_goes_on_is_the_one_that_python_goes_on_with(code: str) 
     for answer in (True, False):
         well, asked = ends_well(code, answer)
         assert asked[-1] is (answer if well else not answer)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "assert x.item() < 1e-3",
+        "assert not x.item() > 0",
+        "limit = -5\n    if x.item() > limit: raise ValueError",
+        "limit = 20\n    n = x.item()\n    if n <= limit: sys.exit(1)",
+        "assert x.item() == 7",
+        "if x.item() != 7: raise ValueError",
+    ],
+)
+def test_a_number_is_one_that_python_goes_on_with(code: str) -> None:
+    asked: list[float | None] = []
+
+    class Number:
+        def item(self) -> float:
+            number = number_that_goes_on(sys._getframe(1), 1.0, whole=True)
+            asked.append(number)
+            return 1.0 if number is None else number
+
+    scope: dict[str, Any] = {}
+    exec(compile(CODE.format(code=code), "conditions.py", "exec"), scope)
+    scope["run"](Number())
+    assert asked[0] is not None and asked[0] % 1 == 0
+    exec(
+        compile(CODE.format(code="assert x.item() >= 1; return x.item() < 1"), "c.py", "exec"),
+        scope,
+    )
+    asked.clear()
+    assert not scope["run"](Number()) and asked == [None, None]
 
 
 @pytest.mark.parametrize("code", OPEN)

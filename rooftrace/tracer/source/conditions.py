@@ -6,7 +6,9 @@ It knows jumps, raises and exits of Python 3.10 to 3.14.  It does not know which
 from __future__ import annotations
 
 import dis
+import operator
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -21,17 +23,17 @@ _FARTHEST = 200
 """How many blocks of code are looked at behind a condition."""
 
 
-def answer_that_goes_on(frame: FrameType | None) -> bool | None:
+def answer_that_goes_on(frame: FrameType | None, place: int | None = None) -> bool | None:
     """The answer with which code goes on that fails with the other one, as `assert` and `if` do.
 
-    frame: it asks for a condition.  Where it returns the answer, its callers decide.  None where
-    code goes on with both answers, or with none.
+    frame: it asks for a condition, at the byte `place`, by default where it is.  Where it returns
+    the answer, its callers decide.  None where code goes on with both answers, or with none.
     """
     negated = False
     while frame is not None:
         steps = _steps(frame.f_code)
-        at, flips = _use(frame.f_code, frame.f_lasti)
-        negated ^= flips
+        at, flips = _use(frame.f_code, frame.f_lasti if place is None else place)
+        negated, place = negated ^ flips, None
         if at is None:
             return None
         if "_IF_" in steps[at].opname:
@@ -39,6 +41,43 @@ def answer_that_goes_on(frame: FrameType | None) -> bool | None:
             return true if true is None else true != negated
         frame = frame.f_back
     return None
+
+
+def number_that_goes_on(frame: FrameType | None, usual: float, whole: bool) -> float | None:
+    """A number with which code goes on that fails with the usual one, as it compares it with
+    another; None where it does not fail, or no such number is near.
+
+    frame: it calls for the number.  whole: the number is an integer.
+    """
+    if frame is None:
+        return None
+    steps = _steps(frame.f_code)
+    at = _following(steps, _at(steps, frame.f_lasti))
+    compared = _following(steps, at)
+    other = _number(frame, steps[at])
+    holds = _COMPARISONS.get(steps[compared].argval)
+    if other is None or holds is None or steps[compared].opname != "COMPARE_OP":
+        return None
+    needed = answer_that_goes_on(frame, steps[compared].offset)
+    if needed is None or holds(usual, other) == needed:
+        return None
+    tried = (number for number in (0, other, other + 1, other - 1) if not whole or number % 1 == 0)
+    return next((number for number in tried if holds(number, other) == needed), None)
+
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+
+
+def _number(frame: FrameType, step: dis.Instruction) -> float | None:
+    """What a step loads, a constant or a variable, where that is a number."""
+    loaded = step.argval
+    if step.opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        named = step.opname.startswith("LOAD_") and "ATTR" not in step.opname
+        loaded = {**frame.f_globals, **frame.f_locals}.get(loaded) if named else None
+    return loaded if isinstance(loaded, int | float) else None
 
 
 @lru_cache(maxsize=1024)
@@ -60,29 +99,32 @@ def _use(code: CodeType, place: int) -> tuple[int | None, bool]:
     returned = "YIELD_VALUE" if code.co_name == "<genexpr>" else "RETURN_VALUE"  # as all() asks for
     if steps[at].opname.startswith(_ASKING) and steps[at].opname != "UNARY_NOT":
         flips = steps[at].opname == "CONTAINS_OP" and steps[at].arg == 1  # `not in`
-        at += 1
-    while at < len(steps):
-        step = steps[at]
-        if step.opname.partition("_IF_")[2][:4] in ("TRUE", "FALS") or step.opname == returned:
-            return at, flips
-        if step.opname == "UNARY_NOT":
-            flips = not flips
-        elif _kept(steps, at):  # in a variable that is read at once
-            at += 1
-        elif step.opname not in _FILLERS and step.argval != (step.argval,) * 2:
-            return None, flips
-        at += 1
-    return None, flips
+        at = _following(steps, at)
+    while steps[at].opname == "UNARY_NOT":
+        at, flips = _following(steps, at), not flips
+    name = steps[at].opname
+    used = "_IF_TRUE" in name or "_IF_FALSE" in name or name == returned
+    return at if used else None, flips
 
 
-def _kept(steps: tuple[dis.Instruction, ...], at: int) -> bool:
-    """Whether a step writes a variable that the next one reads."""
-    return (
-        steps[at].opname.startswith("STORE_")
-        and at + 1 < len(steps)
-        and steps[at + 1].opname.startswith("LOAD_")
-        and steps[at].argval == steps[at + 1].argval
-    )
+def _following(steps: tuple[dis.Instruction, ...], at: int) -> int:
+    """The next step that does something, to the value that is there.
+
+    Nothing is done to one that is written to a variable which the next step reads.
+    """
+    at += 1
+    while at < len(steps) - 1:
+        name, argument, after = steps[at].opname, steps[at].argval, steps[at + 1]
+        if name == "STORE_FAST_LOAD_FAST":
+            kept = argument[0] == argument[1]
+        else:
+            kept = name.startswith("STORE_") and argument == after.argval
+            kept = kept and after.opname.startswith("LOAD_")
+            at += kept
+        if not kept and name not in _FILLERS:
+            return at
+        at += 1
+    return at
 
 
 @lru_cache(maxsize=4096)

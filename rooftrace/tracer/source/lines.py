@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.source.conditions import answer_that_goes_on
+from rooftrace.tracer.source.conditions import answer_that_goes_on, number_that_goes_on
 
 
 class TraceError(RuntimeError):
@@ -114,6 +114,12 @@ def needed_answer(depth: int) -> bool | None:
     """The answer to a condition with which the frame of `deciding_line` goes on, where the other
     one leads straight to an error or an exit; None where it does not, or where both do."""
     return answer_that_goes_on(_deciding_frame(depth + 1))
+
+
+def needed_number(depth: int, usual: float, whole: bool) -> float | None:
+    """The number with which the frame of `deciding_line` goes on, where it fails with the usual
+    one; None where it does not."""
+    return number_that_goes_on(_deciding_frame(depth + 1), usual, whole)
 
 
 def _deciding_frame(depth: int) -> FrameType | None:

@@ -117,10 +117,16 @@ class Assumptions:
         return flat.reshape(shape), self.chosen("density", text, density, decided)
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
-        """A value for unknown numbers: 1, unless the user sets another or the code fails with 1."""
+        """A value for unknown numbers: 1, unless the user sets another or the code fails with 1, as
+        far as that can be seen where it asks."""
         decided = self.decision("value")
         value = self.number if decided is None else decided
         shown = str(value) if decided is not None else "ones" if value else "zeros"
+        if decided is None and tensor.numel() == 1:
+            needed = lines.needed_number(2, value, not tensor.is_floating_point())
+            if needed is not None:
+                value = needed
+                shown = f"{value}, without which {lines.relative_line(deciding_line(2))} fails"
         text = f"{why}: an unknown {trees.label_of(tensor)} tensor is taken as {shown}"
         taint = self.chosen("value", text, value, decided)
         return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), taint
