@@ -174,7 +174,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             chosen = self.values.decision("value")
             fill = 1 if chosen is None else chosen
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
-            self.values.assume("value", text, fill)
+            self.values.chosen("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
 
 

@@ -11,6 +11,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.scripts.joining import joined
 
 TRAINING, INFERENCE = "training", "inference"
+OURS = "rooftrace"
 _SUMS = ("turns", "run", "loading", "batches", "brought", "taken")
 """What equal turns in several places add up to."""
 
@@ -66,12 +67,25 @@ class Turns(Struct, frozen=True):
         return self.first + self.turns - 1
 
 
+class Frame(Struct, frozen=True):
+    """A call on the way to an error.  whose: script, library, torch, python or rooftrace."""
+
+    file: str
+    line: int
+    function: str
+    code: str  # of the line
+    whose: str
+
+
 class Failure(Struct, frozen=True):
     """The error that ended a script.
 
-    error: the name of its class.  text: what it says.  where: "file:line" of the innermost line
-    that is no installed library's, or "".  thread: that it ended, "" for the main one.  traceback:
-    as Python prints it.
+    error: the name of its class.  text: what it says; of an assertion that says nothing, its line.
+    where: "file:line" of the innermost line that is no installed library's, or "".  thread: that it
+    ended, "" for the main one.  traceback: as Python prints it.  frames: its calls, outermost
+    first.  causes: the errors that it came from, a line each.  choices: what was chosen last of
+    unknown values, and how it is chosen otherwise.  below_device: it was raised in or below what
+    stands for the device.
     """
 
     error: str
@@ -79,9 +93,13 @@ class Failure(Struct, frozen=True):
     where: str = ""
     thread: str = ""
     traceback: str = ""
+    frames: tuple[Frame, ...] = ()
+    causes: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    below_device: bool = False
 
     def __str__(self) -> str:
-        return f"{self.error}: {self.text}"
+        return f"{self.error}: {self.text}" if self.text else self.error
 
 
 class Script(Struct, frozen=True):

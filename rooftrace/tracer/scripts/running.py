@@ -192,5 +192,5 @@ class RunWatch:
             outside=self.stage.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
-            failure=failure_of(ended),
+            failure=failure_of(ended, self.values.otherwise()),
         )
