@@ -59,6 +59,8 @@ class TurnKeeper:
         self._optimizers.steps.clear()
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
+            if self._unread:  # it holds what turns that were not run were given
+                self.book.discard(self._stage.recorder)
             self.book.discard(self._stage.change(self._name if turn.recorded else None))
         self._unread = not turn.recorded
         return turn

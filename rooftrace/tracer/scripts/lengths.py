@@ -7,6 +7,7 @@ fails, the module is run aside, at lengths between, to find the first at which i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,12 +224,7 @@ class Lengths:
         alike[seen.look.sizes] = seen
         if len(alike) > _MOST:
             del alike[next(iter(alike))]
-        if len(alike) < _FEWEST:
-            return
-        try:
-            form = LengthForm.fitted(tuple(alike.values()))
-        except StructureError:
-            return
+        form = _fitted(tuple(alike.values()))
         if form is not None:
             del self._seen[key]
             self._forms.setdefault(kind, []).append(form)
@@ -254,6 +250,14 @@ class Lengths:
     def said(self) -> dict[str, str]:
         """What is not exact."""
         return {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
+
+
+def _fitted(seen: Sequence[Seen]) -> LengthForm | None:
+    """The form of the last few of these turns, as few as suffice."""
+    for count in range(_FEWEST, len(seen) + 1):
+        with contextlib.suppress(StructureError):
+            return LengthForm.fitted(seen[-count:])
+    return None
 
 
 def _at(form: RecordForm, length: int) -> Any:
