@@ -36,7 +36,8 @@ class Book:
         if place == len(self.graphs):
             self.graphs.append(_lowered(recorder, root, learnt))
             self._kept.append(kept)
-        elif kept > self._kept[place] and not self._is_sample(place):  # the first step has less from before than those after it
+        # The first step has less from before than those after it.
+        elif kept > self._kept[place] and not self._is_sample(place):
             self.graphs[place] = _lowered(recorder, root, learnt)
             self._kept[place] = kept
         self.discard(recorder)

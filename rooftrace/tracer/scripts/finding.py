@@ -83,17 +83,19 @@ class Finder(TurnKeeper):
         if known is not None:
             return known[0]
         turn = self._turn
-        if turn is None or len(turn.calls) != 1 or not self._may_differ_in_length(turn, turn.calls[0]):
-            output = self.run(module, args, kwargs)
+        assert turn is not None
+        ops: Ops | None = None
+        if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
+            output, ops = self._logged(module, args, kwargs)
+            self._stage.recorder.log = turn.after
         else:
-            output, turn.ops = self._logged(module, args, kwargs)
+            output = self.run(module, args, kwargs)
         with torch._C.DisableTorchFunction():
             result = Result(output, self._stage.recorder.values)
             self._results.append(result)
-        if turn is not None and turn.ops is not None and result.leaves is None:
-            turn.ops = None
-        if turn is not None and turn.ops is not None and len(turn.calls) == 1:
-            self.lengths.check(turn.calls[0], turn.ops, self._probe(module, args, kwargs))
+        if ops is not None and result.leaves is not None:
+            turn.ops = ops
+            self.lengths.check(turn.calls[0], ops, self._probe(module, (args, kwargs)))
         return output
 
     def _logged(
@@ -103,7 +105,8 @@ class Finder(TurnKeeper):
         recorder = self._stage.recorder
         with torch._C.DisableTorchFunction():
             before = state_of(module)
-        recorder.log = log = []
+        log: list[Any] = []
+        recorder.log = log
         try:
             output = self.run(module, args, kwargs)
         finally:
@@ -111,16 +114,21 @@ class Finder(TurnKeeper):
         with torch._C.DisableTorchFunction():
             return output, log if state_of(module) == before else None
 
-    def _probe(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Probe:
+    def _probe(self, module: nn.Module, arguments: Any) -> Probe:
         """Calls of a module on other sizes, of which nothing is recorded."""
 
         def probe(sizes: Sequence[int]) -> Ops | None:
             with torch._C.DisableTorchFunction():
-                arguments = resized((tuple(args), dict(kwargs)), sizes)
-            if arguments is None:
+                new = resized(arguments, sizes)
+            if new is None:
                 return None
-            with self._stage.recorder.paused():
-                return self._logged(module, *arguments)[1]
+            recorder = self._stage.recorder
+            before = recorder.log
+            try:
+                with recorder.paused():
+                    return self._logged(module, *new)[1]
+            finally:
+                recorder.log = before
 
         return probe
 
@@ -154,6 +162,7 @@ class Finder(TurnKeeper):
     def _answer(self, turn: OpenTurn, look: Look) -> Result | None:
         """What a call of a turn that is not recorded gives; None where it has to run."""
         if turn.by_form is not None:
+            self._stage.recorder.log = turn.after
             return None if turn.calls else turn.by_form.result
         first = turn.calls[0] if turn.calls else look
         return self._steady[self._key(turn, first)].answer(len(turn.calls), look)

@@ -90,7 +90,9 @@ class TurnKeeper:
         self._kinds.settle(turn)
         key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
+        self._stage.recorder.log = None
         if not turn.recorded and turn.by_form is not None:
+            self.lengths.followed(turn.by_form, turn.after)
             self._add(turn, turn.by_form.stretch(self.book), run=0)
             return
         if not turn.recorded:
@@ -116,9 +118,10 @@ class TurnKeeper:
         )
         self._add(turn, stretch, run=1)
         if turn.ops is not None and turn.kind == INFERENCE and len(calls) == len(pieces) == 1:
-            graph = self.book.graphs[pieces[0].graph]
-            look, result = turn.calls[0], self._results[0]
-            self.lengths.learn(Seen(look, turn.ops, result, pieces[0].graph, graph, stretch))
+            place, result = pieces[0].graph, self._results[0]
+            graph = self.book.graphs[place]
+            seen = Seen(turn.calls[0], turn.ops, turn.after, result, place, graph, stretch)
+            self.lengths.learn(seen)
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain
         self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)

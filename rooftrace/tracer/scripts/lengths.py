@@ -38,7 +38,8 @@ class Seen:
     """A turn that was recorded: one call, and what followed."""
 
     look: Look
-    ops: Ops
+    ops: Ops  # of the call
+    after: Ops  # that followed
     result: Result
     place: int  # of its graph
     graph: OpGraph
@@ -57,6 +58,7 @@ class LengthForm:
     column: int
     sizes: RecordForm
     ops: RecordForm
+    after: RecordForm
     leaves: RecordForm
     graphs: GraphForm
     sample: Seen
@@ -78,13 +80,16 @@ class LengthForm:
         by_length = dict(zip(columns[column], seen, strict=True))
 
         def form(of: Callable[[Seen], Any]) -> RecordForm:
-            records = {(length,): of(each) for length, each in by_length.items()}
+            records: dict[tuple[int, ...], Any] = {
+                (length,): of(each) for length, each in by_length.items()
+            }
             return RecordForm.fitted(("length",), records)
 
         return cls(
             column=column,
             sizes=form(lambda each: each.look.sizes),
             ops=form(lambda each: each.ops),
+            after=form(lambda each: each.after),
             leaves=form(lambda each: each.result.leaves),
             graphs=graph_form({length: each.graph for length, each in by_length.items()}),
             sample=seen[-1],
@@ -153,7 +158,7 @@ class Lost:
         """What is not exact."""
         low, high = min(self.sizes), max(self.sizes)
         return (
-            f"{plural(len(self.sizes), 'turn')} like {self.form.sample.stretch.label} with a length "
+            f"{plural(len(self.sizes), 'turn')} like {self.form.sample.stretch.label} with lengths "
             f"of {low} to {high} are counted as at other lengths, and run otherwise"
         )
 
@@ -188,6 +193,7 @@ class Lengths:
         self._forms: dict[Any, list[LengthForm]] = {}  # by the kind of the look
         self._seen: dict[Any, dict[tuple[int, ...], Seen]] = {}  # by that and the ops
         self._lost: list[Lost] = []
+        self._otherwise = 0  # turns that went on otherwise after the call
 
     def find(self, look: Look) -> LengthTurn | None:
         """The form that stands for a turn whose call looks so; None: it has to run."""
@@ -203,6 +209,10 @@ class Lengths:
             length = form.length(look)
             if length is not None:
                 yield form, length
+
+    def followed(self, turn: LengthTurn, after: Ops) -> None:
+        """A turn that a form stands for has ended; after its call these ops ran."""
+        self._otherwise += after != _at(turn.form.after, turn.length)
 
     def check(self, look: Look, ops: Ops, probe: Probe) -> None:
         """A call ran, in which these ops did: forms that say otherwise end before it."""
@@ -234,22 +244,29 @@ class Lengths:
     def _adopt(self, form: LengthForm, kind: Any) -> None:
         """Turns that another form does not hold for may be those of a new one."""
         for lost in list(self._lost):
-            sizes = {n: form.length(Look(kind, True, s)) for n, s in lost.sizes.items()}
-            first = sizes[next(iter(sizes))]
-            if lost.form.sample.look.kind != kind or first is None or None in sizes.values():
+            if lost.form.sample.look.kind != kind:
                 continue
-            if lost.ops != _at(form.ops, first):
+            lengths = [form.length(Look(kind, True, sizes)) for sizes in lost.sizes.values()]
+            known = [length for length in lengths if length is not None]
+            if len(known) < len(lengths) or lost.ops != _at(form.ops, known[0]):
                 continue
-            for old, length in sizes.items():
-                place = lost.form.derived.places.pop(old)
-                form.derived.places[length] = place
-                self._book.graphs[place] = form.graphs.at((length,))
+            for old, length in zip(lost.sizes, known, strict=True):
+                place = lost.form.derived.places.pop(old, None)
+                if place is not None:
+                    form.derived.places[length] = place
+                    self._book.graphs[place] = form.graphs.at((length,))
             form.widen(list(form.derived.places))
             self._lost.remove(lost)
 
     def said(self) -> dict[str, str]:
         """What is not exact."""
-        return {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
+        said = {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
+        if self._otherwise:
+            said["after lengths"] = (
+                f"after the call of {plural(self._otherwise, 'turn')} that formulas of a length "
+                "stand for, other ops ran than after recorded ones: counted are the latter"
+            )
+        return said
 
 
 def _fitted(seen: Sequence[Seen]) -> LengthForm | None:

@@ -85,7 +85,10 @@ def graph_form(graphs: Mapping[int, OpGraph]) -> GraphForm:
     Bytes of small constants that are not the same at all lengths are left out: they are values, of
     which no cost depends.  Raises StructureError where no formulas give these graphs.
     """
-    plain = {(length,): without_varying(graph, graphs.values()) for length, graph in graphs.items()}
+    all_ = graphs.values()
+    plain: dict[tuple[int, ...], OpGraph] = {
+        (length,): without_varying(graph, all_) for length, graph in graphs.items()
+    }
     return GraphForm.fitted(("length",), plain)
 
 

@@ -16,7 +16,7 @@ _FROM = "the process of the script"
 
 
 def script_bytes(script: Script, derived: Sequence[Derived] = ()) -> bytes:
-    """A script as bytes, for `script_of`.  derived: graphs that are not sent, and how they follow."""
+    """A script as bytes, for `script_of`.  derived: how graphs follow that are not sent."""
     left = {place for each in derived for place in each.places.values()}
     graphs = {str(i): graph for i, graph in enumerate(script.graphs) if i not in left}
     content = graphs_bytes(graphs), list(derived), replace(script, graphs=())

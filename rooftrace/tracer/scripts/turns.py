@@ -41,6 +41,7 @@ class OpenTurn:
     calls: list[Look] = field(default_factory=list)
     by_form: LengthTurn | None = None  # what stands for it, if calls of other lengths do
     ops: Ops | None = None  # of its first call, where that changed nothing that its module holds
+    after: list[Any] = field(default_factory=list)  # ops that followed it
     pieces: list[TurnPiece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
     followed: int = 0  # calls up to the last one of these
