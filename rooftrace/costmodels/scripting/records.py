@@ -136,6 +136,7 @@ class TurnCost:
             "first": stretch.first,
             "turns": self.turns,
             "recorded": stretch.run,
+            "by_form": stretch.by_form,
             "t_est": self.t_est,
             "t_low": low,
             "t_high": high,

@@ -16,8 +16,17 @@ import torch
 from torch import nn
 
 from rooftrace.tracer.phases import stepping
-from rooftrace.tracer.scripts.calls import Look, Result, first_shape, look_of, says
+from rooftrace.tracer.scripts.calls import (
+    Look,
+    Result,
+    first_shape,
+    look_of,
+    resized,
+    says,
+    state_of,
+)
 from rooftrace.tracer.scripts.keeping import TurnKeeper
+from rooftrace.tracer.scripts.lengths import Ops, Probe
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.records import TRAINING
@@ -109,10 +118,55 @@ class Finder(TurnKeeper):
             return self.run(module, args, kwargs)
         if known is not None:
             return known[0]
-        output = self.run(module, args, kwargs)
+        turn = self._turn
+        assert turn is not None
+        ops: Ops | None = None
+        if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
+            output, ops = self._logged(module, args, kwargs)
+            self._stage.recorder.log = turn.after
+        else:
+            output = self.run(module, args, kwargs)
         with torch._C.DisableTorchFunction():
-            self._results.append(Result(output, self._stage.recorder.values))
+            result = Result(output, self._stage.recorder.values)
+            self._results.append(result)
+        if ops is not None and result.leaves is not None:
+            turn.ops = ops
+            self.lengths.check(turn.calls[0], ops, self._probe(module, (args, kwargs)))
         return output
+
+    def _logged(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Ops | None]:
+        """What a call gives, and its ops; None where it changes what the module holds."""
+        recorder = self._stage.recorder
+        with torch._C.DisableTorchFunction():
+            before = state_of(module)
+        log: list[Any] = []
+        recorder.log = log
+        try:
+            output = self.run(module, args, kwargs)
+        finally:
+            recorder.log = None
+        with torch._C.DisableTorchFunction():
+            return output, log if state_of(module) == before else None
+
+    def _probe(self, module: nn.Module, arguments: Any) -> Probe:
+        """Calls of a module on other sizes, of which nothing is recorded."""
+
+        def probe(sizes: Sequence[int]) -> Ops | None:
+            with torch._C.DisableTorchFunction():
+                new = resized(arguments, sizes)
+            if new is None:
+                return None
+            recorder = self._stage.recorder
+            before = recorder.log
+            try:
+                with recorder.paused():
+                    return self._logged(module, *new)[1]
+            finally:
+                recorder.log = before
+
+        return probe
 
     def _known(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -123,8 +177,7 @@ class Finder(TurnKeeper):
         turn = self._turn_of(look, module, args, kwargs)
         self._kinds.note(turn, module, self._stage.recorder.brought_bytes)
         if not turn.recorded:
-            first = turn.calls[0] if turn.calls else look
-            result = self._steady[self._key(turn, first)].answer(len(turn.calls), look)
+            result = self._answer(turn, look)
             if result is not None:
                 turn.calls.append(look)
                 return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
@@ -141,6 +194,14 @@ class Finder(TurnKeeper):
         turn.calls.append(look)
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None
+
+    def _answer(self, turn: OpenTurn, look: Look) -> Result | None:
+        """What a call of a turn that is not recorded gives; None where it has to run."""
+        if turn.by_form is not None:
+            self._stage.recorder.log = turn.after
+            return None if turn.calls else turn.by_form.result
+        first = turn.calls[0] if turn.calls else look
+        return self._steady[self._key(turn, first)].answer(len(turn.calls), look)
 
     def before_step(self) -> None:
         """An optimizer is about to step."""

@@ -43,6 +43,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
+        self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self._runner.device = shown
@@ -64,7 +65,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._of_device(func, args, kwargs)
-        self._device_tensors.meet((out,) if isinstance(out, Tensor) else tensors_in(out))
+        tensors = (out,) if isinstance(out, Tensor) else tuple(tensors_in(out))
+        self._device_tensors.meet(tensors)
+        if self.log is not None and any(t.is_meta for t in (*tensors, *tensors_in(args))):
+            self.log.append((str(func), tuple(tuple(map(int, t.shape)) for t in tensors)))
         return out
 
     def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:

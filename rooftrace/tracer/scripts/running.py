@@ -119,9 +119,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
             finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
-    return sending.script_bytes(
-        watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
-    )
+    said.update(finder.lengths.said())
+    script = watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
+    return sending.script_bytes(script, finder.book.derived)
 
 
 class RunWatch:
