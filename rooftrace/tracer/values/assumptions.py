@@ -86,15 +86,17 @@ class Assumptions:
         return asked.decided(self.choices, kind, self.where()) if self.choices else None
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """A value for an unknown mask: its first elements are true, at least one unless the user
-        sets 0."""
+        """A value for an unknown mask: the first elements of each row are true, at least one in
+        all unless the user sets 0."""
         decided = self.decision("density")
         density = DENSITY if decided is None else float(decided)
-        flat = torch.zeros(math.prod(shape), dtype=torch.bool)
-        flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
+        rows = math.prod(shape[:-1])
+        columns = shape[-1] if shape else 1
+        true = max(1 if density else 0, math.ceil(rows * columns * density))
+        mask = torch.arange(columns) * rows + torch.arange(rows)[:, None] < true
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
         taint = self.assume("density", says_who(text, decided), density)
-        return flat.reshape(shape), frozenset([taint])
+        return mask.reshape(shape), frozenset([taint])
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for unknown numbers: 1, unless the user sets another or the code fails with 1."""
