@@ -49,7 +49,10 @@ def test_every_argument_of_an_op_comes_back(
     ],
 )
 def test_constants_of_the_code_come_back(
-    constant: Callable[[], torch.Tensor], data: str, module: Callable[..., nn.Module], tmp_path: Path
+    constant: Callable[[], torch.Tensor],
+    data: str,
+    module: Callable[..., nn.Module],
+    tmp_path: Path,
 ) -> None:
     graph = rt.trace(module(lambda self, x: self.lin(x) + constant()), torch.ones(1, 8))
     rt.save(graph, tmp_path / "graph.json")
