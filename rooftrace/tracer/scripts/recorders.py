@@ -47,6 +47,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self._runner.device = shown
+        self._followers.told_of_forks = True
         self.entries.weakly = True
         self.origins.tells_compiled = True
 

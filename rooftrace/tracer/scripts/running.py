@@ -14,7 +14,7 @@ import torch
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphfiles import graphs_bytes
 from rooftrace.tracer.launching import (
     Ended,
@@ -38,6 +38,9 @@ from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
 from rooftrace.tracer.scripts.watching import marks_told, watched
 from rooftrace.tracer.values import Values
+from rooftrace.tracer.vocabulary import UNRECORDED
+
+FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +184,10 @@ class RunWatch:
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
+        graphs = tuple(self.finder.book.graphs)
         return Script(
             name=name,
-            graphs=tuple(self.finder.book.graphs),
+            graphs=tuple(map(_short, graphs)) if self.device_tensors.forked else graphs,
             stretches=tuple(self.finder.book.stretches),
             ended=ended.reason,
             code=ended.code,
@@ -194,3 +198,10 @@ class RunWatch:
             world=ended.ranks.world,
             failure=failure_of(ended, self.values.otherwise()),
         )
+
+
+def _short(graph: OpGraph) -> OpGraph:
+    """The graph, which says that a forked process computed, too."""
+    number = max((item.id for item in graph.assumptions), default=-1) + 1
+    forked = Assumption(id=number, kind=UNRECORDED, where="", text=FORKED)
+    return graph.replace(assumptions=(*graph.assumptions, forked))
