@@ -133,5 +133,6 @@ class Script(Struct, frozen=True):
         graphs: dict[str, OpGraph] = {}
         for stretch in self._steady():
             graph = self.graph_of(stretch)
-            graphs.setdefault(graph.phase, graph)
+            said = {**graph.provenance, "script": self.name}
+            graphs.setdefault(graph.phase, graph.replace(provenance=said))
         return graphs
