@@ -9,8 +9,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from rooftrace._reading import beginning
 from rooftrace.tracer.asking.commands import is_script
-from rooftrace.tracer.graphfiles import load_graphs, looks_saved
+from rooftrace.tracer.graphfiles import looks_saved
 
 USUAL, SCRIPTED = "efficient", "mixed"
 
@@ -34,10 +35,10 @@ def priced_as_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_of_script(target: str) -> bool:
-    """Whether a target is a script, or a file with the steps of one."""
+    """Whether a target is a script, or a file with the steps of one (by its first bytes)."""
     if not looks_saved(target):
         return is_script(target)
-    return any(graph.provenance.get("script") for graph in load_graphs(target).values())
+    return b'"script":true' in beginning(target, 20_000)  # what it says of itself stands in front
 
 
 def _as_run(usual: Any) -> Any:

@@ -133,6 +133,6 @@ class Script(Struct, frozen=True):
         graphs: dict[str, OpGraph] = {}
         for stretch in self._steady():
             graph = self.graph_of(stretch)
-            said = {**graph.provenance, "script": self.name}
+            said = {**graph.provenance, "script": True}
             graphs.setdefault(graph.phase, graph.replace(provenance=said))
         return graphs
