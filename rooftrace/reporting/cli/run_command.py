@@ -59,9 +59,7 @@ is read is a stated assumption.  What it does on the host is real: data, logging
     "of a module; the end of the optimizers' step; a range of torch.profiler or NVTX of that name "
     "(step: a profiler's step()).",
 )
-@click.option(
-    "--execution", help=f"{EXECUTIONS}.  [default: compiled with torch.compile, or eager]"
-)
+@click.option("--execution", help=f"{EXECUTIONS}.  [default: mixed]")
 @click.option("--tf32", is_flag=True, help="fp32 matrix products in TF32.")
 @click.option("--knobs", metavar="FILE", help="Fitted constants (rooftrace calibrate).")
 @click.option(

@@ -185,5 +185,6 @@ class Script(Struct, frozen=True):
         graphs: dict[str, OpGraph] = {}
         for stretch in self._steady():
             graph = self.graph_of(stretch)
-            graphs.setdefault(graph.phase, graph)
+            said = {**graph.provenance, "script": True}
+            graphs.setdefault(graph.phase, graph.replace(provenance=said))
         return graphs
