@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
@@ -106,6 +107,8 @@ class Presented(functions.Functions):
             return answer(tensor) if self._is_there(tensor) else func(*args, **(kwargs or {}))
         if func is Tensor.type and len(args) == 1 and not kwargs and self._is_there(args[0]):
             return _KINDS.get(args[0].dtype) or func(*args)
+        if isinstance(func, OpOverload):  # of a mode below: the device that it names is the op's
+            return super().__torch_function__(func, types, args, kwargs)
         asked = self._asked(func, args, kwargs or {})
         if func in _MOVES and asked is not None:
             args = (self._leaving(args[0], asked), *args[1:])
@@ -114,6 +117,8 @@ class Presented(functions.Functions):
             like = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(like, Tensor) and self._is_there(like):
                 out = (self._shown, *out[1:])
+        elif func in _WORDS and self._is_there(args[0]):
+            out = out.replace("device='meta'", f"device='{self._shown}'")
         elif asked is None:
             self._shapes.follow((args, kwargs), out)
         elif _is_meta(asked):
@@ -150,6 +155,7 @@ class Presented(functions.Functions):
         return tensor.device.type == "meta" and tensor not in self._shapes
 
 
+_WORDS = frozenset({Tensor.__repr__, Tensor.__format__})
 _MOVES = frozenset({Tensor.to, Tensor.cuda, Tensor.cpu})
 
 
