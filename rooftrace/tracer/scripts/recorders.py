@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
@@ -19,6 +20,13 @@ from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
+_aten = torch.ops.aten
+_TAKES_VALUES = frozenset(
+    {_aten.fill_, _aten.index_fill_, _aten.index_put_, _aten._index_put_impl_, _aten.masked_fill_}
+)
+"""Ops that write a tensor and take a value from another device."""
+_ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
+"""Ops that read no number of their other tensor."""
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
@@ -84,10 +92,26 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self._count(args[0], args[1])
             if args[0].device.type == "cpu" and args[1].device.type == "meta":
                 return self._filled(args[0], args[1])
+        elif func._opname.endswith("_") and _is_host(args[0]):
+            args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
         if not self.recording and isinstance(out, Tensor) and out.is_meta:
             self.unrecorded += 1
         return out
+
+    def _for_host(self, func: Any, args: Any) -> Any:
+        """The arguments of an op that writes a host tensor: it takes single values of the device,
+        where torch does."""
+        theirs = [tensor for tensor in tensors_in(args[1:]) if tensor.is_meta]
+        if not theirs or func._overloadpacket in _ELSEWHERE:
+            return args
+        if func._overloadpacket not in _TAKES_VALUES or any(tensor.dim() for tensor in theirs):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self._shown} and cpu! (in {func._opname})"
+            )
+        values = {id(tensor): self._value(tensor) for tensor in theirs}
+        return tree_map(lambda item: values.get(id(item), item), args)
 
     def _count(self, to: Tensor, source: Tensor) -> None:
         if source.device.type == to.device.type:
@@ -181,6 +205,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.chosen("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _is_host(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
 
 
 def _like(tensor: Tensor) -> Tensor:

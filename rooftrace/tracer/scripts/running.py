@@ -164,7 +164,7 @@ class RunWatch:
             undo.enter_context(watched(finder))
             undo.enter_context(marks_told(finder.marked))
             undo.enter_context(presenting.moved_in_place())
-            undo.enter_context(presenting.storages_shown(self.shown, self.shapes))
+            undo.enter_context(presenting.devices_shown(self.shown, self.shapes))
             undo.enter_context(presenting.saving_shown())
             undo.enter_context(presenting.checkpoints_alike())
             undo.enter_context(
