@@ -68,6 +68,8 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     said = dict(result.script.said)
     if lacking := said.pop("scratch", ""):
         head.append(view.Note(lacking, "bad"))
+    if chosen := said.pop("choices", ""):
+        head.append(view.Note(chosen, "warn"))
     if result.rows:
         head.append(view.Table(columns=_TURNS, rows=result.rows))
         head += [view.Note(line) for line in _sums(result)]

@@ -183,6 +183,8 @@ class RunWatch:
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
+        chosen = self.values.otherwise()
+        said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
         return Script(
             name=name,
             graphs=tuple(self.finder.book.graphs),
@@ -195,5 +197,5 @@ class RunWatch:
             outside=self.stage.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
-            failure=failure_of(ended, self.values.otherwise()),
+            failure=failure_of(ended, chosen),
         )
