@@ -97,6 +97,8 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     said = dict(result.script.said)
     if lacking := said.pop("scratch", ""):
         head.append(view.Note(lacking, "bad"))
+    if chosen := said.pop("choices", ""):
+        head.append(view.Note(chosen, "warn"))
     if result.rows:
         rows = _FOLDED_TURNS.of(result.rows)
         is_folded = len(rows) < len(result.rows)

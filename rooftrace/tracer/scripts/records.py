@@ -70,7 +70,7 @@ class Turns(Struct, frozen=True):
         return self.first + self.turns - 1
 
 
-class Frame(Struct, frozen=True):
+class FailedCall(Struct, frozen=True):
     """A call on the way to an error.  whose: script, library, torch, python or rooftrace."""
 
     file: str
@@ -127,7 +127,7 @@ class Failure(Struct, frozen=True):
     where: str = ""
     thread: str = ""
     traceback: str = ""
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[FailedCall, ...] = ()
     causes: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     below_device: bool = False

@@ -185,6 +185,8 @@ class RunWatch:
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
         graphs = tuple(self.finder.book.graphs)
+        chosen = self.values.otherwise()
+        said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
         return Script(
             name=name,
             graphs=tuple(map(_short, graphs)) if self.device_tensors.forked else graphs,
@@ -196,7 +198,7 @@ class RunWatch:
             outside=self.stage.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
-            failure=failure_of(ended, self.values.otherwise()),
+            failure=failure_of(ended, chosen),
         )
 
 
