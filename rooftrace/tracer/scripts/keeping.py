@@ -103,10 +103,11 @@ class TurnKeeper:
         self._add(turn, stretch, run=1)
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain
-        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
+        reached = {**(before.reached if before else {}), **turn.reached}
+        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch, reached)
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
-        self.clock.ended(stretch.pieces, turn.loaded.awaited)
+        self.clock.ended(stretch.pieces)
         if turn.kind == TRAINING:
             self.trained += 1
         else:
