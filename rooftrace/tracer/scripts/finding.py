@@ -107,6 +107,17 @@ class Finder(TurnKeeper):
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None
 
+    def differentiated(self) -> None:
+        """A backward has run: where no optimizer says later which tensors are gradients, they are
+        those that weights have now."""
+        turn = self._turn
+        if turn is None or not turn.recorded or not self._stage.leads:
+            return
+        with torch._C.DisableTorchFunction():
+            if not self._optimizers.known:
+                root = self._roots.container
+                stepping.note_gradients(self._stage.recorder, root, turn.learnt)
+
     def before_step(self) -> None:
         """An optimizer is about to step."""
         if self._turn is not None and self._turn.repeating:

@@ -158,7 +158,14 @@ class RunWatch:
         )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
+        return ScriptRecorder(
+            self.values,
+            record,
+            self.shown,
+            self.shapes,
+            self.device_tensors,
+            lambda: self.finder.differentiated(),
+        )
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
