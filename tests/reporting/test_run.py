@@ -80,6 +80,58 @@ def test_a_step_of_a_script_has_the_flops_and_bytes_of_its_model(here: Path) -> 
     assert "h100" in repr(cost) and "train.py" in cost.title
 
 
+ATTENTION = """
+import torch
+from torch import nn
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 192, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.project(x).view(2, 128, 3, 1, 64).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+model = Heads().cuda().bfloat16()
+x = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
+model(x).float().sum().backward()  # a pass before there is an optimizer
+model.zero_grad()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    model(x).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_json_of_a_run_has_the_fields_of_a_report(here: Path, run: Run) -> None:
+    (here / "heads.py").write_text(ATTENTION)
+    made = document(run, "--chip", "h100-sxm", "heads.py")
+    asked = "--chip", "h100-sxm", "--execution", "eager", "--out", "."
+    assert run("report", "heads.py", *asked).code == 0
+    report = json.loads((here / "report.json").read_text())
+    step, memory = report["phases"]["training"]["eager"], report["memory"]["training"]
+    warm, *_, row = made["turns"]
+    assert step.keys() - {"chips"} <= row.keys()
+    assert row["memory"].keys() <= memory.keys()
+    for key in ("flops_matrix", "flops_recompute", "by_part", "by_family", "bytes", "t_est", "hfu"):
+        assert row[key] == step[key], key
+    assert row["memory"]["at_peak"] == memory["at_peak"]
+    # Each pass has gradients of the weight, which no optimizer reads in the first.
+    product = 2 * 2 * 128 * 64 * 192
+    scores = 2 * 2 * 128 * 128 * 64
+    assert [t["kind"] for t in made["turns"]] == ["training"] * len(made["turns"])
+    assert sum(t["turns"] for t in made["turns"]) == 1 + 3
+    for turn in (warm, row):
+        assert turn["memory"]["gradients"] == 2 * 64 * 192
+        assert turn["flops_matrix"] == 2 * product + 6 * scores
+        # FlopCounterMode counts five products in the backward of a fused attention.
+        assert turn["by_part"]["backward"]["flops_recompute"] >= scores
+    page = run("run", "--chip", "h100-sxm", "heads.py").out
+    assert f"recomputation here: {scores / 1e6:.2f} MFLOP" in " ".join(page.split())
+
+
 def test_afterwards_the_process_is_as_before(here: Path) -> None:
     before = sys.argv[:], sys.modules["__main__"], sys.path[:], torch.cuda.is_available()
     rt.run(["train.py"], chip="l4", steps=1)
