@@ -129,12 +129,20 @@ def run_script(
         if not graphs:
             raise RequestError("--save: nothing ran on the device, so there is no step to write")
         rt.save(graphs, save)
-    shown = write_result(result, form_of(form, out), out)
+    shown = write_result(result, form_of(form, out), out, document=lambda: _document(result))
     write_timeline(timeline, result, quiet=not shown)
     if shown and save is not None:
         say(f"\nthe steady step is in {save}: rooftrace report {save}")
     if result.script.code:
         raise SystemExit(result.script.code)
+
+
+def _document(result: rt.ScriptCost) -> dict[str, Any]:
+    """The run; of each row also the fields that a report has of a step.  `peak` is in bytes."""
+    from rooftrace.reporting.sections import document
+
+    turns = [{**document(result.whole(row)), **row.to_dict()} for row in result.rows]
+    return {**result.to_dict(), "turns": turns}
 
 
 def _own_options() -> list[str]:

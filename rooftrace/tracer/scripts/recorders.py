@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
     shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
-    of the whole run.
+    of the whole run.  differentiated: is told when a backward of the script has run.
     """
 
     hands_on_calls = True
@@ -47,8 +47,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         shown: torch.device,
         shapes: Shapes,
         device_tensors: DeviceTensors,
+        differentiated: Callable[[], None],
     ) -> None:
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
+        self._differentiated = differentiated
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
         self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
@@ -68,6 +70,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             with self.paused():  # somebody asks for sizes: DTensor, a compiler
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def differentiated(self) -> None:
+        """A backward of the script has run."""
+        super().differentiated()
+        self._differentiated()
 
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""

@@ -26,7 +26,7 @@ from rooftrace.tracer.launching import (
 from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.scripts import presenting, sending
 from rooftrace.tracer.scripts.boundaries import Boundary
-from rooftrace.tracer.scripts.clocks import SimulatedClock
+from rooftrace.tracer.scripts.clocks import Prices, SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -110,7 +110,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         stops.append(run.stop)
         finder = watch.finder
         if simulated:
-            finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
+            finder.clock = SimulatedClock(
+                Prices(seconds, finder.book.graphs), lambda: watch.stage.leads, finder.elapsed
+            )
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
         undo.enter_context(emulated(device, meter, finder.clock, index, say, finder.told))
@@ -118,6 +120,8 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
             undo.enter_context(finder.clock.told())
         with watch.on():
             ended = run()
+        if isinstance(finder.clock, SimulatedClock):
+            said["simulated clock"] = finder.clock.said
         if ended.exception is None:
             finder.check()
     said.update(ended.assumed)
@@ -154,7 +158,14 @@ class RunWatch:
         )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
+        return ScriptRecorder(
+            self.values,
+            record,
+            self.shown,
+            self.shapes,
+            self.device_tensors,
+            lambda: self.finder.differentiated(),
+        )
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
