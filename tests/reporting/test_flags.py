@@ -707,6 +707,10 @@ def test_an_option_is_felt_or_refused(
         assert (everything(changed, here), changed.code) != (before, 0), "nothing changed"
 
 
+# --force: tests/reporting/test_outputs.py; --traceback: tests/reporting/test_script_targets.py
+OF_ALL = {"--help", "--force", "--traceback"}
+
+
 def test_every_option_of_every_command_has_a_case() -> None:
     for name, command in cli.commands.items():
         # Options of these are about files and devices; of run, in tests/reporting/test_run.py.
@@ -716,8 +720,7 @@ def test_every_option_of_every_command_has_a_case() -> None:
         tried = {way for _, options in CASES[name] for way in options}
         for parameter in command.params:
             spelled = {*parameter.opts, *parameter.secondary_opts}
-            # --force: tests/reporting/test_outputs.py
-            if isinstance(parameter, click.Option) and not spelled & {"--help", "--force"}:
+            if isinstance(parameter, click.Option) and not spelled & OF_ALL:
                 assert spelled & tried, f"{name} {parameter.opts[0]}"
 
 

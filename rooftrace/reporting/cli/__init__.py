@@ -28,7 +28,12 @@ from rooftrace.reporting.cli.explore_command import explore
 from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.itemised_commands import census, nodes
 from rooftrace.reporting.cli.model_commands import compare, report, trace
-from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
+from rooftrace.reporting.cli.output import (
+    StdoutError,
+    checked_stdout,
+    complain,
+    offer_traceback,
+)
 from rooftrace.reporting.cli.outputs import check_outputs
 from rooftrace.reporting.cli.roofline_command import roofline
 from rooftrace.reporting.cli.run_command import run_script
@@ -57,6 +62,7 @@ _COMMANDS = (
     explore, diff, compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:
+    offer_traceback(_command)
     cli.add_command(_command)
 check_outputs(cli)
 

@@ -55,7 +55,7 @@ def _refuse_others(wanted: set[str], why: str) -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name not in wanted and source is ParameterSource.COMMANDLINE:
+        if name not in {*wanted, "traceback"} and source is ParameterSource.COMMANDLINE:
             if isinstance(parameter, click.Argument) and not context.params.get(name):
                 continue
             shown = "MEASURED" if isinstance(parameter, click.Argument) else parameter.opts[-1]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import sys
 from collections.abc import Iterator
+from traceback import format_exception
 from typing import Any
 
 import click
@@ -83,6 +85,35 @@ def say(text: str) -> None:
     click.echo(visible(text, lines=True))
 
 
+def offer_traceback(command: click.Command) -> None:
+    """Give a command, if it is no group of others, the option --traceback."""
+    work = command.callback
+    if work is None or isinstance(command, click.Group):
+        return
+
+    @functools.wraps(work)
+    def told(*arguments: Any, **options: Any) -> Any:
+        try:
+            return work(*arguments, **options)
+        except (ValueError, LookupError, RuntimeError, OSError) as error:
+            if click.get_current_context().meta[_TRACEBACK]:
+                for line in format_exception(error.__cause__ or error):
+                    complain(line.removesuffix("\n"), who="")
+            raise
+
+    command.callback = told
+    command.params.append(
+        click.Option(
+            ["--traceback"],
+            is_flag=True,
+            expose_value=False,
+            callback=lambda context, _, asked: context.meta.update({_TRACEBACK: asked}),
+            help="Where it fails, print all calls that led to the error, also in its processes.",
+        )
+    )
+
+
+_TRACEBACK = f"{__name__}.traceback"
 _LONGEST = 4000
 """Letters of a message."""
 

@@ -78,7 +78,7 @@ is read is a stated assumption.  What it does on the host is real: data, logging
     "--assume",
     "assumed",
     multiple=True,
-    metavar="KIND[@MODULE]=VALUE",
+    metavar="KIND[@MODULE|@FILE:LINE]=VALUE",
     help="What is taken for unknown values, as value=2.5.  Repeatable.",
 )
 @click.option("--rules", multiple=True, metavar="FILE.py", help="Cost rules of yours.  Repeatable.")

@@ -57,7 +57,7 @@ def inventory(
         say(f"\nweights drawn to {plot}")
 
 
-_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force")
+_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
 
 
 def diff_of_checkpoints(

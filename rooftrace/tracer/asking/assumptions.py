@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -30,6 +31,8 @@ ASSUMABLE: Mapping[str, str] = {
 }
 """The kinds of assumption that a user can decide, and what each takes."""
 
+_LINE = re.compile(r"@.+:\d+$")
+"""What ends a key that is for a line."""
 _WORDS = {"true": True, "false": False}
 
 
@@ -39,7 +42,7 @@ def check_assumption(key: str, value: Any) -> None:
     kind = ALIASES.get(kind, kind)
     if kind not in ASSUMABLE or (at and not module):
         raise RequestError(
-            f"assumption {key!r:.60}: expected KIND or KIND@MODULE, for example "
+            f"assumption {key!r:.60}: expected KIND, KIND@MODULE or KIND@FILE:LINE, for example "
             f"'branch@model.layers.*.mlp'; kinds are {', '.join(ASSUMABLE)}"
         )
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -77,14 +80,21 @@ def parse_assumption(text: str) -> tuple[str, Any]:
     return key, value
 
 
-def decided(assume: Mapping[str, Any], kind: str, where: str) -> Any:
+def of_lines(assume: Mapping[str, Any]) -> bool:
+    """Whether any of these is for a line, "KIND@FILE:LINE"."""
+    return any(_LINE.search(key) for key in assume)
+
+
+def decided(assume: Mapping[str, Any], kind: str, where: str, line: str = "") -> Any:
     """The user's value for assumptions of `kind` in the module `where`; None without one.
 
-    A key that names a module wins over a key that names none; of several the last one wins.
+    line: that asks, "/path/to/file.py:12".  A key that names a module or a line wins over a key
+    that names none; of several the last one wins.
     """
     for key, value in reversed(tuple(assume.items())):
         name, _, pattern = key.partition("@")
-        if ALIASES.get(name, name) == kind and pattern and _stands_for(pattern, where):
+        where_meant = _stands_for(pattern, where) or _of_line(pattern, line)
+        if ALIASES.get(name, name) == kind and pattern and where_meant:
             return value
     names = (kind, *(alias for alias, name in ALIASES.items() if name == kind))
     return next((assume[name] for name in names if name in assume), None)
@@ -114,12 +124,19 @@ def check_modules(assume: Mapping[str, Any], paths: Iterable[str], name: str) ->
     known = [path for path in paths if path]
     for key in assume:
         pattern = key.partition("@")[2]
-        if pattern and not any(_stands_for(pattern, path) for path in known):
+        if _LINE.search(key) or not pattern:
+            continue
+        if not any(_stands_for(pattern, path) for path in known):
             shown = list(dict.fromkeys(pattern_of(path) for path in known))
             raise RequestError(
                 f"assumption {key!r}: no module of {name} is called {pattern!r}; "
                 f"there are {', '.join(shown[:12]) or 'none'}{', ...' if shown[12:] else ''}"
             )
+
+
+def _of_line(pattern: str, line: str) -> bool:
+    """Whether a pattern "train.py:12" is of this line, whose path may be longer."""
+    return fnmatchcase(f"/{line}", f"*/{pattern}")
 
 
 def _stands_for(pattern: str, path: str) -> bool:

@@ -151,7 +151,9 @@ def _replacements(
     yield _torch, {**files.functions(here), **defaults.functions(types)}
     yield _torch.utils._device.DeviceContext, defaults.context_methods()
     yield _torch.serialization, {**files.functions(here), **files.placing()}
-    yield _torch._utils, files.states()
+    rebuilt = files.rebuilding(here)
+    yield _torch._utils, files.states(rebuilt)
+    yield _torch._weights_only_unpickler, files.allowed(rebuilt)
     yield _torch.UntypedStorage, files.storage_methods()
     yield torch.amp.GradScaler, scaler.methods(here)
     yield from extensions.refused_classes()

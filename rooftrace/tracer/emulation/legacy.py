@@ -34,6 +34,7 @@ class Typed(type):
         return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype == cls.dtype
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        args = args or (0,)
         data = args[0] if len(args) == 1 else None
         if data is None or isinstance(data, (int, torch.Size)):
             return torch.empty(*args, dtype=cls.dtype, device=_DEVICE)

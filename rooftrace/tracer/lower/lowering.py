@@ -380,6 +380,8 @@ class _Builder:
             return f"dtype:{dtype_name(item)}"
         if isinstance(item, torch.Generator):  # its text has its address in memory
             return f"Generator:{item.initial_seed()}"
+        if isinstance(item, torch.UntypedStorage):  # its text has its bytes
+            return f"UntypedStorage:{item.nbytes()}"
         return f"{type(item).__name__}:{item}"
 
 

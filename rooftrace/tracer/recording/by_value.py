@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.recording.packed import QUANTIZED, by_packed
+from rooftrace.tracer.source import lines
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, Values, marks
@@ -85,10 +86,12 @@ def _compared(tape: Tape, call: Call) -> bool:
         tape.record(call, [], sync=True, taint=first.taint | second.taint)
         return bool(call.func(first.value, second.value, *args[2:], **call.kwargs))
     decided = values.decision("branch")
-    taken = tuple(args[0].shape) == tuple(args[1].shape) if decided is None else bool(decided)
-    shown = "shapes are equal" if decided is None else f"{taken}, as given"
-    taint = values.assume("branch", f"{call.short_name}() of unknown tensors is taken as: {shown}")
-    tape.record(call, [], sync=True, taint=frozenset([taint]))
+    alike = tuple(args[0].shape) == tuple(args[1].shape)
+    needed = alike and lines.needed_answer(1) is not False
+    taken = needed if decided is None else bool(decided)
+    shown = "shapes are equal" if decided is None and taken == alike else str(taken)
+    text = f"{call.short_name}() of unknown tensors is taken as: {shown}"
+    tape.record(call, [], sync=True, taint=values.chosen("branch", text, taken, decided))
     return taken
 
 

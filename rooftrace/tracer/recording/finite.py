@@ -15,6 +15,13 @@ _SAME = {"aten.eq.Tensor": True, "aten.ne.Tensor": False}
 """Of a number and itself: nan alone differs."""
 _INFINITE = {"aten.ne.Scalar": True, "aten.eq.Scalar": False}
 """Of a number and infinity."""
+_BELOW = {
+    "aten.lt.Scalar": True,
+    "aten.le.Scalar": True,
+    "aten.gt.Scalar": False,
+    "aten.ge.Scalar": False,
+}
+"""Of a number and infinity; of a number and minus infinity it is the opposite."""
 _TESTS = {"aten.isfinite": True, "aten.isnan": False, "aten.isinf": False}
 _BOTH = ("aten.mul", "aten.logical_and", "aten.bitwise_and")
 _EITHER = ("aten.logical_or", "aten.bitwise_or")
@@ -53,6 +60,8 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
         return _SAME[str(target)]
     if str(target) in _INFINITE and isinstance(second, float) and math.isinf(second):
         return _INFINITE[str(target)]
+    if str(target) in _BELOW and isinstance(second, float) and math.isinf(second):
+        return _BELOW[str(target)] == (second > 0)
     parts = (first, second) if name in _BOTH + _EITHER else (first,)
     if name not in _KEEPS and name not in _NOT and name not in _BOTH + _EITHER:
         return None

@@ -14,7 +14,7 @@ from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
-from rooftrace.tracer.tensors import subclasses, tensors_in, trees
+from rooftrace.tracer.tensors import owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
@@ -43,14 +43,16 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
+        self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self._runner.device = shown
         self.entries.weakly = True
+        self.origins.tells_compiled = True
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""
-        return Presented(self, device, self._shown, self._shapes)
+        return Presented(self, None, self._shown, self._shapes)  # a thread begins without a default
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, FakeTensor) for kind in types):
@@ -63,11 +65,17 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._of_device(func, args, kwargs)
-        self._device_tensors.meet((out,) if isinstance(out, Tensor) else tensors_in(out))
+        tensors = (out,) if isinstance(out, Tensor) else tuple(tensors_in(out))
+        self._device_tensors.meet(tensors)
+        if self.log is not None and any(t.is_meta for t in (*tensors, *tensors_in(args))):
+            self.log.append((str(func), tuple(tuple(map(int, t.shape)) for t in tensors)))
         return out
 
     def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
+            if isinstance(args[0], owners.LAZY):
+                with self.paused():  # it has no bytes yet
+                    return super()._dispatched(func, args, kwargs)
             moved = self._moved(args[0], kwargs)
             if moved is not None:
                 return moved
@@ -172,13 +180,15 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             chosen = self.values.decision("value")
             fill = 1 if chosen is None else chosen
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
-            self.values.assume("value", text, fill)
+            self.values.chosen("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _like(tensor: Tensor) -> Tensor:
     """A tensor of the same look that is none of the script's."""
     with _disable_current_modes():
+        if tensor.layout is not torch.strided:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

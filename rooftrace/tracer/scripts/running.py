@@ -15,6 +15,7 @@ from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphfiles import graphs_bytes
 from rooftrace.tracer.launching import (
     Ended,
     Ranks,
@@ -23,19 +24,19 @@ from rooftrace.tracer.launching import (
     understood,
 )
 from rooftrace.tracer.patches import Scope
-from rooftrace.tracer.scripts import sending
+from rooftrace.tracer.scripts import presenting, sending
 from rooftrace.tracer.scripts.boundaries import Boundary
 from rooftrace.tracer.scripts.clocks import SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
+from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
-from rooftrace.tracer.scripts.watching import compiling, marks_told, watched
+from rooftrace.tracer.scripts.watching import marks_told, watched
 from rooftrace.tracer.values import Values
 
 
@@ -60,12 +61,10 @@ class ScriptRequest:
     assume: Mapping[str, Any] | None = None
     boundary: str = names.BOUNDARIES[0]
 
-    def run(
-        self, seconds: Callable[[OpGraph, bool], float] | None = None, stdout: Any = None
-    ) -> Script:
+    def run(self, seconds: Callable[[OpGraph], float] | None = None, stdout: Any = None) -> Script:
         """Run the script in a process of its own, on a chip that is not there.
 
-        seconds: of a graph on the chip, compiled or not; with it the clocks that the script reads
+        seconds: of a graph on the chip; with it the clocks that the script reads
         give simulated time.  stdout: where it prints; default `sys.stdout`.
 
         Raises RequestError for a command line that is none, or a mark that never came.  What the
@@ -73,9 +72,8 @@ class ScriptRequest:
         """
 
         def answer(question: bytes) -> bytes:
-            graph, compiled = sending.graph_of(question)
             assert seconds is not None
-            return repr(seconds(graph, compiled)).encode()
+            return repr(seconds(sending.graph_of(question))).encode()
 
         simulated = seconds is not None
         return sending.script_of(
@@ -100,7 +98,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         said.setdefault(kind, text)
 
     def seconds(graph: OpGraph) -> float:
-        return float(ask(sending.graph_bytes(graph, bool(watch.compiled))))
+        return float(ask(graphs_bytes({"": graph})))
 
     device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
     with contextlib.ExitStack() as undo:
@@ -121,9 +119,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
             finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
-    return sending.script_bytes(
-        watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
-    )
+    said.update(finder.lengths.said())
+    script = watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
+    return sending.script_bytes(script, finder.book.derived)
 
 
 class RunWatch:
@@ -146,7 +144,6 @@ class RunWatch:
         self.shown = torch.device("cuda", index)
         self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
-        self.compiled: list[str] = []
         with self.scope.entered():
             self.stage = RecorderStage(self._recorder)
         self.finder = GraphFinder(
@@ -163,9 +160,10 @@ class RunWatch:
         with contextlib.ExitStack() as undo:
             undo.enter_context(watched(finder))
             undo.enter_context(marks_told(finder.marked))
-            undo.enter_context(moved_in_place())
-            undo.enter_context(checkpoints_alike())
-            undo.enter_context(compiling(self.compiled))
+            undo.enter_context(presenting.moved_in_place())
+            undo.enter_context(presenting.storages_shown(self.shown, self.shapes))
+            undo.enter_context(presenting.saving_shown())
+            undo.enter_context(presenting.checkpoints_alike())
             undo.enter_context(
                 self.optimizers.watched(
                     lambda: self.stage.recorder,
@@ -189,11 +187,10 @@ class RunWatch:
             stretches=tuple(self.finder.book.stretches),
             ended=ended.reason,
             code=ended.code,
-            compiled=bool(self.compiled),
             seconds=perf_counter() - began,
             said=dict(said),
-            outside=self.stage.recorder.unrecorded,
+            outside=self.stage.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
-            failure=failure_of(ended),
+            failure=failure_of(ended, self.values.otherwise()),
         )

@@ -34,6 +34,7 @@ class DeviceTensors:
         key = storage._cdata
         known = self._alive.get(key)
         if known is None or known[0]() is None:
+            self._alive.pop(key, None)  # of bytes that were at this place before
             self._alive[key] = weakref.ref(storage), spec
 
     def meet_results(self, tape: Tape) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.calls import Look, Result
+from rooftrace.tracer.scripts.lengths import LengthTurn, Ops
 from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
 
@@ -38,6 +39,9 @@ class OpenTurn:
     learnt: stepping.Learnt = field(default_factory=stepping.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
+    by_form: LengthTurn | None = None  # what stands for it, if calls of other lengths do
+    ops: Ops | None = None  # of its first call, where that changed nothing that its module holds
+    after: list[Any] = field(default_factory=list)  # ops that followed it
     pieces: list[TurnPiece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
     followed: int = 0  # calls up to the last one of these

@@ -8,10 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from rooftrace.tracer.source.conditions import answer_that_goes_on, number_that_goes_on
 
 
 class TraceError(RuntimeError):
@@ -105,25 +107,61 @@ def deciding_line(depth: int) -> str:
 
     Frames `depth` up or more; ours and those that only hand a call on are left out.
     """
-    frame: Any = sys._getframe(depth)
+    return _line_of(_deciding_frame(depth + 1))
+
+
+def needed_answer(depth: int) -> bool | None:
+    """The answer to a condition with which the frame of `deciding_line` goes on, where the other
+    one leads straight to an error or an exit; None where it does not, or where both do."""
+    return answer_that_goes_on(_deciding_frame(depth + 1))
+
+
+def needed_number(depth: int, usual: float, whole: bool) -> float | None:
+    """The number with which the frame of `deciding_line` goes on, where it fails with the usual
+    one; None where it does not."""
+    return number_that_goes_on(_deciding_frame(depth + 1), usual, whole)
+
+
+def _deciding_frame(depth: int) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_HERE, "<", *_HAND_ON)):
-            return f"{name}:{frame.f_lineno}"
+        if not frame.f_code.co_filename.startswith((_HERE, "<", *_HAND_ON)):
+            break
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def _users_frame(depth: int) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and _kind(frame.f_code.co_filename) != _USERS:
+        frame = frame.f_back
+    return frame
+
+
+def asking_line(depth: int) -> str:
+    """ "/path/to/file.py:12" of the innermost frame, `depth` up or more, that is the user's."""
+    return _line_of(_users_frame(depth + 1))
+
+
+def _line_of(frame: FrameType | None) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def asked_under_not(depth: int) -> bool:
     """Whether the user's innermost frame, `depth` up or more, applies `not` to the answer."""
-    frame: Any = sys._getframe(depth)
-    while frame is not None and _kind(frame.f_code.co_filename) != _USERS:
-        frame = frame.f_back
+    frame = _users_frame(depth + 1)
     if frame is None:
         return False
     code, place = frame.f_code.co_code, frame.f_lasti
     steps = (i for i in range(place, len(code), 2) if code[i] not in _FILLERS)
     return bool(code[next(steps, place)] == _NOT)
+
+
+def whose(filename: str) -> str:
+    """ "rooftrace" or "torch", for a file of theirs; else ""."""
+    if filename.startswith(_HERE):
+        return "rooftrace"
+    return "torch" if filename.startswith(_TORCH) else ""
 
 
 def _kind(filename: str) -> int:
@@ -154,6 +192,12 @@ def relative(path: str) -> str:
         if path.startswith(prefix) and len(prefix) > len(best):
             best = prefix
     return path[len(best) :] if best else os.path.basename(path)
+
+
+def relative_line(line: str) -> str:
+    """A line "/path/to/file.py:12" with its path as `relative` shows it."""
+    path, colon, number = line.rpartition(":")
+    return f"{relative(path)}{colon}{number}" if path else line
 
 
 def users_traceback(error: BaseException, frames: int = 4) -> str:

@@ -53,7 +53,8 @@ def _done(told: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str,
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         if not (is_ours(error) or isinstance(error, OSError)):
             raise
-        return {"error": [kind.__name__ for kind in type(error).__mro__], "message": str(error)}
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return {"error": kinds, "message": str(error), "traceback": traceback.format_exc()}
 
 
 def _end(code: int) -> None:

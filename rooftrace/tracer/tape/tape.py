@@ -199,7 +199,7 @@ class Tape:
                 self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
         origin = self.origins.origin(call.info.name, self.rolling.label)
         where = streams.current_stream(), self.shards.exchanged(together)
-        noted = facts or {}, taint | sparse
+        noted = self.origins.noted(facts, origin, call.info.view or where[0]), taint | sparse
         node.meta[META_KEY] = Recorded(specs, origin, call.info.view, sync, *noted, *where)
         self.tags.last = node
 

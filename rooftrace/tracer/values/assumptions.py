@@ -41,6 +41,7 @@ class Assumptions:
         self.turned = frozenset(turned)
         self.by_number = False  # the user's branches count conditions: none is computed
         self.last_line = ""  # the line that asked for the last unknown condition
+        self.choosing: dict[tuple[str, str], str] = {}  # by kind and line
         self.assumptions: list[Assumption] = []
         self.asides = range(0)  # those made while nothing was recorded
         self.decisions = 0  # how many unknown conditions were decided
@@ -82,8 +83,28 @@ class Assumptions:
         return index
 
     def decision(self, kind: str) -> Any:
-        """The user's value for this kind of assumption in the running module; None without one."""
-        return asked.decided(self.choices, kind, self.where()) if self.choices else None
+        """The user's value for this kind of assumption in the running module, or at the line that
+        asks; None without one."""
+        if not self.choices:
+            return None
+        line = lines.asking_line(2) if asked.of_lines(self.choices) else ""
+        return asked.decided(self.choices, kind, self.where(), line)
+
+    def chosen(self, kind: str, text: str, value: Any, decided: Any = None) -> frozenset[int]:
+        """Record a choice that the user can make (`decided`: as it was), for the line that asks."""
+        key = kind, lines.relative_line(lines.asking_line(2))
+        self.choosing.pop(key, None)
+        self.choosing[key] = says_who(text, decided)
+        return frozenset([self.assume(kind, self.choosing[key], value)])
+
+    def otherwise(self, most: int = 3) -> list[str]:
+        """How the last choices are made otherwise, by the user: the latest first."""
+        shown = []
+        for (kind, line), text in list(self.choosing.items())[: -most - 1 : -1]:
+            other = "NUMBER" if kind == "value" else "SHARE" if kind == "density" else ""
+            other = other or str("taken as True" not in text).lower()
+            shown.append(f"Before, at {line}, {text}; --assume {kind}@{line}={other} changes that.")
+        return shown
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for an unknown mask: its first elements are true, at least one unless the user
@@ -93,36 +114,45 @@ class Assumptions:
         flat = torch.zeros(math.prod(shape), dtype=torch.bool)
         flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
-        taint = self.assume("density", says_who(text, decided), density)
-        return flat.reshape(shape), frozenset([taint])
+        return flat.reshape(shape), self.chosen("density", text, density, decided)
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
-        """A value for unknown numbers: 1, unless the user sets another or the code fails with 1."""
+        """A value for unknown numbers: 1, unless the user sets another or the code fails with 1, as
+        far as that can be seen where it asks."""
         decided = self.decision("value")
         value = self.number if decided is None else decided
         shown = str(value) if decided is not None else "ones" if value else "zeros"
+        if decided is None and tensor.numel() == 1:
+            needed = lines.needed_number(2, value, not tensor.is_floating_point())
+            if needed is not None:
+                value = needed
+                shown = f"{value}, without which {lines.relative_line(deciding_line(2))} fails"
         text = f"{why}: an unknown {trees.label_of(tensor)} tensor is taken as {shown}"
-        taint = self.assume("value", says_who(text, decided), value)
-        return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), frozenset([taint])
+        taint = self.chosen("value", text, value, decided)
+        return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), taint
 
     def branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """A value for an unknown condition: False, unless the user sets it or a loop needs True."""
+        """A value for an unknown condition: False, unless the user sets it, or a loop needs True or
+        the code fails with False."""
         index, self.decisions = self.decisions, self.decisions + 1
         place = (self.where(), why)
         decided = self.decision("branch")
-        self.last_line = deciding_line(2)
+        self.last_line, needed = deciding_line(2), lines.needed_answer(2)
         if decided is not None:
             usual = bool(decided)
         else:  # what is tested is false; so where the code takes `not` of it, the condition is true
-            usual = lines.asked_under_not(2) != (self.last_line in self.turned)
+            usual = lines.asked_under_not(2) if needed is None else needed
+            usual = usual != (self.last_line in self.turned)
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
         self._same_branch[place] = self._same_branch[place] + 1 if taken == usual else 0
-        text = says_who(f"{why} of an unknown condition is taken as {taken}", decided)
+        text = f"{why} of an unknown condition is taken as {taken}"
         if endless:
             text += f" after {MAX_SAME_BRANCH} times"
-        return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
+        elif taken is needed and decided is None:
+            text += f", without which {lines.relative_line(self.last_line)} fails"
+        return torch.full(shape, taken), self.chosen("branch", text, taken, decided)
 
 
 def says_who(text: str, decided: Any) -> str:

@@ -108,7 +108,10 @@ class Values(Assumptions, ImpliedTensors):
                 "which depends on weights or activations"
             )
         if tensor.dtype == torch.bool:
-            return self.mask(shape, why)
+            value, taint = self.mask(shape, why)
+            if small(tensor) and tensor.device.type == "meta":
+                self.learn(tensor, value, taint)  # what counts its elements says the same
+            return value, taint
         return self.ones(tensor, why)
 
     def from_data(self, tensor: Tensor) -> Known | None:
