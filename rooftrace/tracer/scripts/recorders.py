@@ -15,7 +15,7 @@ from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
-from rooftrace.tracer.tensors import owners, subclasses, tensors_in
+from rooftrace.tracer.tensors import owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
@@ -133,6 +133,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """The copy of a tensor that goes from the host to the device, or back; None for others."""
         here, there = tensor.device.type, torch.device(kwargs["device"]).type
         if {here, there} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
+            return None
+        if trees.is_sparse(tensor):  # its pieces are moved, each on its own
             return None
         dtype = kwargs.get("dtype") or tensor.dtype
         size = tensor.numel() * tensor.element_size()
