@@ -68,6 +68,12 @@ class Conditions:
         """The plan of a graph."""
         return plan(self._repriced(graph), self.execution)
 
+    def on(self, regime: Regime) -> Conditions:
+        """These conditions; in place of a mixed execution that which graphs of a regime have."""
+        if self.execution.dispatch != "mixed":
+            return self
+        return replace(self, execution=self.plan(regime.form.at(regime.low)).execution)
+
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
         (planned,) = Plan.each(self._repriced(graph), [self.execution], savings=False)

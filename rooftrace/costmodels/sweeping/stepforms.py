@@ -169,6 +169,7 @@ class Form:
     def _within(
         self, regime: Regime, conditions: Conditions, points: Points, places: Any
     ) -> Iterator[tuple[PlanForm, Any]]:
+        conditions = conditions.on(regime)
         alike = conditions.of_plans
         key = (regime.low, regime.high, alike)
         if key not in self._plans:

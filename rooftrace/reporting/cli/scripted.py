@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from rooftrace._reading import beginning
-from rooftrace.tracer.asking.commands import is_script
+from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graphfiles import looks_saved
 
-USUAL, SCRIPTED = "efficient", "mixed"
+_USUAL, _SCRIPTED = "efficient", "mixed"
+_HEAD = 20_000
+"""Bytes at the beginning of a saved graph in which it says what it is of."""
 
 
 def priced_as_run(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,21 +29,25 @@ def priced_as_run(command: Callable[..., Any]) -> Callable[..., Any]:
             if name in options and source(name) is ParameterSource.DEFAULT:
                 named = options.get("targets", options.get("target", ()))
                 targets = [named] if isinstance(named, str) else named
-                if any(map(is_of_script, targets)):
+                if usual_execution(targets) == _SCRIPTED:
                     options[name] = _as_run(options[name])
         return command(*args, **options)
 
     return called
 
 
-def is_of_script(target: str) -> bool:
-    """Whether a target is a script, or a file with the steps of one (by its first bytes)."""
-    if not looks_saved(target):
-        return is_script(target)
-    return b'"script":true' in beginning(target, 20_000)  # what it says of itself stands in front
+def usual_execution(targets: Iterable[str | None]) -> str:
+    """What is priced where no execution is asked for: mixed for a script, or for saved steps."""
+    return _SCRIPTED if any(map(_is_of_script, targets)) else _USUAL
+
+
+def _is_of_script(target: str | None) -> bool:
+    if target is None or not looks_saved(target):
+        return target is not None and Job(source=target).is_script
+    return b'"script":true' in beginning(target, _HEAD)
 
 
 def _as_run(usual: Any) -> Any:
     if isinstance(usual, str):
-        return SCRIPTED if usual == USUAL else usual
+        return _SCRIPTED if usual == _USUAL else usual
     return tuple(map(_as_run, usual))

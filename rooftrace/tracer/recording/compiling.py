@@ -30,17 +30,19 @@ def uncompiled() -> Iterator[None]:
 
     def set_callback(callback: Any) -> Any:
         before = records.compiling.call
-        call = callback if isinstance(callback, records.CompiledCall) else None
-        if call is None:
-            caller = sys._getframe(2).f_locals  # of torch's wrapper, behind our guard
-            outer, function = caller.get("prior"), caller.get("fn")
-            if isinstance(outer, records.CompiledCall):
-                # What is compiled in compiled code is a part of that.
-                call = outer if callable(callback) or _is_looked_through(function) else None
-            elif callable(callback) and not _module_of(function).startswith(_ATTENTION):
-                call = records.CompiledCall(_name_of(function))
-        records.compiling.call = call
-        return before
+        if isinstance(callback, records.CompiledCall):  # what was returned is set again
+            records.compiling.call = None if callback is _NONE else callback
+            return before or _NONE
+        caller = sys._getframe(2).f_locals  # of torch's wrapper, behind our guard
+        outer, function = caller.get("prior"), caller.get("fn")
+        inside = outer not in (None, _NONE, records.LEFT_OUT)
+        if callable(callback):
+            if not inside and not _module_of(function).startswith(_ATTENTION):
+                outer = records.CompiledCall(_name_of(function))
+        elif outer is not None and not _is_looked_through(function):
+            outer = records.LEFT_OUT
+        records.compiling.call = None if outer is _NONE else outer
+        return before or _NONE
 
     def by_stance(callback: Any) -> Any:
         if isinstance(callback, records.CompiledCall) or not callable(callback):
@@ -88,6 +90,8 @@ def _name_of(function: Any) -> str:
     return kind if called or not name else f"{kind}.{name}"
 
 
+_NONE = records.CompiledCall("")
+"""Stands for no call where torch remembers what was set before."""
 _CALLS = ("", "_call_impl", "_wrapped_call_impl", "__call__", "forward")
 _ATTENTION = "torch.nn.attention."
 """Where torch has functions of attention, each of which is one kernel, compiled or not."""

@@ -19,7 +19,7 @@ from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape.entries import Entries
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.recompute import Recomputation, running_node
-from rooftrace.tracer.tape.records import CompiledCall, Origin, compiling
+from rooftrace.tracer.tape.records import LEFT_OUT, CompiledCall, Origin, compiling
 from rooftrace.tracer.tensors import owners
 
 
@@ -140,7 +140,7 @@ class Origins:
             number -= 1  # wraps the node of the op that wrote into a view, made just before it
         origin = self._by_number.get(number)
         if origin is not None:
-            compiled = origin.compiled or compiled
+            compiled = compiled if compiled is LEFT_OUT else origin.compiled or compiled
             return replace(origin, part="backward", function=name, compiled=compiled)
         variable = getattr(node, "variable", None)
         owner = "" if variable is None else self._entries.name_of(variable).rpartition(".")[0]
@@ -156,7 +156,7 @@ class Origins:
         beside: it is a view, or on another stream than the main one, whose name this is.
         """
         before, call = self._last, origin.compiled
-        if call is None:
+        if call is None or call is LEFT_OUT:
             self._last = before if beside else None
             return facts or {}
         self._last = call

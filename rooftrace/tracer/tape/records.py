@@ -61,13 +61,16 @@ class CompiledCall:
         self.name = name  # of the callable: "Block", "AdamW.step"
 
 
+LEFT_OUT = CompiledCall("")
+"""Stands for code that torch.compiler.disable takes out, wherever it is called."""
+
+
 class _Compiling(threading.local):
-    call: CompiledCall | None = None  # the outermost that this thread is in
+    call: CompiledCall | None = None  # the outermost that this thread is in, or LEFT_OUT
 
 
 compiling = _Compiling()
-"""Where the running thread stands, as Dynamo would have it: code that was taken out again by
-torch.compiler.disable is in no call."""
+"""Where the running thread stands, as Dynamo would have it."""
 
 
 class Origin(Struct, frozen=True):
