@@ -392,3 +392,19 @@ def test_attention_backends_can_be_chosen() -> None:
             assert not backends.math_sdp_enabled()
             nn.functional.scaled_dot_product_attention(q, q, q)
         assert len(ops(recorder)) == 2  # it stays one op
+
+
+def test_static_outputs_hold_what_the_last_replay_computed() -> None:
+    with recorded() as (_, recorder):
+        a, graph = torch.ones(3, device="cuda"), cuda.CUDAGraph()
+        with cuda.graph(graph):
+            twice = a * 2
+            loss = twice.sum()
+        for values in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):
+            a.copy_(torch.tensor(values, device="cpu"))
+            graph.replay()
+            assert twice.tolist() == [2 * value for value in values]
+            assert loss.item() == 2 * sum(values)
+        reads = [n for n in recorder.graph.nodes if "_local_scalar_dense" in str(n.target)]
+        sums = [n for n in recorder.graph.nodes if str(n.target).startswith("aten.sum")]
+        assert len(sums) == 3 and reads[-1].args == (sums[-1],)  # the first is the capture's

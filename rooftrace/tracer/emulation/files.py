@@ -70,7 +70,8 @@ def _is_for_host(asked: Any, saved: str) -> bool:
     if isinstance(asked, Mapping):
         asked = asked.get(saved)
     elif callable(asked):
-        place = asked(torch.UntypedStorage(0), saved)
+        kind: Any = torch.UntypedStorage
+        place = asked(kind(0), saved)
         asked = None if place is None else place.device
     return asked is not None and torch.device(asked).type == "cpu"
 

@@ -375,15 +375,20 @@ class _Builder:
             return tuple(self._argument(x) for x in item)
         if item is None or isinstance(item, (bool, int, float, str)):
             return _one_nan(item)
-        if isinstance(item, complex):
-            return f"complex:{item.real!r},{item.imag!r}"
-        if isinstance(item, torch.dtype):
-            return f"dtype:{dtype_name(item)}"
-        if isinstance(item, torch.Generator):  # its text has its address in memory
-            return f"Generator:{item.initial_seed()}"
-        if isinstance(item, torch.UntypedStorage):  # its text has its bytes
-            return f"UntypedStorage:{item.nbytes()}"
-        return f"{type(item).__name__}:{item}"
+        return _text(item)
+
+
+def _text(item: Any) -> str:
+    """An argument that is no tensor and no number, in words that are the same in every run."""
+    if isinstance(item, complex):
+        return f"complex:{item.real!r},{item.imag!r}"
+    if isinstance(item, torch.dtype):
+        return f"dtype:{dtype_name(item)}"
+    if isinstance(item, torch.Generator):  # its text has its address in memory
+        return f"Generator:{item.initial_seed()}"
+    if isinstance(item, torch.UntypedStorage):  # its text has its bytes
+        return f"UntypedStorage:{item.nbytes()}"
+    return f"{type(item).__name__}:{item}"
 
 
 def _one_nan(item: Argument) -> Argument:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._ops import OpOverload
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from rooftrace.tracer.patches import contexts, original_of, replaced
@@ -24,6 +23,7 @@ from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import tensors_in, trees
 from rooftrace.tracer.values import META
 
+_modes_on: Any = overrides._get_current_function_mode_stack
 _GET: dict[str, Any] = {
     name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_meta", "is_cpu")
 }
@@ -187,12 +187,12 @@ def moved_in_place() -> Iterator[None]:
 @contextlib.contextmanager
 def devices_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
     """Inside, what torch's C half says of places on meta is shown on the device, as tensors are."""
-    place = torch.UntypedStorage.device.__get__  # type: ignore[attr-defined]
+    place = torch.UntypedStorage.device.__get__
 
     def device(storage: Any) -> torch.device:
         there: torch.device = place(storage)
         on_meta = there.type == "meta" and not shapes.has(storage._cdata)
-        return shown if on_meta and _get_current_function_mode_stack() else there
+        return shown if on_meta and _modes_on() else there
 
     name = "_group_tensors_by_device_and_dtype"
     group = original_of(torch._C, name)
@@ -219,11 +219,11 @@ def saving_shown() -> Iterator[None]:
     original = original_of(hooks, "__init__")
 
     def init(own: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        modes = _get_current_function_mode_stack()
+        modes = _modes_on()
 
         @functools.wraps(pack, updated=())
         def packed(tensor: Tensor) -> Any:
-            with contexts.functions_on([] if _get_current_function_mode_stack() else modes):
+            with contexts.functions_on([] if _modes_on() else modes):
                 return pack(tensor)
 
         original(own, packed, unpack)
