@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from rooftrace.errors import is_ours
 from rooftrace.hardware.units import plural
 from rooftrace.tracer.launching import Ended
-from rooftrace.tracer.scripts.records import OURS, Failure, FailedCall, Script
+from rooftrace.tracer.scripts.records import OURS, FailedCall, Failure, Script
 from rooftrace.tracer.source import TraceError, lines
 
 _INSTALLED = ("site-packages", "dist-packages")
