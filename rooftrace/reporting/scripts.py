@@ -50,7 +50,7 @@ def run(
     what begins a turn: "auto" finds training steps and calls, "batch" begins one with each batch of
     a data loader, "call" with each call of a module, "optimizer" after each step of the optimizers,
     "mark=NAME" where the script says NAME to torch.profiler or NVTX ("step": a profiler's
-    `step()`).  execution: default compiled for a script that calls torch.compile, else eager.
+    `step()`).  execution: by default what the script compiles is compiled, and the rest eager.
     clock: "simulated" lets the script read the time that its steps would take on the chip.
     scratch: a folder in which files come to lie that the script writes.  assume: what is taken for
     unknown values, as in `trace`.
@@ -84,15 +84,13 @@ def run(
         return price_script(script, device, execution)
 
 
-def _seconds(
-    chip: Chip, execution: str | ExecutionModel | None
-) -> Callable[[OpGraph, bool], float]:
-    """Tells the expected seconds of a graph, compiled or not."""
+def _seconds(chip: Chip, execution: str | ExecutionModel | None) -> Callable[[OpGraph], float]:
+    """Tells the expected seconds of a graph."""
     from rooftrace.costmodels.estimating import estimate
-    from rooftrace.costmodels.scripting import execution_of
+    from rooftrace.costmodels.scripting import SCRIPTED
 
-    def seconds(graph: OpGraph, compiled: bool) -> float:
-        return estimate(graph, chip, execution_of(compiled, execution)).t_est
+    def seconds(graph: OpGraph) -> float:
+        return estimate(graph, chip, execution or SCRIPTED).t_est
 
     return seconds
 

@@ -184,4 +184,4 @@ def test_ops_outside_of_turns_are_told(tmp_path: Path) -> None:
     path = written(tmp_path, "import torch\na = torch.ones(8, 8, device='cuda')\nb = a @ a\n")
     cost = rt.run([str(path)], chip="l4")
     assert not cost.rows and cost.script.outside == 2
-    assert "2 ops ran on the device, none of them in a module" in str(cost)
+    assert "2 ops ran on the device, none of them in a call" in str(cost)

@@ -421,3 +421,29 @@ for step in range(4):
     wanted = first + second + first + 2 * second  # the input needs no gradient
     assert [matrix_flops(row) for row in cost.rows] == [wanted] * len(cost.rows)
     assert trained(cost) == 4
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_a_sparse_tensor_of_the_host_has_on_the_device_what_it_stores(
+    tmp_path: Path, layout: str
+) -> None:
+    stored, rows, width = 500, 100, 32
+    text = f"""
+import torch
+places = torch.randperm({rows * rows})[:{stored}]
+places = torch.stack([places // {rows}, places % {rows}])
+graph = torch.sparse_coo_tensor(places, torch.ones({stored}), ({rows}, {rows}))
+graph = graph.coalesce().to_sparse(layout=torch.{layout}).cuda()
+assert graph.values().numel() == {stored} and graph.is_cuda
+assert graph.cpu().values().numel() == {stored} and not graph.cpu().is_cuda
+model = torch.nn.Linear({width}, {width}, bias=False).cuda()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    (graph @ model(torch.ones({rows}, {width}, device="cuda"))).sum().backward()
+    opt.step()
+"""
+    cost = ours(written(tmp_path, text))
+    ops = cost.script.graphs[-1].ops
+    products = [op.facts["stored"] for op in ops if op.name == "aten.mm" and "stored" in op.facts]
+    assert products == [stored, stored]  # forward, and the transposed one in backward
+    assert cost.steps[-1].flops < 2 * (2 * rows * width * width + 2 * stored * width) * 1.1

@@ -20,7 +20,7 @@ ATTENTION_LIBRARIES = (SDPA, "vllm", "flash2", "flash3", "cudnn", "flashinfer", 
 """Whose attention kernels run.  The first two stand for those that PyTorch's
 `scaled_dot_product_attention`, and vLLM, run on the chip at hand."""
 FUSION = ("none", "detected", "factor")
-DISPATCH = ("eager", "compiled", "graph")
+DISPATCH = ("eager", "compiled", "graph", "mixed")
 KV_APPEND = ("as-run", "in-place")
 EXCHANGE = ("as-run", "deepep", "deepep-low-latency")
 CHIP = "h200-sxm"
@@ -103,7 +103,9 @@ class ExecutionModel:
     attention: str = "flash"  # one kernel; or "materialised": the score matrix goes through HBM
     attention_library: str = SDPA  # whose kernel that is, one of ATTENTION_LIBRARIES
     fusion: str = "none"  # "detected": groups of the graph; "factor": by the two factors below
-    dispatch: str = "eager"  # the host enqueues every op; "compiled": every group; "graph": all
+    # The host enqueues every op; "compiled": every group; "graph": all; "mixed": groups within what
+    # the script compiles, and ops outside of that.
+    dispatch: str = "eager"
     kv_append: str = "as-run"  # a `cat` reads L rows, writes L + 1; "in-place": the new rows only
     rewrites: tuple[str, ...] = ()  # names in REWRITES: what a server runs in place of the module
     exchange: str = "as-run"  # rows go to experts as the module sends them; or by DeepEP's kernels
@@ -360,6 +362,7 @@ PRESETS: Mapping[str, ExecutionModel] = {
         ExecutionModel("naive", attention="materialised"),
         ExecutionModel("eager"),
         ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
+        ExecutionModel("mixed", fusion="detected", dispatch="mixed"),
         ExecutionModel(
             "efficient",
             fusion="detected",
@@ -394,6 +397,7 @@ SUMMARIES: Mapping[str, str] = {
     "naive": "attention scores through HBM, no fusion, one host dispatch per op",
     "eager": "ops as captured, SDPA one kernel, no fusion, one host dispatch per op",
     "compiled": "fusion groups detected in the graph, one host dispatch per group",
+    "mixed": "compiled within what the script compiles itself, eager outside of that",
     "efficient": "as compiled, launched as one graph, with the kernels of libraries where a module "
     "writes them out",
     "serving": "as efficient, rewritten as servers do: absorbed latents, routed experts only, "

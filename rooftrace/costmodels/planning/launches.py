@@ -76,7 +76,7 @@ class _Host:
         """What the host does for what is next; in other repeats that is launches of their own."""
         if last in self.alone:
             return self._one_by_one(last, repeats)
-        if self.dispatch == "compiled":
+        if self.dispatch in ("compiled", "mixed"):
             return Launch(1, on_device=False)
         launches = self.launches
         if repeats and not launches:

@@ -25,6 +25,7 @@ from rooftrace.costmodels.planning.advice import (
     rules_of_no_op,
     unknown_groups,
 )
+from rooftrace.costmodels.planning.compiled_parts import as_written
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
@@ -90,10 +91,17 @@ class Plan:
         savings: whether the notes on rewrites say what these save.
         """
         OpGraph.check(graph, "plan")
-        models = [execution_model(execution) for execution in executions]
-        priced = price_ops(graph)
-        classified = with_families(graph, priced[0])
-        return [_planned(graph, classified, priced, model, savings) for model in models]
+        written = [as_written(graph, execution_model(execution)) for execution in executions]
+        priced = {}
+        for marked, _ in written:
+            if id(marked) not in priced:
+                costs = price_ops(marked)
+                priced[id(marked)] = with_families(marked, costs[0]), costs
+        plans = []
+        for marked, model in written:
+            classified, costs = priced[id(marked)]
+            plans.append(_planned(graph, classified, costs, model, savings))
+        return plans
 
     @cached_property
     def total(self) -> Cost:

@@ -21,6 +21,7 @@ from rooftrace.costmodels.rewriting.marks import BESIDE
 from rooftrace.costmodels.traffic.layouts import has_channels_last
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref, in_order, refs
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 Form = Callable[[Editor, Op], bool]
@@ -38,13 +39,18 @@ class EagerForm:
     names: frozenset[str]
 
 
-def with_form(form: EagerForm, graph: OpGraph) -> tuple[OpGraph, int]:
-    """The graph with the kernels of this form, and how often they run."""
+def with_form(form: EagerForm, mixed: bool, graph: OpGraph) -> tuple[OpGraph, int]:
+    """The graph with the kernels of this form, and how often they run.
+
+    mixed: only what stands between compiled graphs has them.
+    """
     edit, count = Editor(graph), 0
+    eager = marks.eager_ops(graph.ops) if mixed else range(len(graph.ops))
     outlets = {graph.values[i].storage for i in graph.outputs}
     for op in graph.ops:
         first = len(edit.ops)
-        if op.kind == "kernel" and op.name in form.names and form.apply(edit, op):
+        here = op.id in eager and op.kind == "kernel" and op.name in form.names
+        if here and form.apply(edit, op):
             edit.ops[-1] = _holding(edit, edit.ops[first:], outlets)
             count += graph.times(op)
         else:

@@ -80,9 +80,10 @@ def rewrite(
         "the new rows only, into a cache that has room",
     )
     graph, _ = with_libraries(graph)
+    mixed = execution.dispatch == "mixed"
     for form in EAGER_FORMS:
-        wanted = execution.beside and execution.fusion == "none"
-        change(wanted, partial(with_form, form), form.noun, form.verb, form.rest)
+        wanted = execution.beside and (execution.fusion == "none" or mixed)
+        change(wanted, partial(with_form, form, mixed), form.noun, form.verb, form.rest)
     change(
         detected,
         without_dead_ops,

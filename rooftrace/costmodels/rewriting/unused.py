@@ -8,6 +8,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, Match
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph
 
 
@@ -116,6 +117,7 @@ def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
     storage = [t.storage for t in graph.values]
     live = {storage[i] for i in (*graph.outputs, *graph.external)}
     inside: tuple[int, ...] = ()
+    eager = marks.eager_ops(graph.ops)
     kept = []
     for op in reversed(graph.ops):
         if op.repeats != inside:
@@ -124,7 +126,7 @@ def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
             inside = op.repeats
         made = [storage[i] for i in op.outputs]
         beside = "writes" in op.facts  # it overwrites an operand, too
-        if beside or not made or not live.isdisjoint(made) or op.kind == "sync":
+        if beside or op.id in eager or not made or not live.isdisjoint(made) or op.kind == "sync":
             kept.append(op)
             live.update([storage[i] for i in op.inputs])
     return kept[::-1]

@@ -1,5 +1,5 @@
 from rooftrace.costmodels.scripting.pricing import (
-    execution_of as execution_of,
+    SCRIPTED as SCRIPTED,
     price_script as price_script,
 )
 from rooftrace.costmodels.scripting.records import (

@@ -10,10 +10,8 @@ from rooftrace.costmodels.scripting.records import ScriptCost, TurnCost
 from rooftrace.hardware import Chip
 from rooftrace.tracer.scripts import Script
 
-
-def execution_of(compiled: bool, asked: str | ExecutionModel | None = None) -> ExecutionModel:
-    """How a script is run: as asked for, else compiled if it calls torch.compile, else eager."""
-    return execution_model(asked or ("compiled" if compiled else "eager"))
+SCRIPTED = "mixed"
+"""How a script runs: what it compiles is compiled."""
 
 
 def price_script(
@@ -21,9 +19,9 @@ def price_script(
 ) -> ScriptCost:
     """What the turns of a script cost on a chip.
 
-    execution: None takes compiled for a script that calls torch.compile, else eager.
+    execution: None takes what the script compiles as compiled, and the rest as eager.
     """
-    model = execution_of(script.compiled, execution)
+    model = execution_model(execution or SCRIPTED)
     steps = [estimate(graph, chip, model) for graph in script.graphs]
     rows: dict[object, TurnCost] = {}
     for stretch in script.stretches:

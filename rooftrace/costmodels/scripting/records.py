@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.scripting.compiled import CompiledPart
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.tracer.scripts import Script, Turns
@@ -135,6 +136,7 @@ class TurnCost:
             "first": stretch.first,
             "turns": self.turns,
             "recorded": stretch.run,
+            "by_form": stretch.by_form,
             "t_est": self.t_est,
             "t_low": low,
             "t_high": high,
@@ -226,6 +228,12 @@ class ScriptCost(Shown):
             return None
         return next(row for row in self.rows if row.stretch.key == stretch.key)
 
+    def whole(self, row: TurnCost) -> Estimate:
+        """The estimate of a whole turn, its pieces as one graph."""
+        if len(row.parts) == 1 and row.parts[0][1] == 1:
+            return row.parts[0][0]
+        return estimate(self.script.graph_of(row.stretch), self.chip, self.execution)
+
     def by_shape(self) -> tuple[ShapeCost, ...]:
         """What a turn costs by the shape of its input: of a server's loop, as its batch changes.
 
@@ -247,7 +255,21 @@ class ScriptCost(Shown):
     def title(self) -> str:
         """Which script, on which chip, how."""
         ranks = f", rank {self.script.rank} of {self.script.world}" if self.script.world > 1 else ""
-        return f"{self.script.name} on {self.chip.name}{ranks}, {self.execution.name}"
+        return f"{self.script.name} on {self.chip.name}{ranks}, {self.execution_name}"
+
+    @property
+    def execution_name(self) -> str:
+        """How its turns run: eager, compiled or, where one part does so and another not, mixed."""
+        names = {step.execution.name for row in self.rows for step, _ in row.parts}
+        return names.pop() if len(names) == 1 else self.execution.name
+
+    @cached_property
+    def compiled(self) -> CompiledPart | None:
+        """What of the steady turn is compiled by the script itself; None where nothing is."""
+        if self.steady is None or self.execution.dispatch != "mixed":
+            return None
+        part = CompiledPart.of(self.steady.parts)
+        return part if part.ops else None
 
     @property
     def device_seconds(self) -> float:
@@ -281,12 +303,12 @@ class ScriptCost(Shown):
             "title": self.title,
             "script": script.name,
             "chip": self.chip.name,
-            "execution": self.execution.name,
+            "execution": self.execution_name,
             "rank": script.rank,
             "world": script.world,
             "ended": script.ended,
             "code": script.code,
-            "compiled": script.compiled,
+            "compiled": None if self.compiled is None else self.compiled.to_dict(),
             "seconds_here": script.seconds,
             "device_seconds": self.device_seconds,
             "loading_seconds": self.loading_seconds,

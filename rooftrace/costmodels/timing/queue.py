@@ -191,7 +191,7 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """What the host takes for what it does under an execution model, by knobs or by the chip."""
     knobs = execution.knobs_on(chip)
     pace = 1.0 if knobs is None else knobs.pace
-    if execution.dispatch == "compiled":
+    if execution.dispatch in ("compiled", "mixed"):
         return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip)
     if execution.dispatch == "graph":
         return HostSeconds(chip.graph_launch.value / pace, chip=chip)

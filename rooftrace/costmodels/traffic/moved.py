@@ -19,6 +19,7 @@ from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.traffic.slices import slices, union
 from rooftrace.costmodels.traffic.wide_stores import widths
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.vocabulary import ROLES
 
@@ -42,9 +43,12 @@ def group_costs(
     results = []
     generated = execution.fusion == "detected"
     wide = widths(graph, [group.ops for group in groups]) if generated else {}
+    eager = marks.eager_ops(graph.ops)
     for index, group in enumerate(groups):
-        alone = len(group.ops) == 1 and not (generated and _is_generated(graph, group.ops[0]))
-        cost = op_costs[group.ops[0]] if alone else merger.merged(index)
+        first = group.ops[0]
+        written = generated and first not in eager and _is_generated(graph, first)
+        alone = len(group.ops) == 1 and not written
+        cost = op_costs[first] if alone else merger.merged(index)
         results.append(scale(_widened(cost, wide) if wide else cost, group, op_costs))
     return tuple(results)
 

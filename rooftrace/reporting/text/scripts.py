@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.text.folding import Folding
 from rooftrace.reporting.view import model as view, units, words
 from rooftrace.tracer.scripts import Script
 
@@ -60,10 +62,38 @@ _MEMORY = (
     view.Column("role", units.TEXT, "at the peak"),
     view.Column("bytes", units.CAPACITY, "bytes"),
 )
+_FOLDED = "a row with ranges has turns of several sizes; --json has a row for each"
+_OF_FOLDED = (
+    *_TURNS[:3],
+    view.Column("sum", units.SECOND, "together", of=lambda row: row.t_est * row.turns),
+    replace(_TURNS[3], drop=4),
+    *_TURNS[4:],
+)
+_FOLDED_TURNS = Folding(
+    columns=_OF_FOLDED,
+    name=("label", lambda row: row.label),
+    seconds=lambda row: row.t_est * row.turns,
+    own={
+        "number": lambda rows: f"{sum(r.turns for r in rows)} from {rows[0].stretch.first}",
+        "sum": lambda rows: sum(row.t_est * row.turns for row in rows),
+        "interval": lambda rows: _interval(*rows),
+    },
+    few=3,
+    parts=1,
+)
+_FOLDED_SHAPES = Folding(
+    columns=_SHAPES,
+    name=("shape", lambda row: str(list(row.shape))),
+    seconds=lambda row: row.t_est * row.turns,
+    own={"turns": lambda rows: sum(row.turns for row in rows)},
+    few=8,
+    parts=8,
+)
 
 
 def script_view(result: ScriptCost, output: view.Output) -> view.View:
     """The turns; the pieces of the steady step and its memory; the host; what is assumed."""
+    steady = result.steady
     head: list[view.Part] = [view.Note(result.title, "strong"), view.Note(_summary(result))]
     said = dict(result.script.said)
     if lacking := said.pop("scratch", ""):
@@ -71,17 +101,21 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if chosen := said.pop("choices", ""):
         head.append(view.Note(chosen, "warn"))
     if result.rows:
-        head.append(view.Table(columns=_TURNS, rows=result.rows))
+        rows = _FOLDED_TURNS.of(result.rows)
+        is_folded = len(rows) < len(result.rows)
+        head.append(view.Table(columns=_OF_FOLDED if is_folded else _TURNS, rows=rows))
+        if is_folded:
+            head.append(view.Note(_FOLDED, "faint"))
         head += [view.Note(line) for line in _sums(result)]
         head += [view.Note(line, look) for line, look in words.coverage_lines(result.steps)]
+        head += [view.Note(text) for text in words.attention_again(steady.parts if steady else ())]
     else:
         head.append(view.Note(_nothing(result.script)))
     sections = [view.Section(parts=head, place=1)]
     shapes = result.by_shape()
     if shapes:
-        table = view.Table(columns=_SHAPES, rows=shapes)
+        table = view.Table(columns=_SHAPES, rows=_FOLDED_SHAPES.of(shapes))
         sections.append(view.Section(title="By the shape of the input", parts=[table], place=2))
-    steady = result.steady
     if steady is not None:
         sections += _of_steady(steady)
     notes: list[view.Part] = [
@@ -97,8 +131,8 @@ def _nothing(script: Script) -> str:
     if not script.outside:
         return "nothing ran on the device"
     return (
-        f"{plural(script.outside, 'op')} ran on the device, none of them in a module that the main "
-        "thread calls or in a step of an optimizer: say where a turn begins, with --boundary "
+        f"{plural(script.outside, 'op')} ran on the device, none of them in a call of a module or "
+        "in a step of an optimizer: say where a turn begins, with --boundary "
         "mark=NAME, a name that the script gives to torch.profiler.record_function or to NVTX"
     )
 
@@ -110,18 +144,18 @@ def _number(row: TurnCost) -> str:
     return f"{stretch.turns} from {stretch.first}"
 
 
-def _interval(row: TurnCost) -> str:
-    if row.t_interval is None:
+def _interval(*rows: TurnCost) -> str:
+    ends = [row.t_interval for row in rows if row.t_interval is not None]
+    if len(ends) < len(rows):
         return "-"
-    low, high = row.t_interval
-    return f"{format_time(low)} - {format_time(high)}"
+    return f"{format_time(min(ends)[0])} - {format_time(max(high for _, high in ends))}"
 
 
 def _summary(result: ScriptCost) -> str:
     script = result.script
     how = _ENDS.get(script.ended, script.ended)
     code = f" with code {script.code}" if script.code else ""
-    compiled = "; it calls torch.compile" if script.compiled else ""
+    compiled = "" if result.compiled is None else f"; {result.compiled}"
     return f"{how}{code}, {format_time(script.seconds)} here{compiled}"
 
 
@@ -132,7 +166,14 @@ def _sums(result: ScriptCost) -> Iterator[str]:
         f"all turns: {device} on the device; {loading} in data loaders, measured on this machine's "
         "CPU"
     )
-    alike = sum(row.turns - row.stretch.run for row in result.rows)
+    stretches = [row.stretch for row in result.rows]
+    by_form = sum(stretch.by_form for stretch in stretches)
+    alike = sum(stretch.turns - stretch.run for stretch in stretches) - by_form
+    if by_form:
+        yield (
+            f"{plural(by_form, 'turn')} of these differ from recorded ones in one length: they "
+            "were counted by formulas of it, and not run"
+        )
     if alike:
         yield (
             f"{plural(alike, 'turn')} of these called the same modules with the same sizes as two "

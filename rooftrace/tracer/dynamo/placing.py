@@ -57,10 +57,10 @@ class PlacedStep:
         cuts = [self._cuts(joined) for joined in stretches]
         if folded and all(self._is_even(each) for each in cuts):
             return [
-                _with_marks(self.graph, {self.order[i]: eager for i, eager in each.items()})
+                marks.with_breaks(self.graph, {self.order[i]: eager for i, eager in each.items()})
                 for each in cuts
             ]
-        return [_with_marks(self.flat, each) for each in cuts]
+        return [marks.with_breaks(self.flat, each) for each in cuts]
 
     def _cuts(self, joined: Joined) -> dict[int, bool]:
         """By op of the step written out that begins a stretch: whether that one is eager."""
@@ -241,30 +241,3 @@ def _written_out(graph: OpGraph) -> Iterable[int]:
                 yield from walk(inside, depth + 1)
 
     return walk(range(len(graph.ops)), 0)
-
-
-def _with_marks(graph: OpGraph, cuts: dict[int, bool]) -> OpGraph:
-    """The graph with a mark in front of these ops.  cuts: whether what follows is eager."""
-    if not cuts:
-        return graph
-    ops: list[Op] = []
-    for op in graph.ops:
-        if op.id in cuts:
-            ops.append(
-                Op(
-                    id=0,
-                    target=f"{marks.GRAPH_BREAK}.default",
-                    arguments={},
-                    inputs=(),
-                    outputs=(),
-                    module=op.module,
-                    call=op.call,
-                    part=op.part,
-                    kind="view",
-                    source=op.source,
-                    facts={"eager": True} if cuts[op.id] else {},
-                    repeats=op.repeats,
-                )
-            )
-        ops.append(op)
-    return graph.with_ops(ops)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _device
 
 from rooftrace.tracer.emulation import legacy
@@ -38,20 +39,43 @@ def context_methods() -> dict[str, Any]:
     return {"__torch_function__": __torch_function__}
 
 
-def functions(types: dict[str, Any]) -> dict[str, Any]:
-    """Functions of torch that set a default type.  types: those of the device, by name."""
-    original = original_of(_torch, "set_default_tensor_type")
+class DefaultType:
+    """The type of tensors that a script sets for all that name none.
 
-    def set_default_tensor_type(kind: Any) -> None:
-        chosen = types.get(kind.removeprefix("torch.cuda."), kind) if type(kind) is str else kind
-        if isinstance(chosen, legacy.Typed):
-            torch.set_default_dtype(chosen.dtype)
-            torch.set_default_device("cuda")
-        else:
-            original(kind)
-            torch.set_default_device(None)
+    types: those of the device, by name.
+    """
 
-    return {"set_default_tensor_type": set_default_tensor_type}
+    def __init__(self, types: dict[str, Any]) -> None:
+        self._types = types
+        self._chosen: Any = None  # one of the device; None where it is the host's
+
+    def functions(self) -> dict[str, Any]:
+        """Functions of torch that set it."""
+        original = original_of(_torch, "set_default_tensor_type")
+
+        def set_default_tensor_type(kind: Any) -> None:
+            name = kind.removeprefix("torch.cuda.") if type(kind) is str else ""
+            chosen = self._types.get(name, kind)
+            self._chosen = chosen if isinstance(chosen, legacy.Typed) else None
+            if self._chosen is not None:
+                torch.set_default_dtype(chosen.dtype)
+                torch.set_default_device("cuda")
+            else:
+                original(kind)
+                torch.set_default_device(None)
+
+        return {"set_default_tensor_type": set_default_tensor_type}
+
+    def methods(self) -> dict[str, Any]:
+        """What `torch.Tensor(2, 3)` makes: no default device, but this type decides."""
+        original: Any = Tensor.__new__
+
+        def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls is Tensor and self._chosen is not None and not kwargs:
+                return self._chosen(*args)
+            return original(cls, *args, **kwargs)
+
+        return {"__new__": staticmethod(__new__)}
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ def names(here: Emulation) -> dict[str, Any]:
         "_cuda_tunableop_tuning_is_enabled": lambda: False,
         "_cuda_record_untuned_is_enabled": lambda: False,
         "_cuda_getCompiledVersion": lambda: 12080,
+        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # a type to name
     }
 
 

@@ -5,10 +5,12 @@ What is on the host is written and read as it is.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import serialization
+from torch import Tensor, _weights_only_unpickler as unpickler, serialization
 
 from rooftrace.tracer.emulation.state import Emulation
 from rooftrace.tracer.patches import contexts, original_of
@@ -33,10 +35,14 @@ def functions(here: Emulation) -> dict[str, Any]:
             return save(*args, **kwargs)
 
     def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        before, _PLACES.asked = _PLACES.asked, map_location
         if isinstance(map_location, (str, torch.device)) and _is_device(str(map_location)):
             map_location = _META
-        with contexts.plainly():
-            return load(file, map_location, *args, **kwargs)
+        try:
+            with contexts.plainly():
+                return load(file, map_location, *args, **kwargs)
+        finally:
+            _PLACES.asked = before
 
     return {"save": saved, "load": loaded}
 
@@ -52,8 +58,54 @@ def placing() -> dict[str, Any]:
     return {"default_restore_location": default_restore_location}
 
 
-def states() -> dict[str, Any]:
-    """Functions of torch._utils that say what of a tensor's attributes belongs into a file."""
+class _Places(threading.local):
+    asked: Any = None  # the map_location of the `torch.load` that this thread is in
+
+
+_PLACES = _Places()
+
+
+def _is_for_host(asked: Any, saved: str) -> bool:
+    """Whether a `map_location` takes to the host what was on the device that is called `saved`."""
+    if isinstance(asked, Mapping):
+        asked = asked.get(saved)
+    elif callable(asked):
+        place = asked(torch.UntypedStorage(0), saved)
+        asked = None if place is None else place.device
+    return asked is not None and torch.device(asked).type == "cpu"
+
+
+def rebuilding(here: Emulation) -> Any:
+    """How a tensor of the device is made of its shape, by pickles and by `torch.load`."""
+    rebuild = original_of(torch._utils, _REBUILD)
+
+    def rebuilt(*look: Any) -> Tensor:
+        with contexts.plainly():
+            made: Tensor = rebuild(*look)
+        if not _is_for_host(_PLACES.asked, f"cuda:{here.current}"):
+            return made
+        here.assume(
+            "torch.load",
+            "tensors of the device that torch.load takes to the host hold 1 everywhere",
+        )
+        one = torch.ones((), dtype=made.dtype, device="cpu")
+        return one.expand(made.shape).requires_grad_(made.requires_grad)
+
+    return rebuilt
+
+
+_REBUILD = "_rebuild_meta_tensor_no_storage"
+
+
+def allowed(rebuilt: Any) -> dict[str, Any]:
+    """Functions of torch that say what a file of weights alone may call."""
+    home: Any = unpickler
+    globals_of = original_of(home, "_get_allowed_globals")
+    return {"_get_allowed_globals": lambda: {**globals_of(), f"torch._utils.{_REBUILD}": rebuilt}}
+
+
+def states(rebuilt: Any) -> dict[str, Any]:
+    """Functions of torch._utils that say what of a tensor belongs into a file, and make it."""
     home: Any = torch._utils
     state_of = original_of(home, "_get_obj_state")
 
@@ -61,7 +113,7 @@ def states() -> dict[str, Any]:
         state = state_of(item)
         return _without_notes(state) if isinstance(state, dict) else state
 
-    return {"_get_obj_state": _get_obj_state}
+    return {"_get_obj_state": _get_obj_state, _REBUILD: rebuilt}
 
 
 def _without_notes(state: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +135,17 @@ def tensor_methods() -> dict[str, Any]:
 def storage_methods() -> dict[str, Any]:
     """Methods of storages that move them to the device."""
 
+    kind: Any = torch.UntypedStorage
+    make = kind.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        device = _META if _is_device(str(device)) else device
+        return make(cls, *args, **kwargs, **({} if device is None else {"device": device}))
+
     def cuda(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        kind: Any = torch.UntypedStorage
         return kind(storage.nbytes(), device=_META)
 
-    return {"cuda": cuda}
+    return {"cuda": cuda, "__new__": staticmethod(new)}
 
 
 def _is_device(location: str) -> bool:

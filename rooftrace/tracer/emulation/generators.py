@@ -25,6 +25,13 @@ class OnDevice(_Original):  # type: ignore[misc]
         """The device that it would draw on."""
         return torch.device("cuda", self.index)
 
+    def clone_state(self) -> Any:
+        """Another generator in the same state."""
+        return _in_state(self.index, self.get_state())
+
+    def __reduce__(self) -> Any:
+        return _in_state, (self.index, self.get_state())
+
 
 class _Kind(type):
     """`isinstance(generator, torch.Generator)` holds for those made before, too."""
@@ -42,6 +49,12 @@ def made(index: int, seed: int | None = None) -> Any:
     generator.index = index
     if seed is not None:
         generator.manual_seed(seed)
+    return generator
+
+
+def _in_state(index: int, state: torch.Tensor) -> Any:
+    generator = made(index)
+    generator.set_state(state)
     return generator
 
 

@@ -34,9 +34,11 @@ class Typed(type):
         return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype == cls.dtype
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        args = args or (0,)
         data = args[0] if len(args) == 1 else None
         if data is None or isinstance(data, (int, torch.Size)):
-            return torch.empty(*args, dtype=cls.dtype, device=_DEVICE)
+            sizes = (args or (0,)) if data is None else data
+            return torch.empty(sizes, dtype=cls.dtype, device=_DEVICE)
         if isinstance(data, Tensor):
             return data.to(_DEVICE, cls.dtype)
         return torch.tensor(data, dtype=cls.dtype, device=_DEVICE)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rooftrace.tracer.emulation.state import Emulation
-from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.patches import contexts, original_of
 
 
 class Pinned:
@@ -59,7 +59,21 @@ class Pinned:
         def record_stream(tensor: Tensor, stream: Any) -> None:
             """Nothing frees memory early here: each tensor lives as long as its last user."""
 
-        return {"pin_memory": pin_memory, "is_pinned": is_pinned, "record_stream": record_stream}
+        def share_memory_(tensor: Tensor) -> Tensor:
+            """Other processes may share memory of the device as it is."""
+            return tensor if _on_device(tensor) else share(tensor)
+
+        def is_shared(tensor: Tensor) -> bool:
+            return _on_device(tensor) or shared(tensor)
+
+        share, shared = original_of(Tensor, "share_memory_"), original_of(Tensor, "is_shared")
+        return {
+            "share_memory_": share_memory_,
+            "is_shared": is_shared,
+            "pin_memory": pin_memory,
+            "is_pinned": is_pinned,
+            "record_stream": record_stream,
+        }
 
 
 class Calls(TorchFunctionMode):
@@ -76,8 +90,9 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _PLACING:
-            if args and type(args[0]) is int:
-                args = (torch.device("cuda", args[0]), *args[1:])
+            args = (*map(_numbered, args[:1]), *args[1:])
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": _numbered(kwargs["device"])}
         elif "pin_memory" in kwargs:
             kwargs = {**kwargs}
             asked = kwargs.pop("pin_memory")
@@ -90,6 +105,11 @@ class Calls(TorchFunctionMode):
 
 _PLACING = frozenset({torch.device, torch._C._nn._parse_to})
 """Calls whose first argument may be the number of a device."""
+
+
+def _numbered(item: Any) -> Any:
+    """A device for its number."""
+    return torch.device("cuda", item) if type(item) is int else item
 
 
 def _on_device(tensor: Tensor) -> bool:

@@ -129,7 +129,8 @@ def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
 
 
 def _dense(value: TorchTensor) -> TorchTensor:
-    return value.to_dense() if trees.is_sparse(value) else value.contiguous()
+    dense = value.to_dense() if trees.is_sparse(value) else value
+    return dense.clone(memory_format=torch.contiguous_format)  # one element may have the stride 0
 
 
 class _Builder:
@@ -380,6 +381,8 @@ class _Builder:
             return f"dtype:{dtype_name(item)}"
         if isinstance(item, torch.Generator):  # its text has its address in memory
             return f"Generator:{item.initial_seed()}"
+        if isinstance(item, torch.UntypedStorage):  # its text has its bytes
+            return f"UntypedStorage:{item.nbytes()}"
         return f"{type(item).__name__}:{item}"
 
 

@@ -34,7 +34,7 @@ _SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 """What every change of the grad mode calls."""
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 """What `item()` calls: the op that stands for the host's wait for a value."""
-_PARSE_TO: Any = torch._C._nn._parse_to
+PARSE_TO: Any = torch._C._nn._parse_to
 """Says what `Module.to` was asked for: the device that the module's tensors are told next."""
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Functions that never name an op: attribute access, and backward, whose ops have other names."""
@@ -73,7 +73,7 @@ class Functions(TorchFunctionMode):
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 wait(tape, args[0])
         elif func == _SET_DATA:
-            data = tape.brought(args[1]) if args[0].is_meta else args[1]
+            data = self._filling(args[0], args[1])
             _set_data(args[0], data)
             tape.stands_for(args[0], data)
             return None
@@ -101,7 +101,7 @@ class Functions(TorchFunctionMode):
         elif func in _BACKWARD:
             with self._in_backward(), _gradients_wanted(tape):
                 return func(*args, **kwargs)
-        if "device" in kwargs and func is not _PARSE_TO:
+        if "device" in kwargs and func is not PARSE_TO:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
         outer = tape.function
         if not outer:
@@ -129,7 +129,11 @@ class Functions(TorchFunctionMode):
         finally:
             here.functions = outer
             tape.part = before
-            tape.after_backward = True
+            tape.differentiated()
+
+    def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
+        """What `tensor.data = data` puts there: a weight on meta stays there."""
+        return self.tape.brought(data) if tensor.is_meta else data
 
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists: torch would make the tensors unseen."""
@@ -207,11 +211,11 @@ def wait(tape: Tape, tensor: Tensor, taint: frozenset[int] = records.NO_TAINT) -
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """`tensor.data = data`, also where a weight that the host brought goes back to meta."""
-    if tensor.device.type == "cpu" and data.is_meta:
+    """`tensor.data = data`, also where a weight goes from the host to meta, or back."""
+    if tensor.device != data.device:
         kind: Any = type(tensor)
         if isinstance(tensor, owners.LAZY):
-            gone = kind(tensor.requires_grad, META, tensor.dtype)
+            gone = kind(tensor.requires_grad, data.device, tensor.dtype)
             torch.utils.swap_tensors(tensor, gone)  # type: ignore[no-untyped-call]
             return
         gone = data.detach().requires_grad_(tensor.requires_grad)
@@ -231,6 +235,10 @@ def _become(tensor: Tensor, other: Tensor) -> None:
     does: a backward through that raises.
     """
     own = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
+    gradient = tensor.grad
+    if gradient is not None:
+        _set_data(gradient, gradient.to(other.device))
+        other.grad = gradient
     for name in _HOOKS:
         hooks = getattr(tensor, name, None)
         if hooks:

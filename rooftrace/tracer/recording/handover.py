@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from rooftrace.tracer.patches import contexts, current_scope
 from rooftrace.tracer.recording.autocast import set_aside
 from rooftrace.tracer.recording.functions import Functions
-from rooftrace.tracer.recording.threads import Follower, taken_over, waits
+from rooftrace.tracer.recording.threads import Follower, taken_over
 from rooftrace.tracer.tape import Tape
 
 
@@ -41,26 +40,24 @@ def give_way(old: Handed, new: Handed | None) -> None:
         old.threads.heir = new
 
 
-def lead_here(new: Handed, ended: Callable[[], None], waiting: int) -> bool:
+def lead_here(new: Handed, first: Callable[[], None], ended: Callable[[], Handed]) -> bool:
     """A recorder begins in this thread in place of what follows another one here.
 
-    ended: is called at the end of what the thread does, before the recorder is off.  waiting: the
-    thread that led.  False where it does not wait for others, or no recorder follows this thread.
+    first: is called before it does.  ended: is called at the end of what the thread does; it
+    returns the recorder that is on then.  False where no recorder follows this thread.
     """
-    if not waits(sys._current_frames().get(waiting)):
-        return False
     scope = current_scope()
     around = None if scope is None else scope.around
 
     def begin() -> Callable[[], None]:
+        first()
         if around is not None:
             around.enter()
         new.__enter__()
         return end
 
     def end() -> None:
-        ended()
-        give_way(new, None)
+        give_way(ended(), None)
         if around is not None:
             around.leave()
 

@@ -22,6 +22,7 @@ from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite, handover
 from rooftrace.tracer.recording.autocast import followed
+from rooftrace.tracer.recording.compiling import uncompiled
 from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.fallbacks import fallbacks_noted
 from rooftrace.tracer.recording.flex import flex_whole
@@ -34,7 +35,6 @@ from rooftrace.tracer.recording.standins import (
     device_calls_quiet,
     jagged_attention_fused,
     plain_imports,
-    uncompiled,
     warnings_quiet,
 )
 from rooftrace.tracer.recording.static_caches import static_caches_counted
@@ -210,7 +210,8 @@ class Recorder(TorchDispatchMode, Tape):
     def after_call(self, module: nn.Module) -> None:
         """A call of a module ends, in a thread that is recorded."""
         here = self.here
-        if self.paths.is_transparent(module) or module not in here.modules:
+        known = any(module is other for other in here.modules)
+        if self.paths.is_transparent(module) or not known:
             return
         if sys.exc_info()[0] is not None and self.failed_in is None:
             self.failed_in = (here.path, type(module).__name__)
@@ -226,9 +227,14 @@ class Recorder(TorchDispatchMode, Tape):
         """Another recorder takes the place of this one, or none does, in the running thread."""
         handover.give_way(self, other)
 
-    def lead_here(self, ended: Callable[[], None], waiting: int) -> bool:
+    def lead_here(self, first: Callable[[], None], ended: Callable[[], Recorder]) -> bool:
         """Enter this recorder where another one follows the thread; see `handover.lead_here`."""
-        return handover.lead_here(self, ended, waiting)
+        return handover.lead_here(self, first, ended)
+
+    def stop(self) -> None:
+        """From here on nothing is recorded, though the recorder is on."""
+        with self.lock:
+            self._records = False
 
     def _settle(self) -> None:
         """Wait for threads of the code that it did not join."""

@@ -204,21 +204,28 @@ def _same(tape: Tape, call: Call, on: On) -> Any:
 
 @kernel("clone", "_to_copy")
 def _copied(tape: Tape, call: Call, on: On) -> Any:
-    """Both pieces are copied, unless a parameter keeps its gradient, whose pieces it takes over.
+    """The pieces are copied, unless a parameter keeps its gradient, whose pieces it takes over.
 
     (AccumulateGrad copies a sparse gradient only if somebody else holds its pieces, which on a
     device nobody does; while a mode looks on, it always asks for a copy.)
     """
     (x,) = call.args
     pieces = _pieces(tape, x)
-    if pieces is None or x.layout is not torch.sparse_coo:
+    if pieces is None:
         return NotImplemented
-    indices, values = pieces
     node: Any = torch._C._current_autograd_node()
     if call.name != "aten.clone" or node is None or node.name() != _ACCUMULATES:
+        place = {name: item for name, item in call.kwargs.items() if name == "device"}
+        asked = {name: item for name, item in call.kwargs.items() if name == "dtype"} | place
         with on():
-            indices, values = indices.clone(), call.func(values, **call.kwargs)
-    return _made(tape, indices, values, x.shape, x.is_coalesced())
+            moved = [call.func(piece, **place) for piece in pieces[:-1]]
+            pieces = [*moved, call.func(pieces[-1], **asked)]
+    if x.layout is torch.sparse_coo:
+        return _made(tape, *pieces, x.shape, x.is_coalesced())
+    dtype, device = pieces[-1].dtype, pieces[-1].device
+    made: Tensor = _JOIN_COMPRESSED(*pieces, x.shape, dtype=dtype, layout=x.layout, device=device)
+    _stands_for(tape, made, pieces)
+    return made
 
 
 @kernel("t", "transpose")

@@ -18,7 +18,7 @@ from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.emulation import handles
-from rooftrace.tracer.patches import contexts, current_scope, original_of, replaced, shared
+from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
 from rooftrace.tracer.source import spec_after
 from rooftrace.tracer.tensors import trees
 
@@ -199,30 +199,3 @@ _WARNINGS = shared.Shared(_ignored)
 def warnings_quiet() -> contextlib.AbstractContextManager[None]:
     """Inside, warnings that would name a line of ours are not shown; other threads' are."""
     return _WARNINGS.used()
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, what torch.compile has wrapped runs as it is written: here, not in other threads."""
-    import torch._dynamo.eval_frame as frames
-
-    name = "_callback_from_stance"
-    if not hasattr(frames, name):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-        return
-    stand_ins: dict[str, Any] = {name: lambda callback: None}
-    counter = original_of(frames, _COUNTER)
-    if callable(counter):
-
-        def count(frames: int) -> int:
-            """What it was: 0 where a count begins, so that nobody counts; then as if some were."""
-            return 0 if frames == 0 else max(counter(frames), 1)
-
-        stand_ins[_COUNTER] = count
-    with replaced(frames, stand_ins):
-        yield
-
-
-_COUNTER = "set_fullgraph_compiled_frame_count"
-"""Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import queue
-import selectors
 import sys
 import threading
 import time
@@ -34,8 +32,6 @@ _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""
 _STILL = 0.1
 """Seconds in which a thread that was told to go on wakes up, also on a busy machine."""
-_WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
-"""Files of the standard library in which a thread stands that waits for others."""
 _WATCHERS = frozenset({"tqdm._monitor"})
 """Modules whose threads look after progress bars, and compute nothing."""
 
@@ -74,7 +70,7 @@ _TASK = _Task()
 
 
 def taken_over(begin: Callable[[], Callable[[], None]]) -> bool:
-    """Whether a recording follows this thread: then it leaves, and something else begins.
+    """A recording that follows this thread leaves, and something else begins; False without any.
 
     begin: begins that; what it returns ends it, at the end of the task that the thread runs.
     """
@@ -92,6 +88,8 @@ class Threads:
     dispatch: records an op, as `__torch_dispatch__` of the recorder does.  scope: the recording's.
     functions: makes the function mode of a thread.
     """
+
+    told_of_forks = False  # True: somebody hears when a process that the code forks computes
 
     def __init__(
         self,
@@ -134,7 +132,7 @@ class Threads:
         since = time.monotonic()
         while self._threads.running and time.monotonic() < end:
             now = self._places()
-            if now != before or not all(waits(frame) for frame, _ in now.values()):
+            if now != before or not all(map(self._threads.awaits_others, now)):
                 since = time.monotonic()
             elif time.monotonic() - since > _STILL:
                 break
@@ -179,7 +177,7 @@ class Threads:
             here.submitting = before
 
     def _elsewhere(self, original: Callable[..., Any], worker: Any, *args: Any, **kw: Any) -> Any:
-        if self._threads.here():
+        if self._threads.here() and not self.told_of_forks:
             self._say("the step hands work to another process")
         return original(worker, *args, **kw)
 
@@ -235,8 +233,3 @@ class Threads:
                 self._threads.idents.discard(ident)
 
         return leave
-
-
-def waits(frame: Any) -> bool:
-    """Whether a thread whose innermost frame this is waits for others."""
-    return frame is not None and frame.f_code.co_filename in _WAITING

@@ -152,6 +152,7 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
     if block.origin is not None:  # a sum of gradients names the op that was recorded last
         module = path + block.origin.module[len(block.path) :]
         tape.origins.note(replace(block.origin, module=module))
+    tape.origins.compiled_repeated()
     paths = tape.paths
     paths.called_from(path, 2)
     for inner, count in block.calls.items():

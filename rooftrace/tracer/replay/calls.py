@@ -112,7 +112,8 @@ class CallReplay:
         layers: Layers | None = None
         with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
             call = Arguments(tape, module, args, kwargs)
-            key = (id(group[0]), call.look, tape.recording, *_modes())
+            compiled = tape.origins.compiled_here()
+            key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
             usual = call.look is not None and not (trained and has_hooks_on(call.all))
             recordings = self._known.setdefault(key, []) if usual else []
             known = next((k for k in recordings if self._may_stand_for(k, module)), None)

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases import steps
+from rooftrace.tracer.scripts.clocks import Prices
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import Turns
+from rooftrace.tracer.scripts.records import Derived, Turns
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded, records
 
 
@@ -25,6 +26,7 @@ class Book:
         self.stretches: list[Turns] = []
         self._kept: list[int] = []  # bytes from before each graph that it does not read
         self._places: dict[int, int] = {}  # of graphs, by the print of what was recorded
+        self.derived: list[Derived] = []
 
     def graph(self, recorder: ScriptRecorder, root: Any, learnt: Any) -> int:
         """The place of the graph of what a recorder has recorded; the recorder is emptied."""
@@ -35,11 +37,25 @@ class Book:
         if place == len(self.graphs):
             self.graphs.append(_lowered(recorder, root, learnt))
             self._kept.append(kept)
-        elif kept > self._kept[place]:  # the first step has less from before than those after it
+        # The first step has less from before than those after it.
+        elif kept > self._kept[place] and not self._is_sample(place):
             self.graphs[place] = _lowered(recorder, root, learnt)
             self._kept[place] = kept
         self.discard(recorder)
         return place
+
+    def derive(self, graph: OpGraph) -> int:
+        """The place of a graph that follows from others."""
+        self.graphs.append(graph)
+        self._kept.append(0)
+        return len(self.graphs) - 1
+
+    def _is_sample(self, place: int) -> bool:
+        return any(place in each.samples.values() for each in self.derived)
+
+    def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
+        """Expected seconds of what a recorder has recorded so far; it goes on."""
+        return prices.part(_print_of(recorder.graph), lambda: _lowered(recorder, root, learnt))
 
     def discard(self, recorder: ScriptRecorder) -> None:
         """Empty a recorder that is no more on."""
@@ -104,7 +120,8 @@ def _print_of(graph: fx.Graph) -> int:
         look: Any = None
         if isinstance(noted, Recorded):
             origin = noted.origin
-            place = origin.module, origin.part, origin.function
+            compiled = noted.facts.get(marks.COMPILED), marks.ENTERS in noted.facts
+            place = origin.module, origin.part, origin.function, compiled
             specs = [
                 (*_look(s), storages.setdefault(s.storage, len(storages))) for s in noted.specs
             ]

@@ -91,23 +91,26 @@ class BoundaryFinder(Finder):
         if self._boundary.at != "batch":
             super().loaded(seconds)
             return
-        waiting = self._turn is None
+        self.clock.loaded(seconds)
         self._next("a batch")
         if self._turn is not None:
-            self._turn.loaded.add(seconds, awaited=waiting)
+            self._turn.loaded.add(seconds)
 
     def marked(self, name: str) -> None:
         """The script has come to a mark of its own, or of a library."""
-        if not self.leads():
-            return
-        self._marks[name] = self._marks.get(name, 0) + 1
-        if self._boundary == Boundary("mark", name):
-            self._next(name)
+        with self.leading() as leads:
+            if leads:
+                self._marks[name] = self._marks.get(name, 0) + 1
+                if self._boundary == Boundary("mark", name):
+                    self._next(name)
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
-        if not self.leads():
-            return
+        with self.leading() as leads:
+            if leads:
+                self._stepped_here()
+
+    def _stepped_here(self) -> None:
         if self._boundary.at == "auto" and self._turn is None and not self._roots.met:
             self._ask(Boundary("optimizer"))
             self.variety.said["steps without modules"] = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.tensors import owners, tensors_in
 from rooftrace.tracer.values import META, Values
 
 _PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device)
@@ -21,43 +22,94 @@ _PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device)
 class Look:
     """How a call looks: two calls that look alike run the same ops.
 
-    plain: that is so.  False where an argument is an object that may hold anything.
+    plain: that is so.  False where an argument is an object that may hold anything.  kind: how it
+    looks, but for the numbers in the shapes and strides of its tensors, which are `sizes`.
     """
 
-    key: Any
+    kind: Any
     plain: bool
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        """What calls that look alike have in common."""
+        return self.kind, self.sizes
 
 
 def look_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Look:
     """How a call of a module with these arguments looks."""
     opaque: list[Any] = []
-    inside = _look((tuple(args), dict(kwargs)), opaque)
+    sizes: list[int] = []
+    inside = _look((tuple(args), dict(kwargs)), opaque, sizes)
     state = (
         id(module),
         module.training,
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        getattr(module, "require_backward_grad_sync", None),
+        owners.asked(module, "require_backward_grad_sync"),
     )
-    return Look((state, inside), not opaque)
+    return Look((state, inside), not opaque, tuple(sizes))
 
 
-def _look(item: Any, opaque: list[Any]) -> Any:
+def _look(item: Any, opaque: list[Any], sizes: list[int]) -> Any:
     if isinstance(item, Tensor):
-        strided = item.layout is torch.strided
-        place = tuple(item.shape), item.stride() if strided else str(item.layout)
-        return place, item.dtype, item.device.type, item.requires_grad
+        sizes += _sizes(item)
+        return item.dim(), str(item.layout), item.dtype, item.device.type, item.requires_grad
     if isinstance(item, float):
         return float
     if isinstance(item, _PLAIN):
         return item
     if isinstance(item, Mapping):
-        return tuple((str(key), _look(value, opaque)) for key, value in item.items())
+        return tuple((str(key), _look(value, opaque, sizes)) for key, value in item.items())
     if isinstance(item, (list, tuple)):
-        return type(item), tuple(_look(part, opaque) for part in item)
+        return type(item), tuple(_look(part, opaque, sizes) for part in item)
     opaque.append(item)
-    return type(item), tuple(_look(tensor, opaque) for tensor in tensors_in(item))
+    return type(item), tuple(_look(tensor, opaque, sizes) for tensor in tensors_in(item))
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return (*map(int, tensor.shape), *map(int, strides))
+
+
+def resized(arguments: Any, sizes: Sequence[int]) -> Any:
+    """Arguments of a call, plain ones, with new tensors of these sizes; None where one is not."""
+    leaves, spec = tree_flatten(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    strided = all(t.layout is torch.strided and type(t) is Tensor for t in tensors)
+    if not strided or len(tensors) != len(tensors_in(arguments)):
+        return None
+    left = list(sizes)
+
+    def new(tensor: Tensor) -> Tensor:
+        shape, stride = left[: tensor.dim()], left[tensor.dim() : 2 * tensor.dim()]
+        del left[: 2 * tensor.dim()]
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()
+
+    with _disable_current_modes():
+        made = [new(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(made, spec)
+
+
+def state_of(module: nn.Module) -> Any:
+    """What a module and those in it hold beside their weights: equal as long as nothing changes."""
+    return tuple(
+        (id(inner), name, _held(item))
+        for inner in module.modules()
+        for name, item in (*inner.__dict__.items(), *inner._buffers.items())
+        if name not in _OF_MODULES
+    )
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
+def _held(item: Any) -> Any:
+    if isinstance(item, (*_PLAIN, float)):
+        return item
+    tensors = ((id(t), _sizes(t), t.is_inference() or t._version) for t in tensors_in(item))
+    return id(item), len(item) if isinstance(item, Sized) else 0, tuple(tensors)
 
 
 def first_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -75,10 +127,10 @@ def says(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 
 def _inside(module: nn.Module) -> nn.Module:
     """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
-    inner = getattr(module, "_orig_mod", None)
+    inner = owners.asked(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
-        held = (module._modules.get(name) for name in ("module", "_fsdp_wrapped_module"))
-        inner = next((part for part in held if part is not None), None)
+        held = dict(module._modules.items())  # TorchScript's are no dictionary
+        inner = held.get("module", held.get("_fsdp_wrapped_module"))
     return module if inner is None else _inside(inner)
 
 
@@ -105,6 +157,19 @@ class Result:
         self._leaves: list[Any] = []
         if self.known:
             self._leaves = [_leaf(x, values) if isinstance(x, Tensor) else x for x in leaves]
+
+    @property
+    def leaves(self) -> tuple[Any, ...] | None:
+        """What it is made of; None where it depends on weights, or a value in it is known."""
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
+        bare = self.known and not any(leaf.grad or leaf.known is not None for leaf in tensors)
+        return tuple(self._leaves) if bare else None
+
+    def of(self, leaves: Sequence[Any]) -> Result:
+        """Another of the same structure, made of these."""
+        other = copy.copy(self)
+        other._leaves = list(leaves)
+        return other
 
     def again(self, module: nn.Module, values: Values, arguments: Any = ()) -> Any:
         """The output of such a call: new tensors of these sizes.

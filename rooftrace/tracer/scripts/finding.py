@@ -7,21 +7,38 @@ trained, or in a script that trains nothing, is a turn of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 from torch import nn
 
 from rooftrace.tracer.phases import stepping
-from rooftrace.tracer.scripts.calls import Look, Result, first_shape, look_of, says
+from rooftrace.tracer.scripts.calls import (
+    Look,
+    Result,
+    first_shape,
+    look_of,
+    resized,
+    says,
+    state_of,
+)
+from rooftrace.tracer.scripts.clocks import Prices
 from rooftrace.tracer.scripts.keeping import TurnKeeper
+from rooftrace.tracer.scripts.lengths import Ops, Probe
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.scripts.records import TRAINING
+from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tensors import tensors_in
+
+_MOMENT = 0.001
+"""Seconds between two looks at the turn of another thread."""
+_PATIENCE = 1.0
+"""Seconds that a thread waits for the end of another's step."""
 
 
 class Finder(TurnKeeper):
@@ -45,22 +62,51 @@ class Finder(TurnKeeper):
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
-        return self._stage.recorder.answer(module, *args, **kwargs)
+        return self._stage.here.answer(module, *args, **kwargs)
 
-    def leads(self, module: nn.Module | None = None) -> bool:
-        """Whether what the running thread does makes turns.
+    @contextlib.contextmanager
+    def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
+        """Inside, whether what the running thread does makes turns; no other thread's does.
 
-        A thread for which the main one waits leads from the first module on that it trains, or
-        that it calls in a script that trains none.
+        A thread takes the lead with a model that it trains, or with any in a script that trains
+        none, if no other is in the middle of a turn; it waits a while for the end of that.
         """
-        if self._stage.leads:
-            return True
-        if self._turn is not None or self.trained or self.called:
+        until = monotonic() + _PATIENCE
+        while True:
+            with self._stage.turn() as alone:
+                if not (alone and self._halfway_elsewhere(module)) or monotonic() > until:
+                    leads = alone and (self._stage.leads or self._takes_over(module))
+                    if not leads and self._stage.is_aside:
+                        self.variety.said["threads at once"] = (
+                            "a thread called a model while another was halfway in a turn and "
+                            "waited: such calls are not counted"
+                        )
+                    yield leads
+                    return
+            sleep(_MOMENT)
+
+    def _halfway_elsewhere(self, module: nn.Module | None) -> bool:
+        """Whether a thread that goes on computing is halfway in a step, so that this one waits."""
+        turn = self._turn
+        if self._stage.leads or turn is None or turn.kind != TRAINING or self._stage.waits:
             return False
         with torch._C.DisableTorchFunction():
-            trains = module is None or self._optimizers.trains(module)
-            may = trains or not self._optimizers.known
-        return may and self._stage.lead(self.end)
+            return self._may_make(module) and not self._kinds.whole(turn)
+
+    def _may_make(self, module: nn.Module | None) -> bool:
+        """Whether a call of a module, or a step, may make a turn in a thread that does not lead."""
+        return module is None or not self._optimizers.known or self._optimizers.trains(module)
+
+    def _takes_over(self, module: nn.Module | None) -> bool:
+        turn = self._turn
+
+        def first() -> None:
+            if turn is not None:
+                self._finish(turn)
+
+        with torch._C.DisableTorchFunction():
+            may = self._may_make(module) and (turn is None or self._is_whole(turn))
+        return may and self._stage.lead(first, self.end)
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
@@ -73,10 +119,55 @@ class Finder(TurnKeeper):
             return self.run(module, args, kwargs)
         if known is not None:
             return known[0]
-        output = self.run(module, args, kwargs)
+        turn = self._turn
+        assert turn is not None
+        ops: Ops | None = None
+        if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
+            output, ops = self._logged(module, args, kwargs)
+            self._stage.recorder.log = turn.after
+        else:
+            output = self.run(module, args, kwargs)
         with torch._C.DisableTorchFunction():
-            self._results.append(Result(output, self._stage.recorder.values))
+            result = Result(output, self._stage.recorder.values)
+            self._results.append(result)
+        if ops is not None and result.leaves is not None:
+            turn.ops = ops
+            self.lengths.check(turn.calls[0], ops, self._probe(module, (args, kwargs)))
         return output
+
+    def _logged(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Ops | None]:
+        """What a call gives, and its ops; None where it changes what the module holds."""
+        recorder = self._stage.recorder
+        with torch._C.DisableTorchFunction():
+            before = state_of(module)
+        log: list[Any] = []
+        recorder.log = log
+        try:
+            output = self.run(module, args, kwargs)
+        finally:
+            recorder.log = None
+        with torch._C.DisableTorchFunction():
+            return output, log if state_of(module) == before else None
+
+    def _probe(self, module: nn.Module, arguments: Any) -> Probe:
+        """Calls of a module on other sizes, of which nothing is recorded."""
+
+        def probe(sizes: Sequence[int]) -> Ops | None:
+            with torch._C.DisableTorchFunction():
+                new = resized(arguments, sizes)
+            if new is None:
+                return None
+            recorder = self._stage.recorder
+            before = recorder.log
+            try:
+                with recorder.paused():
+                    return self._logged(module, *new)[1]
+            finally:
+                recorder.log = before
+
+        return probe
 
     def _known(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -87,8 +178,7 @@ class Finder(TurnKeeper):
         turn = self._turn_of(look, module, args, kwargs)
         self._kinds.note(turn, module, self._stage.recorder.brought_bytes)
         if not turn.recorded:
-            first = turn.calls[0] if turn.calls else look
-            result = self._steady[self._key(turn, first)].answer(len(turn.calls), look)
+            result = self._answer(turn, look)
             if result is not None:
                 turn.calls.append(look)
                 return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
@@ -96,7 +186,7 @@ class Finder(TurnKeeper):
         if self._accumulates(turn, look):
             if not turn.repeating:
                 self._close_piece(turn)
-                turn.repeating = True
+                turn.repeating = self._stage.recorder.entries.unread = True
             turn.repeat()
             turn.calls.append(look)
             result = self._results[-1]
@@ -106,6 +196,25 @@ class Finder(TurnKeeper):
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None
 
+    def _answer(self, turn: OpenTurn, look: Look) -> Result | None:
+        """What a call of a turn that is not recorded gives; None where it has to run."""
+        if turn.by_form is not None:
+            self._stage.recorder.log = turn.after
+            return None if turn.calls else turn.by_form.result
+        first = turn.calls[0] if turn.calls else look
+        return self._steady[self._key(turn, first)].answer(len(turn.calls), look)
+
+    def differentiated(self) -> None:
+        """A backward has run: where no optimizer says later which tensors are gradients, they are
+        those that weights have now."""
+        turn = self._turn
+        if turn is None or not turn.recorded or not self._stage.leads:
+            return
+        with torch._C.DisableTorchFunction():
+            if not self._optimizers.known:
+                root = self._roots.container
+                stepping.note_gradients(self._stage.recorder, root, turn.learnt)
+
     def before_step(self) -> None:
         """An optimizer is about to step."""
         if self._turn is not None and self._turn.repeating:
@@ -114,9 +223,10 @@ class Finder(TurnKeeper):
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
         turn = self._turn
+        self.clock.loaded(seconds)
         with torch._C.DisableTorchFunction():
             goes_to = self._loaded if turn is None or self._is_whole(turn) else turn.loaded
-        goes_to.add(seconds, awaited=turn is not None)
+        goes_to.add(seconds)
 
     def end(self) -> None:
         """The script has ended."""
@@ -124,18 +234,31 @@ class Finder(TurnKeeper):
             self._note_backward(self._turn)
             self._finish(self._turn)
 
-    def settle(self) -> float:
-        """End the open turn if all of it has run; returns how far it is, by its ops, up to 1."""
+    def elapsed(self, prices: Prices) -> float | None:
+        """Expected seconds of what has run of the open turn; None where none is open.
+
+        One that is not run is where a turn like it was after as many calls, backwards and steps.
+        """
         turn = self._turn
         if turn is None:
-            return 0.0
+            return None
         with torch._C.DisableTorchFunction():
-            if self._is_whole(turn):
-                self._finish(turn)
-                return 0.0
-        steady = self._steady.get(TRAINING)
-        calls = len(steady.calls) if steady is not None else 0
-        return min(len(turn.calls) / calls, 1.0) if calls else 0.0
+            whole = self._is_whole(turn)
+            place = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
+            if turn.recorded:
+                seconds = prices.total(turn.pieces)
+                recorder = self._stage.recorder
+                before = turn.reached.get((place[0] - 1, place[1] - 1, place[2]))
+                if turn.repeating and before is not None:  # a pass is where the last one was
+                    last = turn.pieces[-1].graph
+                    seconds = before + prices.total([TurnPiece(last)])
+                elif not turn.repeating and recorder.has_ops:
+                    seconds += self.book.part(recorder, self._roots.container, turn.learnt, prices)
+                turn.reached[place] = seconds
+                return seconds
+        steady = self._steady[self._key(turn, turn.calls[0] if turn.calls else None)]
+        part = 1.0 if whole else min(len(turn.calls) / max(len(steady.calls), 1), 1.0)
+        return steady.reached.get(place, prices.total(steady.pieces) * part)
 
     @property
     def learnt(self) -> stepping.Learnt | None:

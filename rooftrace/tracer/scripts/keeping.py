@@ -12,10 +12,11 @@ from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, Result
 from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.kinds import Kinds
+from rooftrace.tracer.scripts.lengths import Lengths, Seen
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import TRAINING, TurnPiece, Turns
+from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
@@ -34,6 +35,7 @@ class TurnKeeper:
 
     def __init__(self, stage: RecorderStage, shapes: Shapes, optimizers: Optimizers) -> None:
         self.book = Book()
+        self.lengths = Lengths(self.book)
         self.clock: HostClock = HostClock()
         self._stage, self._optimizers = stage, optimizers
         self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
@@ -43,18 +45,25 @@ class TurnKeeper:
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.variety = Variety()
+        self._stepped = False  # an optimizer has, in a turn that has ended
         self.trained = self.called = 0  # training steps, and calls without gradients, so far
 
     def _begin(self, turn: OpenTurn, look: Look | None) -> OpenTurn:
         """Open a turn.  look: of the call that begins it; None: it begins before any call."""
         self._turn = turn
         turn.recorded = look is None or not self._is_known(turn, look)
+        if turn.recorded and look is not None and self._may_differ_in_length(turn, look):
+            turn.by_form = self.lengths.find(look)
+            turn.recorded = turn.by_form is None
         turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
         self._optimizers.steps.clear()
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
+            if self._unread:  # it holds what turns that were not run were given
+                self.book.discard(self._stage.recorder)
             self.book.discard(self._stage.change(self._name if turn.recorded else None))
+            self._stage.recorder.entries.unread = not turn.recorded
         self._unread = not turn.recorded
         return turn
 
@@ -63,6 +72,10 @@ class TurnKeeper:
         steady = self._steady.get(self._key(turn, look))
         known = steady is not None and steady.alike >= _ALIKE and look.plain
         return known and turn.kind not in self.variety.kinds
+
+    def _may_differ_in_length(self, turn: OpenTurn, look: Look) -> bool:
+        """Whether other lengths may tell what a turn does whose first call looks so."""
+        return turn.kind == INFERENCE and look.plain and turn.kind not in self.variety.kinds
 
     def _key(self, turn: OpenTurn, look: Look | None) -> Any:
         """By what turns are alike: steps are one after another, calls by how the first looks."""
@@ -79,6 +92,11 @@ class TurnKeeper:
         self._kinds.settle(turn)
         key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
+        self._stage.recorder.log = None
+        if not turn.recorded and turn.by_form is not None:
+            self.lengths.followed(turn.by_form, turn.after)
+            self._add(turn, turn.by_form.stretch(self.book), run=0)
+            return
         if not turn.recorded:
             if steady is not None and steady.stretch is not None:
                 self._add(turn, steady.stretch, run=0)
@@ -101,19 +119,34 @@ class TurnKeeper:
             passes=len(calls) if turn.is_accumulated else 1,
         )
         self._add(turn, stretch, run=1)
+        if turn.ops is not None and turn.kind == INFERENCE and len(calls) == len(pieces) == 1:
+            place, result = pieces[0].graph, self._results[0]
+            graph = self.book.graphs[place]
+            seen = Seen(turn.calls[0], turn.ops, turn.after, result, place, graph, stretch)
+            self.lengths.learn(seen)
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain
-        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
+        reached = {**(before.reached if before else {}), **turn.reached}
+        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch, reached)
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
-        self.clock.ended(stretch.pieces, turn.loaded.awaited)
+        self.clock.ended(stretch.pieces)
+        if self._optimizers.have_stepped() and not self._stepped:
+            self._stepped, self.trained = True, 0  # passes before that were no steps
         if turn.kind == TRAINING:
             self.trained += 1
         else:
             self.called += 1
         self.book.add(
             replace(
-                stretch, run=run, turns=1, loading=turn.loaded.seconds, batches=turn.loaded.batches
+                stretch,
+                run=run,
+                turns=1,
+                by_form=int(turn.by_form is not None),
+                loading=turn.loaded.seconds,
+                batches=turn.loaded.batches,
+                label=turn.label,
+                shape=turn.shape,
             )
         )
 
@@ -121,7 +154,7 @@ class TurnKeeper:
 
     def _record_rest(self, turn: OpenTurn) -> None:
         """A turn is not like the turns before: the rest of it is recorded."""
-        turn.recorded = True
+        turn.recorded, turn.by_form = True, None
         if turn.calls:
             self.variety.note(turn.kind, self.trained if turn.kind == TRAINING else self.called)
         self.book.discard(self._stage.change(self._name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,13 +28,17 @@ _WAITS_FOR_OTHERS = 8
 class Optimizers:
     """The optimizers of a run that step on tensors of the device, each by its first weight.
 
-    there: whether a tensor is on the device.
+    there: whether a tensor is on the device.  No turn waits for the step of an optimizer that
+    another thread steps, nor for that of an idle one until it steps again: that was made after
+    others had stepped in a turn, or that has not stepped while another one did many times.
     """
 
     def __init__(self, there: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
         self._there = there
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # theirs
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
     @property
@@ -47,12 +52,18 @@ class Optimizers:
         return {key for key in keys if key is not None}
 
     def have_stepped(self) -> bool:
-        """Whether they have all stepped in the open turn."""
+        """Whether all that the open turn waits for have stepped in it."""
         if not self.steps:
             return False
-        if self.required() <= self.steps.keys():
+        there = [(o, key) for o in list(self._made) if (key := self._key(o)) is not None]
+        threads = {None, *(self._threads.get(o) for o, key in there if key in self.steps)}
+        awake = [key for o, key in there if o not in self._idle and self._threads.get(o) in threads]
+        if self.steps.keys() >= set(awake):
             return True
-        return max(self.steps.values()) >= _WAITS_FOR_OTHERS
+        if max(self.steps.values()) < _WAITS_FOR_OTHERS:
+            return False
+        self._idle.update(o for o, key in there if key not in self.steps)
+        return True
 
     def names(self) -> dict[int, str]:
         """The class of each of those, by the identity of its weight."""
@@ -79,6 +90,8 @@ class Optimizers:
         if key is not None:
             self.steps[key] += 1
             self._last[optimizer] = key
+            self._threads[optimizer] = threading.get_ident()
+            self._idle.discard(optimizer)
 
     @contextlib.contextmanager
     def met(self) -> Iterator[None]:
@@ -88,6 +101,10 @@ class Optimizers:
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
+            if self.steps:
+                self._idle.add(optimizer)
+            if threading.current_thread() is not threading.main_thread():
+                self._threads[optimizer] = threading.get_ident()
 
         with replaced(Optimizer, {"__init__": init}):
             yield

@@ -7,18 +7,22 @@ own kernels go on seeing meta tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.recording import functions
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import tensors_in, trees
+from rooftrace.tracer.values import META
 
 _GET: dict[str, Any] = {
     name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_meta", "is_cpu")
@@ -46,9 +50,19 @@ class Shapes:
     def add(self, tensor: Tensor) -> None:
         """A tensor was asked for on meta."""
         if tensor.layout is torch.strided:
-            storage = trees.unwrapped(tensor).untyped_storage()
+            storage = _storage(tensor)
             key = storage._cdata
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+    def follow(self, arguments: Any, out: Any) -> None:
+        """What was computed from such tensors, and from none of the device, is one of them."""
+        if not self._storages:
+            return
+        own = [tensor in self for tensor in tensors_in(arguments) if trees.on_meta(tensor)]
+        if own and all(own):
+            for tensor in tensors_in(out):
+                if trees.on_meta(tensor):
+                    self.add(tensor)
 
     def has(self, key: int) -> bool:
         """Whether the bytes at this place are those of such a tensor."""
@@ -57,7 +71,13 @@ class Shapes:
     def __contains__(self, tensor: Tensor) -> bool:
         if not self._storages or tensor.layout is not torch.strided:
             return False
-        return trees.unwrapped(tensor).untyped_storage()._cdata in self._storages
+        return _storage(tensor)._cdata in self._storages
+
+
+def _storage(tensor: Tensor) -> Any:
+    """The bytes of a tensor; a weight whose shape is not known yet has none, and says so itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return trees.unwrapped(tensor).untyped_storage()
 
 
 class Presented(functions.Functions):
@@ -77,6 +97,7 @@ class Presented(functions.Functions):
             _GET["is_meta"]: lambda tensor: False,
             _GET["is_cpu"]: lambda tensor: False,
             Tensor.get_device: lambda tensor: shown.index,
+            torch.get_device: lambda tensor: shown.index,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,17 +107,56 @@ class Presented(functions.Functions):
             return answer(tensor) if self._is_there(tensor) else func(*args, **(kwargs or {}))
         if func is Tensor.type and len(args) == 1 and not kwargs and self._is_there(args[0]):
             return _KINDS.get(args[0].dtype) or func(*args)
-        asked = (kwargs or {}).get("device")
-        if asked is None and func is Tensor.to and len(args) > 1:
-            asked = args[1]
+        if isinstance(func, OpOverload):  # of a mode below: the device that it names is the op's
+            return super().__torch_function__(func, types, args, kwargs)
+        asked = self._asked(func, args, kwargs or {})
+        if func in _MOVES and asked is not None:
+            args = (self._leaving(args[0], asked), *args[1:])
         out = super().__torch_function__(func, types, args, kwargs)
-        if asked is not None and _is_meta(asked):
+        if func is functions.PARSE_TO:
+            like = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(like, Tensor) and self._is_there(like):
+                out = (self._shown, *out[1:])
+        elif func in _WORDS and self._is_there(args[0]):
+            out = out.replace("device='meta'", f"device='{self._shown}'")
+        elif asked is None:
+            self._shapes.follow((args, kwargs), out)
+        elif _is_meta(asked):
             for tensor in tensors_in(out):
                 self._shapes.add(tensor)
         return out
 
+    def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
+        return data  # the weight goes where the data is
+
+    def _asked(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The device that a call names for its result; None where it names none."""
+        if func is Tensor.cpu or func is Tensor.cuda:
+            return func.__name__
+        asked = kwargs.get("device")
+        if asked is None and func is Tensor.to:
+            asked = args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(asked, Tensor):
+            return self._shown if self._is_there(asked) else asked.device
+        return None if isinstance(asked, torch.dtype) else asked
+
+    def _leaving(self, tensor: Tensor, asked: Any) -> Tensor:
+        """What a tensor is copied from that goes to meta, where it has no numbers and no bytes of
+        the device, or from there."""
+        if tensor in self._shapes:
+            if not _is_meta(asked):
+                raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        elif _is_meta(asked) and type(tensor) in (Tensor, torch.nn.Parameter):
+            with self.tape.paused():
+                return torch.empty_like(tensor, device=META)
+        return tensor
+
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.device.type == "meta" and tensor not in self._shapes
+
+
+_WORDS = frozenset({Tensor.__repr__, Tensor.__format__})
+_MOVES = frozenset({Tensor.to, Tensor.cuda, Tensor.cpu})
 
 
 def _is_meta(device: Any) -> bool:
@@ -121,6 +181,54 @@ def moved_in_place() -> Iterator[None]:
         return kinds == {"cpu", "meta"} or bool(original(first, second))
 
     with replaced(torch, {name: compatible}):
+        yield
+
+
+@contextlib.contextmanager
+def devices_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
+    """Inside, what torch's C half says of places on meta is shown on the device, as tensors are."""
+    place = torch.UntypedStorage.device.__get__  # type: ignore[attr-defined]
+
+    def device(storage: Any) -> torch.device:
+        there: torch.device = place(storage)
+        on_meta = there.type == "meta" and not shapes.has(storage._cdata)
+        return shown if on_meta and _get_current_function_mode_stack() else there
+
+    name = "_group_tensors_by_device_and_dtype"
+    group = original_of(torch._C, name)
+
+    def grouped(*args: Any) -> Any:
+        """Tensors by device: optimizers move scalars to what this says."""
+        return {
+            (shown if place.type == "meta" and parts[0][0][0] not in shapes else place, kind): parts
+            for (place, kind), parts in group(*args).items()
+        }
+
+    with (
+        replaced(torch.UntypedStorage, {"device": property(device)}),
+        replaced(torch._C, {name: grouped}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def saving_shown() -> Iterator[None]:
+    """Inside, hooks on what forward saves see the device: torch calls them in the middle of an op,
+    where no function mode is on."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    original = original_of(hooks, "__init__")
+
+    def init(own: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        modes = _get_current_function_mode_stack()
+
+        @functools.wraps(pack, updated=())
+        def packed(tensor: Tensor) -> Any:
+            with contexts.functions_on([] if _get_current_function_mode_stack() else modes):
+                return pack(tensor)
+
+        original(own, packed, unpack)
+
+    with replaced(hooks, {"__init__": init}):
         yield
 
 

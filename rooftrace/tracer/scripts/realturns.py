@@ -25,7 +25,7 @@ from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.records import TRAINING, Failure
 from rooftrace.tracer.scripts.roots import runs_where
 from rooftrace.tracer.scripts.turns import OpenTurn
-from rooftrace.tracer.scripts.watching import compiling, watched
+from rooftrace.tracer.scripts.watching import watched
 
 
 class RealTurn(Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class RealTurn(Struct, frozen=True, kw_only=True):
 
 
 class RealScript(Struct, frozen=True):
-    """What ran: its turns in order, how it ended, and whether it called torch.compile.
+    """What ran: its turns in order, how it ended, and whether it called what it had compiled.
 
     code: with which it exited.  failure: the error that ended it.
     """
@@ -90,16 +90,32 @@ def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds
 
     stops: list[Callable[[], None]] = []
     timer = TurnTimer(torch.device(place), enough, lambda: stops[0]())
-    compiled: list[str] = []
+    compiled: list[Any] = []
     with Scope(spans=True).entered(), contextlib.ExitStack() as undo:
         run = undo.enter_context(launched(line, Ranks(), real=True))
         stops.append(run.stop)
         undo.enter_context(timer.on())
-        undo.enter_context(compiling(compiled))
+        undo.enter_context(_told(compiled))
         ended = run()
         timer.end()
     made = RealScript(tuple(timer.turns), ended.code, failure_of(ended), bool(compiled))
     return msgspec.msgpack.encode(made)
+
+
+@contextlib.contextmanager
+def _told(compiled: list[Any]) -> Iterator[None]:
+    """Inside, `compiled` gets the compiler of each callable of torch.compile that is called."""
+    import torch._dynamo.eval_frame as frames
+
+    name = "_callback_from_stance"
+    original = original_of(frames, name)
+
+    def noted(callback: Any) -> Any:
+        compiled[:] = [callback] if callable(callback) else compiled
+        return original(callback)
+
+    with replaced(frames, {name: noted} if callable(original) else {}):
+        yield
 
 
 @dataclass
@@ -129,7 +145,9 @@ class TurnTimer:
         self._open: _Timed | None = None
         self._alike: dict[Any, int] = {}  # numbers of turns, by what they called
         self._loading, self._batches = 0.0, 0
+        self._looking = threading.Lock()
         self._leader: int | None = None  # the thread whose calls make turns
+        self._calling = False  # a call of it is under way
         self._differentiated = False  # a backward has run since the last call
 
     @contextlib.contextmanager
@@ -153,9 +171,19 @@ class TurnTimer:
             undo.enter_context(watched(self))
             yield
 
-    def leads(self, module: nn.Module | None = None) -> bool:
-        """Whether calls of the running thread make turns: of the first that has made one."""
-        return self._leader in (None, threading.get_ident())
+    @contextlib.contextmanager
+    def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
+        """Inside, whether calls of the running thread make turns: no other is halfway in one."""
+        with self._looking:
+            here, timed = threading.get_ident(), self._open
+            if timed is None or (self._kinds.whole(timed.turn) and not self._calling):
+                self._leader = here
+            leads = self._leader == here
+            self._calling |= leads
+        try:
+            yield leads
+        finally:
+            self._calling &= not leads
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""
@@ -187,7 +215,6 @@ class TurnTimer:
             self._note_backward(timed.turn)
             if not self._kinds.goes_on(timed.turn, module, (args, kwargs), self._batches):
                 self._finish(timed)
-        self._leader = threading.get_ident()
         if self._open is None:
             if self._enough(self.turns):
                 self._stop()

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
-from rooftrace.tracer.tensors import subclasses, tensors_in
+from rooftrace.tracer.tensors import owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
+_aten = torch.ops.aten
+_TAKES_VALUES = frozenset(
+    {_aten.fill_, _aten.index_fill_, _aten.index_put_, _aten._index_put_impl_, _aten.masked_fill_}
+)
+"""Ops that write a tensor and take a value from another device."""
+_ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
+"""Ops that read no number of their other tensor."""
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
@@ -26,7 +34,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
     shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
-    of the whole run.
+    of the whole run.  differentiated: is told when a backward of the script has run.
     """
 
     hands_on_calls = True
@@ -39,18 +47,23 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         shown: torch.device,
         shapes: Shapes,
         device_tensors: DeviceTensors,
+        differentiated: Callable[[], None],
     ) -> None:
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
+        self._differentiated = differentiated
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
+        self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self._runner.device = shown
+        self._followers.told_of_forks = True
         self.entries.weakly = True
+        self.origins.tells_compiled = True
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""
-        return Presented(self, device, self._shown, self._shapes)
+        return Presented(self, None, self._shown, self._shapes)  # a thread begins without a default
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, FakeTensor) for kind in types):
@@ -58,16 +71,27 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def differentiated(self) -> None:
+        """A backward of the script has run."""
+        super().differentiated()
+        self._differentiated()
+
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._of_device(func, args, kwargs)
-        self._device_tensors.meet((out,) if isinstance(out, Tensor) else tensors_in(out))
+        tensors = (out,) if isinstance(out, Tensor) else tuple(tensors_in(out))
+        self._device_tensors.meet(tensors)
+        if self.log is not None and any(t.is_meta for t in (*tensors, *tensors_in(args))):
+            self.log.append((str(func), tuple(tuple(map(int, t.shape)) for t in tensors)))
         return out
 
     def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
+            if isinstance(args[0], owners.LAZY):
+                with self.paused():  # it has no bytes yet
+                    return super()._dispatched(func, args, kwargs)
             moved = self._moved(args[0], kwargs)
             if moved is not None:
                 return moved
@@ -75,10 +99,26 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self._count(args[0], args[1])
             if args[0].device.type == "cpu" and args[1].device.type == "meta":
                 return self._filled(args[0], args[1])
+        elif func._opname.endswith("_") and _is_host(args[0]):
+            args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
         if not self.recording and isinstance(out, Tensor) and out.is_meta:
             self.unrecorded += 1
         return out
+
+    def _for_host(self, func: Any, args: Any) -> Any:
+        """The arguments of an op that writes a host tensor: it takes single values of the device,
+        where torch does."""
+        theirs = [tensor for tensor in tensors_in(args[1:]) if tensor.is_meta]
+        if not theirs or func._overloadpacket in _ELSEWHERE:
+            return args
+        if func._overloadpacket not in _TAKES_VALUES or any(tensor.dim() for tensor in theirs):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self._shown} and cpu! (in {func._opname})"
+            )
+        values = {id(tensor): self._value(tensor) for tensor in theirs}
+        return tree_map(lambda item: values.get(id(item), item), args)
 
     def _count(self, to: Tensor, source: Tensor) -> None:
         if source.device.type == to.device.type:
@@ -93,6 +133,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """The copy of a tensor that goes from the host to the device, or back; None for others."""
         here, there = tensor.device.type, torch.device(kwargs["device"]).type
         if {here, there} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
+            return None
+        if trees.is_sparse(tensor):  # its pieces are moved, each on its own
             return None
         dtype = kwargs.get("dtype") or tensor.dtype
         size = tensor.numel() * tensor.element_size()
@@ -174,9 +216,15 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
 
 
+def _is_host(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+
+
 def _like(tensor: Tensor) -> Tensor:
     """A tensor of the same look that is none of the script's."""
     with _disable_current_modes():
+        if tensor.layout is not torch.strided:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphforms import GraphForm
 from rooftrace.tracer.scripts.joining import joined
 
 TRAINING, INFERENCE = "training", "inference"
 OURS = "rooftrace"
-_SUMS = ("turns", "run", "loading", "batches", "brought", "taken")
+_SUMS = ("turns", "run", "by_form", "loading", "batches", "brought", "taken")
 """What equal turns in several places add up to."""
 
 
@@ -31,11 +32,12 @@ class Turns(Struct, frozen=True):
 
     kind: training or inference.  first: the number of the first turn among those of its kind, from
     1.  turns: how many there were.  run: how many of them were recorded; the others were called
-    with the same sizes, in the same order, as the last one recorded.  loading: seconds that the
-    host spent in data loaders; batches: how many batches they gave.  brought, taken: bytes copied
-    from the host to the device, and back.  label: what was called, in words.  shape: of the first
-    tensor of the first call, () without one.  passes: equal forward
-    and backward passes of a turn.
+    with the same sizes, in the same order, as the last one recorded, or, by_form of them, with
+    another length: their graph follows from those of lengths that were recorded.  loading: seconds
+    that the host spent in data loaders; batches: how many batches they gave.  brought, taken: bytes
+    copied from the host to the device, and back.  label: what was called, in words.  shape: of the
+    first tensor of the first call, () without one.  passes: equal forward and backward passes of a
+    turn.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class Turns(Struct, frozen=True):
     first: int = 1
     turns: int = 1
     run: int = 1
+    by_form: int = 0
     loading: float = 0.0
     batches: int = 0
     brought: int = 0
@@ -77,6 +80,37 @@ class FailedCall(Struct, frozen=True):
     whose: str
 
 
+class Derived(Struct):
+    """Graphs that follow from recorded ones: equal ops, whose numbers are formulas of one length.
+
+    samples: the places of those that the formulas are fitted to, by length; places: of the others.
+    """
+
+    samples: dict[int, int]
+    places: dict[int, int] = field(default_factory=dict)
+
+
+def graph_form(graphs: Mapping[int, OpGraph]) -> GraphForm:
+    """What a graph is at any length, from those at some.
+
+    Bytes of small constants that are not the same at all lengths are left out: they are values, of
+    which no cost depends.  Raises StructureError where no formulas give these graphs.
+    """
+    all_ = graphs.values()
+    plain: dict[tuple[int, ...], OpGraph] = {
+        (length,): without_varying(graph, all_) for length, graph in graphs.items()
+    }
+    return GraphForm.fitted(("length",), plain)
+
+
+def without_varying(graph: OpGraph, graphs: Iterable[OpGraph]) -> OpGraph:
+    """A graph with those bytes of constants that it has in common with others."""
+    kept = dict(graph.constants)
+    for other in graphs:
+        kept = {name: text for name, text in kept.items() if other.constants.get(name) == text}
+    return graph if len(kept) == len(graph.constants) else graph.replace(constants=kept)
+
+
 class Failure(Struct, frozen=True):
     """The error that ended a script.
 
@@ -106,7 +140,7 @@ class Script(Struct, frozen=True):
     """A run of a script: its stretches in the order in which they ran, and their graphs.
 
     ended: why it ended (steps, end, exit, error).  said: how the emulated device answered what no
-    trace can know, by kind.  compiled: torch.compile was called.  seconds: the run took here.
+    trace can know, by kind.  seconds: the run took here.
     outside: ops that ran on the device before the first turn, or without any, about.
     rank: of how many processes, `world`, it was the one with this number.  failure: the error that
     ended it; None where none did.
@@ -117,7 +151,6 @@ class Script(Struct, frozen=True):
     stretches: tuple[Turns, ...]
     ended: str = "end"
     code: int = 0
-    compiled: bool = False
     seconds: float = 0.0
     said: Mapping[str, str] = field(default_factory=dict)
     outside: int = 0
@@ -152,5 +185,6 @@ class Script(Struct, frozen=True):
         graphs: dict[str, OpGraph] = {}
         for stretch in self._steady():
             graph = self.graph_of(stretch)
-            graphs.setdefault(graph.phase, graph)
+            said = {**graph.provenance, "script": True}
+            graphs.setdefault(graph.phase, graph.replace(provenance=said))
         return graphs

@@ -14,7 +14,8 @@ import torch
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph import Assumption, OpGraph
+from rooftrace.tracer.graphfiles import graphs_bytes
 from rooftrace.tracer.launching import (
     Ended,
     Ranks,
@@ -23,20 +24,23 @@ from rooftrace.tracer.launching import (
     understood,
 )
 from rooftrace.tracer.patches import Scope
-from rooftrace.tracer.scripts import sending
+from rooftrace.tracer.scripts import presenting, sending
 from rooftrace.tracer.scripts.boundaries import Boundary
-from rooftrace.tracer.scripts.clocks import SimulatedClock
+from rooftrace.tracer.scripts.clocks import Prices, SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes, checkpoints_alike, moved_in_place
+from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
-from rooftrace.tracer.scripts.watching import compiling, marks_told, watched
+from rooftrace.tracer.scripts.watching import marks_told, watched
 from rooftrace.tracer.values import Values
+from rooftrace.tracer.vocabulary import UNRECORDED
+
+FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +64,10 @@ class ScriptRequest:
     assume: Mapping[str, Any] | None = None
     boundary: str = names.BOUNDARIES[0]
 
-    def run(
-        self, seconds: Callable[[OpGraph, bool], float] | None = None, stdout: Any = None
-    ) -> Script:
+    def run(self, seconds: Callable[[OpGraph], float] | None = None, stdout: Any = None) -> Script:
         """Run the script in a process of its own, on a chip that is not there.
 
-        seconds: of a graph on the chip, compiled or not; with it the clocks that the script reads
+        seconds: of a graph on the chip; with it the clocks that the script reads
         give simulated time.  stdout: where it prints; default `sys.stdout`.
 
         Raises RequestError for a command line that is none, or a mark that never came.  What the
@@ -73,9 +75,8 @@ class ScriptRequest:
         """
 
         def answer(question: bytes) -> bytes:
-            graph, compiled = sending.graph_of(question)
             assert seconds is not None
-            return repr(seconds(graph, compiled)).encode()
+            return repr(seconds(sending.graph_of(question))).encode()
 
         simulated = seconds is not None
         return sending.script_of(
@@ -100,7 +101,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         said.setdefault(kind, text)
 
     def seconds(graph: OpGraph) -> float:
-        return float(ask(sending.graph_bytes(graph, bool(watch.compiled))))
+        return float(ask(graphs_bytes({"": graph})))
 
     device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
     with contextlib.ExitStack() as undo:
@@ -109,7 +110,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         stops.append(run.stop)
         finder = watch.finder
         if simulated:
-            finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
+            finder.clock = SimulatedClock(
+                Prices(seconds, finder.book.graphs), lambda: watch.stage.leads, finder.elapsed
+            )
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
         undo.enter_context(emulated(device, meter, finder.clock, index, say, finder.told))
@@ -117,13 +120,15 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
             undo.enter_context(finder.clock.told())
         with watch.on():
             ended = run()
+        if isinstance(finder.clock, SimulatedClock):
+            said["simulated clock"] = finder.clock.said
         if ended.exception is None:
             finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
-    return sending.script_bytes(
-        watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
-    )
+    said.update(finder.lengths.said())
+    script = watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
+    return sending.script_bytes(script, finder.book.derived)
 
 
 class RunWatch:
@@ -146,7 +151,6 @@ class RunWatch:
         self.shown = torch.device("cuda", index)
         self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
-        self.compiled: list[str] = []
         with self.scope.entered():
             self.stage = RecorderStage(self._recorder)
         self.finder = GraphFinder(
@@ -154,7 +158,14 @@ class RunWatch:
         )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
+        return ScriptRecorder(
+            self.values,
+            record,
+            self.shown,
+            self.shapes,
+            self.device_tensors,
+            lambda: self.finder.differentiated(),
+        )
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -163,9 +174,10 @@ class RunWatch:
         with contextlib.ExitStack() as undo:
             undo.enter_context(watched(finder))
             undo.enter_context(marks_told(finder.marked))
-            undo.enter_context(moved_in_place())
-            undo.enter_context(checkpoints_alike())
-            undo.enter_context(compiling(self.compiled))
+            undo.enter_context(presenting.moved_in_place())
+            undo.enter_context(presenting.devices_shown(self.shown, self.shapes))
+            undo.enter_context(presenting.saving_shown())
+            undo.enter_context(presenting.checkpoints_alike())
             undo.enter_context(
                 self.optimizers.watched(
                     lambda: self.stage.recorder,
@@ -183,19 +195,26 @@ class RunWatch:
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
+        graphs = tuple(self.finder.book.graphs)
         chosen = self.values.otherwise()
         said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
         return Script(
             name=name,
-            graphs=tuple(self.finder.book.graphs),
+            graphs=tuple(map(_short, graphs)) if self.device_tensors.forked else graphs,
             stretches=tuple(self.finder.book.stretches),
             ended=ended.reason,
             code=ended.code,
-            compiled=bool(self.compiled),
             seconds=perf_counter() - began,
             said=dict(said),
-            outside=self.stage.recorder.unrecorded,
+            outside=self.stage.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
             failure=failure_of(ended, chosen),
         )
+
+
+def _short(graph: OpGraph) -> OpGraph:
+    """The graph, which says that a forked process computed, too."""
+    number = max((item.id for item in graph.assumptions), default=-1) + 1
+    forked = Assumption(id=number, kind=UNRECORDED, where="", text=FORKED)
+    return graph.replace(assumptions=(*graph.assumptions, forked))

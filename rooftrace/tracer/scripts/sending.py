@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,35 +10,38 @@ from msgspec.structs import replace
 
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphfiles import GraphFileError, decoded_graph, graphs_bytes
-from rooftrace.tracer.scripts.records import Script
+from rooftrace.tracer.scripts.records import Derived, Script, graph_form
 
 _FROM = "the process of the script"
 
 
-def script_bytes(script: Script) -> bytes:
-    """A script as bytes, for `script_of`."""
-    graphs = {str(place): graph for place, graph in enumerate(script.graphs)}
-    return msgspec.msgpack.encode((graphs_bytes(graphs), replace(script, graphs=())))
+def script_bytes(script: Script, derived: Sequence[Derived] = ()) -> bytes:
+    """A script as bytes, for `script_of`.  derived: how graphs follow that are not sent."""
+    left = {place for each in derived for place in each.places.values()}
+    graphs = {str(i): graph for i, graph in enumerate(script.graphs) if i not in left}
+    content = graphs_bytes(graphs), list(derived), replace(script, graphs=())
+    return msgspec.msgpack.encode(content)
 
 
 def script_of(content: bytes) -> Script:
     """The script of bytes.  Raises GraphFileError for those that `script_bytes` has not made."""
     try:
-        graphs, script = msgspec.msgpack.decode(content, type=tuple[bytes, Script])
+        sent, derived, script = msgspec.msgpack.decode(
+            content, type=tuple[bytes, list[Derived], Script]
+        )
     except msgspec.MsgspecError as error:
         raise GraphFileError(f"{_FROM}: no record of it: {error}") from error
-    return replace(script, graphs=tuple(graph for _, graph in _graphs(graphs)))
+    graphs = {int(name): graph for name, graph in _graphs(sent)}
+    for each in derived:
+        form = graph_form({length: graphs[place] for length, place in each.samples.items()})
+        graphs.update({place: form.at((length,)) for length, place in each.places.items()})
+    return replace(script, graphs=tuple(graph for _, graph in sorted(graphs.items())))
 
 
-def graph_bytes(graph: OpGraph, compiled: bool) -> bytes:
-    """A graph, and whether it runs compiled, as bytes, for `graph_of`."""
-    return graphs_bytes({"compiled" if compiled else "eager": graph})
-
-
-def graph_of(content: bytes) -> tuple[OpGraph, bool]:
-    """The graph of bytes, and whether it runs compiled.  Raises GraphFileError, as `script_of`."""
-    ((how, graph),) = _graphs(content)
-    return graph, how == "compiled"
+def graph_of(content: bytes) -> OpGraph:
+    """The graph of bytes that `graphs_bytes` has made.  Raises GraphFileError, as `script_of`."""
+    ((_, graph),) = _graphs(content)
+    return graph
 
 
 def _graphs(content: bytes) -> list[tuple[str, OpGraph]]:

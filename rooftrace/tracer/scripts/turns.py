@@ -7,25 +7,21 @@ from typing import Any
 
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.calls import Look, Result
+from rooftrace.tracer.scripts.lengths import LengthTurn, Ops
 from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
 
 @dataclass
 class LoadedBatches:
-    """What data loaders did for a turn.
-
-    awaited: seconds of it in which no other time of the script passed.
-    """
+    """What data loaders did for a turn."""
 
     seconds: float = 0.0
     batches: int = 0
-    awaited: float = 0.0
 
-    def add(self, seconds: float, awaited: bool) -> None:
+    def add(self, seconds: float) -> None:
         """One more batch, after so many seconds."""
         self.seconds += seconds
         self.batches += 1
-        self.awaited += seconds * awaited
 
 
 @dataclass
@@ -38,6 +34,9 @@ class OpenTurn:
     learnt: stepping.Learnt = field(default_factory=stepping.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
+    by_form: LengthTurn | None = None  # what stands for it, if calls of other lengths do
+    ops: Ops | None = None  # of its first call, where that changed nothing that its module holds
+    after: list[Any] = field(default_factory=list)  # ops that followed it
     pieces: list[TurnPiece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
     followed: int = 0  # calls up to the last one of these
@@ -48,6 +47,7 @@ class OpenTurn:
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
     modules: set[int] = field(default_factory=set)  # that were called
     had: int = 0  # bytes that the host had brought when the last call began
+    reached: dict[Any, float] = field(default_factory=dict)  # seconds up to where time was told
 
     @property
     def is_accumulated(self) -> bool:
@@ -70,6 +70,7 @@ class SteadyTurns:
     alike: int = 0
     results: list[Result] = field(default_factory=list)
     stretch: Turns | None = None
+    reached: dict[Any, float] = field(default_factory=dict)  # as of an open turn
 
     def answer(self, place: int, look: Look) -> Result | None:
         """What the call at this place of a turn gave; None where it looked otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -27,8 +28,9 @@ class Watcher(Protocol):
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module that is called from outside of any."""
 
-    def leads(self, module: nn.Module | None = None) -> bool:
-        """Whether calls of the running thread, as one of `module`, are told."""
+    def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
+        """Whether calls of the running thread, as one of `module`, are told; inside of it no other
+        thread's are."""
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch."""
@@ -46,11 +48,15 @@ def watched(finder: Watcher) -> Iterator[None]:
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside or not finder.leads(module):
+        traced: Any = torch._C._get_tracing_state()  # what torch.jit.trace watches is no step
+        if depth.inside or traced:
             return finder.run(module, args, kwargs)
         depth.inside += 1
         try:
-            return finder.call(module, args, kwargs)
+            with finder.leading(module) as leads:
+                if leads:
+                    return finder.call(module, args, kwargs)
+            return finder.run(module, args, kwargs)
         finally:
             depth.inside -= 1
 
@@ -65,9 +71,6 @@ def watched(finder: Watcher) -> Iterator[None]:
         undo.enter_context(replaced(nn.Module, {"__call__": call}))
         undo.enter_context(replaced(loaders, {"__next__": batch}))
         yield
-
-
-_ATTENTION = "torch.nn.attention."
 
 
 @contextlib.contextmanager
@@ -96,23 +99,4 @@ def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
         undo.enter_context(replaced(torch.profiler.profile, steps))
         for name in ("range_push", "range_start", "mark"):
             undo.enter_context(replaced(nvtx, telling(nvtx, name, lambda msg, *rest: msg)))
-        yield
-
-
-@contextlib.contextmanager
-def compiling(said: list[str]) -> Iterator[None]:
-    """Inside, torch.compile leaves code as it is written, and `said` has a line for each call.
-
-    Torch's own functions of attention are left out: they are one kernel, compiled or not.
-    """
-    compile_ = original_of(torch, "compile")
-
-    def compiled(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return lambda function: compiled(function, **options)
-        if not str(getattr(model, "__module__", "")).startswith(_ATTENTION):
-            said.append(type(model).__name__ if isinstance(model, nn.Module) else repr(model))
-        return compile_(model, **options)
-
-    with replaced(torch, {"compile": compiled}):
         yield

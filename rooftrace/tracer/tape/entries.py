@@ -42,6 +42,7 @@ class Entries:
         self.weakly = False  # the code, and not this, keeps tensors alive
         self.own_step = False  # the code is a whole step: what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
+        self.unread = False  # what is recorded becomes no graph
         self.leaves = Leaves()
         self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
@@ -196,12 +197,11 @@ class Entries:
             return same
         if id(tensor) in self._beside or self.storage_of(tensor) is not None:
             return self.constant(tensor)
-        is_known = self._values.known(tensor) is not None
+        is_known = self.unread or self._values.known(tensor) is not None
         if self.own_step and not is_known and tensor.grad_fn is None:
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
-        label = trees.label_of(tensor)
-        op = self._values.op
+        label, op = trees.label_of(tensor), self._values.op
         reader = f"{op} reads" if op else "the step returns"
         if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
             self.unrecorded(f"{reader} a {label} that no recorded op made")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +67,8 @@ class Here(threading.local):
         return self.stack[-1][0] if self.stack else ""
 
 
+_WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
+"""Files of the standard library in which a thread stands that waits for others."""
 _MOMENT = 0.0005
 """Seconds between two looks at a recording that gives way to another."""
 
@@ -88,6 +93,12 @@ class RecordedThreads:
             else:
                 tape = tape.threads.heir
         return tape
+
+    @staticmethod
+    def awaits_others(ident: int) -> bool:
+        """Whether a thread waits for others, or has ended."""
+        frame = sys._current_frames().get(ident)
+        return frame is None or frame.f_code.co_filename in _WAITING
 
     @property
     def running(self) -> bool:

@@ -7,18 +7,19 @@ both carry the number of the node.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape.entries import Entries
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.recompute import Recomputation, running_node
-from rooftrace.tracer.tape.records import Origin
+from rooftrace.tracer.tape.records import CompiledCall, Origin, compiling
 from rooftrace.tracer.tensors import owners
 
 
@@ -28,6 +29,8 @@ class Origins:
     def __init__(self, here: Here, entries: Entries) -> None:
         self._here, self._entries = here, entries
         self.recomputation = Recomputation()
+        self.tells_compiled = False  # which ops torch.compile would compile
+        self._last: CompiledCall | None = None  # in which the last kernel ran
         self._said: Origin | None = None  # of every op
         self._by_number: dict[int, Origin] = {}  # of the op of an autograd node
         # By line and op: the modules that ran it, each with the number of the call.
@@ -42,11 +45,13 @@ class Origins:
             return self._said
         here = self._here
         part = self._part_of_own_step(name) if self._entries.own_step else here.part
+        compiled = compiling.call if self.tells_compiled else None
         if part == "optimizer":
-            return Origin("", 0, part, here.function)
+            return Origin("", 0, part, here.function, compiled=compiled)
         if part == "backward":
             if not self._runs_again():
-                return self._of_backward()
+                return self._of_backward(compiled)
+            compiled = compiled or self._of_backward(None).compiled
             part = "recompute"
         source = source_line(4) or here.source
         if here.stack:
@@ -55,7 +60,7 @@ class Origins:
             path, call = self._of_recomputed(source, name)
         else:
             path, call = "", 0
-        origin = Origin(path, call, part, here.function, source, loop)
+        origin = Origin(path, call, part, here.function, source, loop, compiled)
         if part == "forward":
             self._by_source.setdefault((source, name), {})[path] = call
         self.note(origin)
@@ -77,7 +82,7 @@ class Origins:
         node differentiates, which is in the same checkpoint.
         """
         ran = self._by_source.get((source, name), {})
-        steps = self._of_backward().module.split(".")
+        steps = self._of_backward(None).module.split(".")
         best, shared = "", -1
         for path in ran:  # the last one of equals
             own = path.split(".") if path else []
@@ -121,18 +126,48 @@ class Origins:
         updates = here.after_backward and not here.stack and outside
         return "optimizer" if updates else "forward"
 
-    def _of_backward(self) -> Origin:
-        """The origin of the forward op that the running autograd node differentiates."""
+    def _of_backward(self, compiled: CompiledCall | None) -> Origin:
+        """The origin of the forward op that the running autograd node differentiates.
+
+        compiled: the call of a compiled callable that runs now, which a hook may have begun.
+        """
         node: Any = torch._C._current_autograd_node()
         if node is None:
-            return Origin("", 0, "backward", self._here.function)
+            return Origin("", 0, "backward", self._here.function, compiled=compiled)
         name = node.name()
         number = node._sequence_nr()
         if name.endswith("CopySlices"):
             number -= 1  # wraps the node of the op that wrote into a view, made just before it
         origin = self._by_number.get(number)
         if origin is not None:
-            return replace(origin, part="backward", function=name)
+            compiled = origin.compiled or compiled
+            return replace(origin, part="backward", function=name, compiled=compiled)
         variable = getattr(node, "variable", None)
         owner = "" if variable is None else self._entries.name_of(variable).rpartition(".")[0]
-        return Origin(owners.shown_path(owner), 0, "backward", name)
+        compiled = compiled or self._last  # gradients leave compiled code when all of it has run
+        return Origin(owners.shown_path(owner), 0, "backward", name, compiled=compiled)
+
+    def noted(
+        self, facts: Mapping[str, Any] | None, origin: Origin, beside: bool | str
+    ) -> Mapping[str, Any]:
+        """The facts of an op that is recorded now, with what it tells of compiled code: in which
+        callable of the script's it runs, and whether it is the first of a call.
+
+        beside: it is a view, or on another stream than the main one, whose name this is.
+        """
+        before, call = self._last, origin.compiled
+        if call is None:
+            self._last = before if beside else None
+            return facts or {}
+        self._last = call
+        told = {marks.COMPILED: call.name} | ({} if call is before else {marks.ENTERS: True})
+        return {**(facts or {}), **told}
+
+    def compiled_here(self) -> tuple[str, bool] | None:
+        """Which callable an op that ran here would tell of, and whether it would begin a call."""
+        call = compiling.call if self.tells_compiled else None
+        return None if call is None else (call.name, call is not self._last)
+
+    def compiled_repeated(self) -> None:
+        """Ops that ran here are recorded by reference to equal ones."""
+        self._last = compiling.call if self.tells_compiled else None

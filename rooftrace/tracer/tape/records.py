@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,24 @@ class Entry(Struct, frozen=True):
     spec: Spec
 
 
+class CompiledCall:
+    """One call of a callable of torch.compile, which is another one than any equal call."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the callable: "Block", "AdamW.step"
+
+
+class _Compiling(threading.local):
+    call: CompiledCall | None = None  # the outermost that this thread is in
+
+
+compiling = _Compiling()
+"""Where the running thread stands, as Dynamo would have it: code that was taken out again by
+torch.compiler.disable is in no call."""
+
+
 class Origin(Struct, frozen=True):
     """The code that an op came from."""
 
@@ -60,6 +79,7 @@ class Origin(Struct, frozen=True):
     function: str = ""  # the torch-level function, in backward the autograd node
     source: str = ""  # "file.py:12", a line of the user's
     loop: tuple[int, int] | None = None  # number of a loop, and of its turn, while it may be cut
+    compiled: CompiledCall | None = None  # in which it ran, or what it differentiates did
 
 
 class Recorded(Struct, frozen=True):

@@ -85,6 +85,10 @@ class Tape:
     def after_backward(self, after: bool) -> None:
         self.here.after_backward = after
 
+    def differentiated(self) -> None:
+        """A backward of the user's has run."""
+        self.after_backward = True
+
     @property
     def own_step(self) -> bool:
         """Whether the code is a whole step of the user's.  Its ops then tell its parts, and tensors
@@ -199,7 +203,7 @@ class Tape:
                 self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
         origin = self.origins.origin(call.info.name, self.rolling.label)
         where = streams.current_stream(), self.shards.exchanged(together)
-        noted = facts or {}, taint | sparse
+        noted = self.origins.noted(facts, origin, call.info.view or where[0]), taint | sparse
         node.meta[META_KEY] = Recorded(specs, origin, call.info.view, sync, *noted, *where)
         self.tags.last = node
 

@@ -108,14 +108,16 @@ class Assumptions:
         return shown
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """A value for an unknown mask: its first elements are true, at least one unless the user
-        sets 0."""
+        """A value for an unknown mask: the first elements of each row are true, at least one in
+        all unless the user sets 0."""
         decided = self.decision("density")
         density = DENSITY if decided is None else float(decided)
-        flat = torch.zeros(math.prod(shape), dtype=torch.bool)
-        flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
+        rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
+        true = max(1 if density else 0, math.ceil(rows * columns * density))
+        whole, over = divmod(true, max(rows, 1))
+        mask = torch.arange(columns) < whole + (torch.arange(rows) < over).long()[:, None]
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
-        return flat.reshape(shape), self.chosen("density", text, density, decided)
+        return mask.reshape(shape), self.chosen("density", text, density, decided)
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for unknown numbers: 1, unless the user sets another or the code fails with 1, as

@@ -111,6 +111,8 @@ class KnownTensors:
             return None
         if isinstance(entry.value, Implicit):
             return entry.value
+        if entry.value.layout is not torch.strided:
+            return None
         self.results.shared.add(trees.bytes_of(entry.value))  # nothing writes to a leaf
         return Implicit.of(entry.value)
 
