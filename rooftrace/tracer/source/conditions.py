@@ -104,7 +104,7 @@ def _steps(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 def _at(steps: tuple[dis.Instruction, ...], place: int) -> int:
     """The instruction at a byte, which may be that of its caches."""
-    return bisect_right([step.offset for step in steps], place) - 1
+    return bisect_right(steps, place, key=operator.attrgetter("offset")) - 1
 
 
 @lru_cache(maxsize=4096)

@@ -93,7 +93,7 @@ class Assumptions:
 
     def chosen(self, kind: str, text: str, value: Any, decided: Any = None) -> frozenset[int]:
         """Record a choice that the user can make (`decided`: as it was), for the line that asks."""
-        key = kind, lines.relative_line(lines.asking_line(2))
+        key = kind, lines.asking_line(2)
         self.choosing.pop(key, None)
         self.choosing[key] = says_who(text, decided), value
         return frozenset([self.assume(kind, *self.choosing[key])])
@@ -101,7 +101,8 @@ class Assumptions:
     def otherwise(self, most: int = 3) -> list[str]:
         """How the last choices are made otherwise, by the user: the latest first."""
         shown = []
-        for (kind, line), (text, value) in list(self.choosing.items())[: -most - 1 : -1]:
+        for (kind, asking), (text, value) in list(self.choosing.items())[: -most - 1 : -1]:
+            line = lines.relative_line(asking)
             other = str(not value).lower() if kind == "branch" else _ANY[kind]
             shown.append(f"Before, at {line}, {text}; --assume {kind}@{line}={other} changes that.")
         return shown
