@@ -193,6 +193,7 @@ class Lengths:
         self._forms: dict[Any, list[LengthForm]] = {}  # by the kind of the look
         self._seen: dict[Any, dict[tuple[int, ...], Seen]] = {}  # by that and the ops
         self._lost: list[Lost] = []
+        self._probes: dict[Any, Probe] = {}  # by the kind of the look
         self._otherwise = 0  # turns that went on otherwise after the call
 
     def find(self, look: Look) -> LengthTurn | None:
@@ -216,12 +217,21 @@ class Lengths:
 
     def check(self, look: Look, ops: Ops, probe: Probe) -> None:
         """A call ran, in which these ops did: forms that say otherwise end before it."""
+        self._probes[look.kind] = probe
         for form, length in self._like(look):
             beyond = not any(end <= length for end in form.ends) if length > form.bounds[1] else (
                 not any(end >= length for end in form.ends))  # fmt: skip
             if beyond and ops != _at(form.ops, length):
                 lost = form.cut(length, probe)
                 self._lost += [lost] if lost is not None else []
+
+    def prove(self) -> None:
+        """Check the formulas at what was counted last."""
+        for kind, forms in self._forms.items():
+            for form in forms:
+                lengths = (max(form.pending, default=0), min(form.pending, default=0))
+                lost = [form.cut(n, self._probes[kind]) for n in lengths if n in form.pending]
+                self._lost += filter(None, lost)
 
     def learn(self, seen: Seen) -> None:
         """A turn was recorded."""
