@@ -62,7 +62,7 @@ _MEMORY = (
     view.Column("role", units.TEXT, "at the peak"),
     view.Column("bytes", units.CAPACITY, "bytes"),
 )
-_FOLDED = "a row with ranges has turns of several sizes; --json has a row for each"
+_FOLDED = "a row with ranges has turns of several sizes; --format json has a row for each"
 _OF_FOLDED = (
     *_TURNS[:3],
     view.Column("sum", units.SECOND, "together", of=lambda row: row.t_est * row.turns),

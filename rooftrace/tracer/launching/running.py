@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rooftrace.errors import RequestError
@@ -28,6 +28,7 @@ class ProgramRun:
         self._stopping, self._lost = ending.Stopping(), ending.LostErrors()
         self._assumed: dict[tuple[str, str], None] = {}
         self._started, self._process = False, os.getpid()
+        self.at_end: Callable[[], None] = lambda: None  # is called before what it registered
 
     @property
     def ranks(self) -> Ranks:
@@ -87,6 +88,8 @@ class ProgramRun:
                 break
             except Stopped:
                 continue
+        if raised is None and os.getpid() == self._process:
+            self.at_end()
         try:
             threads = ending.shut_down(before, waiting=reason != "stopped")
         except Stopped:  # by a thread that it waits for

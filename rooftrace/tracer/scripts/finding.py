@@ -21,15 +21,14 @@ from rooftrace.tracer.scripts.calls import (
     Result,
     first_shape,
     look_of,
-    resized,
     says,
-    state_of,
 )
 from rooftrace.tracer.scripts.clocks import Prices
 from rooftrace.tracer.scripts.keeping import TurnKeeper
-from rooftrace.tracer.scripts.lengths import Ops, Probe
+from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.probing import CallAside, noted_call
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
@@ -57,6 +56,7 @@ class Finder(TurnKeeper):
     ) -> None:
         super().__init__(stage, shapes, optimizers)
         self._wanted, self._stop = wanted, stop
+        self._proves = False  # no call begins a turn
 
     # -- what the script does ----------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Finder(TurnKeeper):
                             "a thread called a model while another was halfway in a turn and "
                             "waited: such calls are not counted"
                         )
-                    yield leads
+                    yield leads and not self._proves
                     return
             sleep(_MOMENT)
 
@@ -123,7 +123,7 @@ class Finder(TurnKeeper):
         assert turn is not None
         ops: Ops | None = None
         if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
-            output, ops = self._logged(module, args, kwargs)
+            output, ops = noted_call(self._stage, module, args, kwargs)
             self._stage.recorder.log = turn.after
         else:
             output = self.run(module, args, kwargs)
@@ -132,42 +132,17 @@ class Finder(TurnKeeper):
             self._results.append(result)
         if ops is not None and result.leaves is not None:
             turn.ops = ops
-            self.lengths.check(turn.calls[0], ops, self._probe(module, (args, kwargs)))
+            sizes = turn.calls[0].sizes
+            aside = CallAside(self._stage, module, (args, kwargs), sizes)
+            self.lengths.check(turn.calls[0], ops, aside)
         return output
 
-    def _logged(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Ops | None]:
-        """What a call gives, and its ops; None where it changes what the module holds."""
-        recorder = self._stage.recorder
-        with torch._C.DisableTorchFunction():
-            before = state_of(module)
-        log: list[Any] = []
-        recorder.log = log
-        try:
-            output = self.run(module, args, kwargs)
-        finally:
-            recorder.log = None
-        with torch._C.DisableTorchFunction():
-            return output, log if state_of(module) == before else None
-
-    def _probe(self, module: nn.Module, arguments: Any) -> Probe:
-        """Calls of a module on other sizes, of which nothing is recorded."""
-
-        def probe(sizes: Sequence[int]) -> Ops | None:
-            with torch._C.DisableTorchFunction():
-                new = resized(arguments, sizes)
-            if new is None:
-                return None
-            recorder = self._stage.recorder
-            before = recorder.log
-            try:
-                with recorder.paused():
-                    return self._logged(module, *new)[1]
-            finally:
-                recorder.log = before
-
-        return probe
+    def prove(self) -> None:
+        """The script is at its end: what was counted by formulas of a length is checked there."""
+        if self._stage.leads:
+            self._proves = True
+            self.lengths.prove()
+            self._proves = False
 
     def _known(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -181,7 +156,7 @@ class Finder(TurnKeeper):
             result = self._answer(turn, look)
             if result is not None:
                 turn.calls.append(look)
-                return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
+                return (self._stage.recorder.given(result, module, (args, kwargs)),)
             self._record_rest(turn)
         if self._accumulates(turn, look):
             if not turn.repeating:
@@ -191,7 +166,7 @@ class Finder(TurnKeeper):
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
+            return (self._stage.recorder.given(result, module, (args, kwargs)),)
         turn.calls.append(look)
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None

@@ -12,7 +12,7 @@ from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, Result
 from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.kinds import Kinds
-from rooftrace.tracer.scripts.lengths import Lengths, Seen
+from rooftrace.tracer.scripts.lengths import LengthForms, Seen
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
@@ -35,7 +35,7 @@ class TurnKeeper:
 
     def __init__(self, stage: RecorderStage, shapes: Shapes, optimizers: Optimizers) -> None:
         self.book = Book()
-        self.lengths = Lengths(self.book)
+        self.lengths = LengthForms(self.book)
         self.clock: HostClock = HostClock()
         self._stage, self._optimizers = stage, optimizers
         self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
@@ -120,9 +120,15 @@ class TurnKeeper:
         )
         self._add(turn, stretch, run=1)
         if turn.ops is not None and turn.kind == INFERENCE and len(calls) == len(pieces) == 1:
-            place, result = pieces[0].graph, self._results[0]
-            graph = self.book.graphs[place]
-            seen = Seen(turn.calls[0], turn.ops, turn.after, result, place, graph, stretch)
+            seen = Seen(
+                look=turn.calls[0],
+                ops=turn.ops,
+                after=turn.after,
+                result=self._results[0],
+                place=pieces[0].graph,
+                graph=self.book.graphs[pieces[0].graph],
+                stretch=stretch,
+            )
             self.lengths.learn(seen)
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain

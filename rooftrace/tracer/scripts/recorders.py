@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
+from rooftrace.tracer.scripts.calls import Result
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
@@ -148,6 +149,12 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self.enter_inputs([made])
         self.storages.brought([made])
         return made
+
+    def given(self, result: Result, module: nn.Module, arguments: Any) -> Any:
+        """What a call that is not run gives: tensors of the device, as ops make them."""
+        output = result.again(module, self.values, arguments)
+        self._device_tensors.meet(tensors_in(output))
+        return output
 
     @property
     def has_ops(self) -> bool:

@@ -109,6 +109,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         run = undo.enter_context(launched(line, where, asked.scratch))
         stops.append(run.stop)
         finder = watch.finder
+        run.at_end = finder.prove
         if simulated:
             finder.clock = SimulatedClock(
                 Prices(seconds, finder.book.graphs), lambda: watch.stage.leads, finder.elapsed
