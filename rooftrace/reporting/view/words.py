@@ -300,7 +300,9 @@ def attention_again(parts: Sequence[tuple[Estimate, int]]) -> list[str]:
     )
     if not again:
         return []
-    return [f"attention's backward: {ATTENTION_BACKWARD}; recomputation here: {format_flops(again)}"]
+    return [
+        f"attention's backward: {ATTENTION_BACKWARD}; recomputation here: {format_flops(again)}"
+    ]
 
 
 def missing_rules(estimates: Iterable[Estimate]) -> list[str]:
