@@ -30,7 +30,7 @@ def check_runner(program: str, words: list[str]) -> None:
         )
 
 
-class Notebook:
+class NotebookCells:
     """The cells of a notebook, compiled, in their order.
 
     left_out: its magics and shell lines, which do not run.

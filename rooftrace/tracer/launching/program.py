@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching.notebooks import SUFFIX, Notebook
+from rooftrace.tracer.launching.notebooks import SUFFIX, NotebookCells
 from rooftrace.tracer.launching.records import CommandLine
 
 
@@ -68,7 +68,7 @@ def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
         )
         shown = origin if launch.module else launch.written
     elif program.suffix == SUFFIX:
-        shown, notebook = launch.written or launch.program, Notebook(launch.program)
+        shown, notebook = launch.written or launch.program, NotebookCells(launch.program)
         codes, left_out = notebook.cells, notebook.left_out
         vars(module)["display"] = print
     else:

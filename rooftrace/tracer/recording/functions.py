@@ -129,7 +129,7 @@ class Functions(TorchFunctionMode):
         finally:
             here.functions = outer
             tape.part = before
-            tape.differentiated()
+            tape.after_backward = True
 
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists: torch would make the tensors unseen."""
