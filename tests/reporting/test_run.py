@@ -132,6 +132,36 @@ def test_the_json_of_a_run_has_the_fields_of_a_report(here: Path, run: Run) -> N
     assert f"recomputation here: {scores / 1e6:.2f} MFLOP" in " ".join(page.split())
 
 
+def notebook(path: Path, *cells: str) -> None:
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "# Net"}, *code]}))
+
+
+def test_the_cells_of_a_notebook_are_a_script(here: Path, run: Run) -> None:
+    head, _, loop = SCRIPT.partition("began = ")
+    head = f"%matplotlib inline\nlisted = !ls {{here}}\n{head}assert listed is None\n"
+    shell = "%%bash\nfor x in 1 2; do echo $x; done"
+    notebook(here / "train.ipynb", head, shell, f"%%time\n%time began = {loop}")
+    left = "magics and shell lines of the notebook are left out: %matplotlib, !ls, %%bash"
+    made, plain = document(run, "train.ipynb"), document(run, "train.py")
+    assert made["emulated"]["notebook"] == left
+    assert [row["flops"] for row in made["turns"]] == [row["flops"] for row in plain["turns"]]
+    notebook(here / "fails.ipynb", "x = 1", "x += 1\n\n(x\n % 0)")
+    assert "fails.ipynb[cell 3]:3: ZeroDivisionError" in run("report", "fails.ipynb").err
+    notebook(here / "wrong.ipynb", "x = 1", "x += 1\ny = = x")
+    assert "wrong.ipynb: cell 3, line 2: no Python" in run("run", "wrong.ipynb").err
+    ran = run("run", "--", "jupyter", "nbconvert", "--execute", "train.ipynb")
+    assert ran.code == 2 and "as in rooftrace run train.ipynb" in ran.err
+
+
+def test_jobs_of_hydra_are_said_to_be_the_first(here: Path, run: Run) -> None:
+    (here / "hydra.py").write_text("jobs = [1, 2]\n")
+    (here / "jobs.py").write_text(f"import hydra\nfor job in hydra.jobs:\n    exec({SCRIPT!r})\n")
+    assert "jobs" not in document(run, "jobs.py")["emulated"]
+    ran = run("run", "jobs.py", "--multirun", "width=1,2")
+    assert ran.code == 0 and "hydra --multirun: these are steps of the first job" in ran.out
+
+
 def test_afterwards_the_process_is_as_before(here: Path) -> None:
     before = sys.argv[:], sys.modules["__main__"], sys.path[:], torch.cuda.is_available()
     rt.run(["train.py"], chip="l4", steps=1)

@@ -11,6 +11,7 @@ from rooftrace.errors import RequestError, hint
 
 RUN = "run:"
 """What stands before a command that is a target."""
+_SCRIPTS = (".py", ".ipynb")
 STEPS = 3
 """How many training steps a script runs, if nobody says."""
 _NUMBERS = ("steps", "ranks", "rank")
@@ -64,17 +65,18 @@ class ScriptCommand:
     def where(self) -> str:
         """The file of the script, or the dotted name of its module."""
         after = dict(zip(self.words, self.words[1:], strict=False)).get("-m", "")
-        return next((word for word in self.words if word.endswith(".py")), after)
+        return next((word for word in self.words if word.endswith(_SCRIPTS)), after)
 
 
 def is_script(target: str) -> bool:
-    """Whether a target is a script: run:COMMAND, or a command that begins with a Python file."""
+    """Whether a target is a script: run:COMMAND, or one that begins with a Python file or a
+    notebook."""
     if target.startswith(RUN):
         return True
-    if ".py" not in target or target.startswith("hf:"):
+    if not any(end in target for end in _SCRIPTS) or target.startswith("hf:"):
         return False
     words = _words(target)
-    return bool(words) and words[0].endswith(".py")
+    return bool(words) and words[0].endswith(_SCRIPTS)
 
 
 def _words(target: str) -> list[str]:

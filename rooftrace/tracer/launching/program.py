@@ -8,30 +8,37 @@ import importlib.util
 import io
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer.launching.notebooks import SUFFIX, NotebookCells
 from rooftrace.tracer.launching.records import CommandLine
 
 
 class MainModule:
-    """The module `__main__` of a launch, and its code.
+    """The module `__main__` of a launch, and its code: of a notebook, that of each cell.
 
+    left_out: what of a notebook does not run.
     The packages that hold it are imported when it runs, as code of the program.
     """
 
-    def __init__(self, module: ModuleType, code: CodeType) -> None:
-        self._module, self._code = module, code
+    def __init__(
+        self, module: ModuleType, codes: Sequence[CodeType], left_out: Sequence[str] = ()
+    ) -> None:
+        self._module, self._codes = module, codes
+        self.left_out = left_out
 
     def run(self) -> None:
         """Run the code; raises what it raises."""
         package = vars(self._module).get("__package__")
         if package:
             importlib.import_module(package)
-        exec(self._code, vars(self._module))
+        for code in self._codes:
+            exec(code, vars(self._module))
 
 
 def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
@@ -46,9 +53,11 @@ def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
         first = str(program if program.is_dir() else program.resolve().parent)
     sys.path.insert(0, os.path.realpath(first))
     module = ModuleType("__main__")
+    left_out: Sequence[str] = ()
     vars(module)["__builtins__"] = builtins
     if launch.module or program.is_dir():
         spec, code = _of_module(launch.program if launch.module else "")
+        codes = [code]
         origin = str(spec.origin)
         vars(module).update(
             __spec__=spec,
@@ -58,14 +67,18 @@ def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
             __cached__=spec.cached,
         )
         shown = origin if launch.module else launch.written
+    elif program.suffix == SUFFIX:
+        shown, notebook = launch.written or launch.program, NotebookCells(launch.program)
+        codes, left_out = notebook.cells, notebook.left_out
+        vars(module)["display"] = print
     else:
         shown = launch.written or launch.program
         loader = SourceFileLoader("__main__", launch.program)
-        code = _compiled(program)
+        codes = [_compiled(program)]
         vars(module).update(__file__=launch.program, __loader__=loader, __cached__=None)
     sys.argv = [shown, *arguments]
     sys.modules["__main__"] = module
-    return MainModule(module, code)
+    return MainModule(module, codes, left_out)
 
 
 def _compiled(path: Path) -> CodeType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,13 @@ from rooftrace.tracer.launching.scratch import redirected
 from rooftrace.tracer.launching.starting import OtherProcesses
 from rooftrace.tracer.patches import Scope, current_scope
 
+_MULTIRUN = {"--multirun", "-m"}
+_FIRST_JOB = (
+    "jobs",
+    "hydra --multirun: these are steps of the first job, or of the first few; for another, give "
+    "its overrides without --multirun",
+)
+
 
 class ProgramRun:
     """A launch whose process is ready: calling it runs the program, once."""
@@ -27,6 +35,10 @@ class ProgramRun:
         self._program, self._processes = program, processes
         self._stopping, self._lost = ending.Stopping(), ending.LostErrors()
         self._assumed: dict[tuple[str, str], None] = {}
+        if program.left_out:
+            names = ", ".join(dict.fromkeys(program.left_out))
+            text = f"magics and shell lines of the notebook are left out: {names}"
+            self._assumed["notebook", text] = None
         self._started, self._process = False, os.getpid()
         self.at_end: Callable[[], None] = lambda: None  # is called before what it registered
 
@@ -73,6 +85,8 @@ class ProgramRun:
             self._program.run()
         except Stopped:
             reason = "stopped"
+            if "hydra" in sys.modules and _MULTIRUN & {*sys.argv[1:]}:
+                self.assume(_FIRST_JOB)
         except HardExit as error:
             reason, code = "exit", error.code
         except SystemExit as error:

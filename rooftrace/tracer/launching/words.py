@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.launching import accelerated, launchers
+from rooftrace.tracer.launching.notebooks import check_runner
 from rooftrace.tracer.launching.records import CommandLine
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
@@ -95,6 +96,7 @@ def _understood(words: Sequence[str]) -> CommandLine:
         return _python(words)
     if first == "-m":
         return _module(words[1:])
+    check_runner(name, [*words])
     if name in _SCHEDULERS:
         raise RequestError(
             f"{first}: a launcher that is not understood; write the program after it, and how many "
@@ -149,6 +151,7 @@ def _understood_script(words: Sequence[str]) -> CommandLine:
 def _module(words: Sequence[str]) -> CommandLine:
     if not words:
         raise RequestError("-m: expected the name of a module after it")
+    check_runner(words[0], [*words])
     if (words[0], *words[1:2]) in _WITH_COMMAND:
         return _WITH_COMMAND[words[0], words[1]](words[2:])
     if words[0] in _BY_NAME:

@@ -45,7 +45,7 @@ class TurnKeeper:
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.variety = Variety()
-        self._stepped = False  # an optimizer has, in a turn that has ended
+        self._has_stepped = False  # an optimizer has, in a turn that has ended
         self.trained = self.called = 0  # training steps, and calls without gradients, so far
 
     def _begin(self, turn: OpenTurn, look: Look | None) -> OpenTurn:
@@ -137,8 +137,8 @@ class TurnKeeper:
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
         self.clock.ended(stretch.pieces)
-        if self._optimizers.have_stepped() and not self._stepped:
-            self._stepped, self.trained = True, 0  # passes before that were no steps
+        if self._optimizers.have_stepped() and not self._has_stepped:
+            self._has_stepped, self.trained = True, 0  # passes before that were no steps
         if turn.kind == TRAINING:
             self.trained += 1
         else:
