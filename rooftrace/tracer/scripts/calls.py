@@ -77,7 +77,8 @@ def _inside(module: nn.Module) -> nn.Module:
     """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
     inner = getattr(module, "_orig_mod", None)
     if inner is None and type(module).__module__.startswith("torch."):
-        held = (module._modules.get(name) for name in ("module", "_fsdp_wrapped_module"))
+        parts = dict(module.named_children())  # those of a traced module have no `get`
+        held = (parts.get(name) for name in ("module", "_fsdp_wrapped_module"))
         inner = next((part for part in held if part is not None), None)
     return module if inner is None else _inside(inner)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.calls import Look, Result, first_shape, look_of, says
 from rooftrace.tracer.scripts.keeping import TurnKeeper
@@ -66,7 +67,7 @@ class Finder(TurnKeeper):
         """A module is called from outside of any module."""
         if torch._C._current_autograd_node() is not None:
             return self.run(module, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with contexts.untraced(), torch._C.DisableTorchFunction():
             here = self._roots.on_device(module, (args, kwargs))
             known = self._known(module, args, kwargs) if here else None
         if not here:
@@ -74,7 +75,7 @@ class Finder(TurnKeeper):
         if known is not None:
             return known[0]
         output = self.run(module, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with contexts.untraced(), torch._C.DisableTorchFunction():
             self._results.append(Result(output, self._stage.recorder.values))
         return output
 
