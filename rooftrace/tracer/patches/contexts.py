@@ -72,18 +72,18 @@ def without_functions() -> Iterator[None]:
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Inside, sizes of tensors are numbers, also where torch.jit.trace would have them recorded."""
-    graph = torch._C._get_tracing_state()
+    keys: Any = torch._C
+    graph = keys._get_tracing_state()
     if graph is None:
         yield
         return
-    keys: Any = torch._C
     refused = keys._dispatch_tls_local_exclude_set().remove(keys._parse_dispatch_key("Tracer"))
     with keys._ForceDispatchKeyGuard(keys._dispatch_tls_local_include_set(), refused):
-        torch._C._set_tracing_state(None)
+        keys._set_tracing_state(None)
         try:
             yield
         finally:
-            torch._C._set_tracing_state(graph)
+            keys._set_tracing_state(graph)
 
 
 @contextlib.contextmanager
