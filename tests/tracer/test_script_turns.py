@@ -10,6 +10,7 @@ import torch
 import rooftrace as rt
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.scripting import ScriptCost
+from tests.tracer.script_oracle import all_flops
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -80,3 +81,43 @@ def test_gradients_of_a_further_pass_are_those_of_the_first(tmp_path: Path) -> N
         ]
         assert len(names) == len(set(names)) <= 10
         assert step.memory.gradients <= weights + 4096
+
+
+TRACED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 16 * 16, 10)
+
+    def forward(self, x):
+        x = self.conv(x).relu()
+        return self.fc(x.view(x.size(0), -1))
+
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+image = torch.zeros(2, 3, 16, 16, device="cuda")
+traced = torch.jit.trace(model, image, check_trace=False)
+assert "aten::_convolution" in str(traced.inlined_graph)
+assert "aten::linear" in str(traced.inlined_graph)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(3, 3, 16, 16, device="cuda")).square().mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    traced(torch.ones(5, 3, 16, 16, device="cuda"))
+"""
+
+
+def test_a_traced_model_costs_what_it_runs(tmp_path: Path) -> None:
+    """torch.jit.trace runs the model once; by hand, as PyTorch's counter breaks such a trace."""
+    script = tmp_path / "train.py"
+    script.write_text(TRACED, encoding="utf-8")
+    cost = rt.run([str(script)], chip="l4", steps=None)
+    convolution, linear = 2 * 8 * 27 * 16 * 16, 2 * 8 * 16 * 16 * 10  # of one image, forward
+    forward = convolution + linear
+    step = 3 * (3 * forward - convolution)  # images have no gradient
+    assert all_flops(cost) == 2 * forward + 3 * step + 5 * forward
+    assert [row.turns for row in cost.rows if row.kind == "inference"] == [1]

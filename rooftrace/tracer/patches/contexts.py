@@ -69,6 +69,34 @@ def without_functions() -> Iterator[None]:
         _put_on(around)
 
 
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, sizes of tensors are numbers, also where torch.jit.trace would have them recorded."""
+    keys: Any = torch._C
+    graph = keys._get_tracing_state()
+    if graph is None:
+        yield
+        return
+    refused = keys._dispatch_tls_local_exclude_set().remove(keys._parse_dispatch_key("Tracer"))
+    with keys._ForceDispatchKeyGuard(keys._dispatch_tls_local_include_set(), refused):
+        keys._set_tracing_state(None)
+        try:
+            yield
+        finally:
+            keys._set_tracing_state(graph)
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """Inside, torch.jit.trace notes ops, also below a mode."""
+    keys: Any = torch._C
+    tracer = keys._parse_dispatch_key("Tracer")
+    wanted = keys._dispatch_tls_local_include_set().add(tracer)
+    refused = keys._dispatch_tls_local_exclude_set().remove(tracer)
+    with keys._ForceDispatchKeyGuard(wanted, refused):
+        yield
+
+
 def default_device() -> torch.device:
     """Where this thread makes tensors; torch 2.8 fails to say it once a default was taken back."""
     try:

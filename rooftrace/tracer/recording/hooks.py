@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from rooftrace.tracer.patches import Scope, current_scope, shared
+from rooftrace.tracer.patches import Scope, contexts, current_scope, shared
 
 _NAME = "calls"
 """Under which a scope keeps who watches its calls."""
@@ -38,14 +38,16 @@ def _before(module: nn.Module, inputs: Any) -> None:
     else:
         watching = scope.kept.get(_NAME)
         if watching is not None:
-            watching.before_call(module)
+            with contexts.untraced():
+                watching.before_call(module)
 
 
 def _after(module: nn.Module, inputs: Any, output: Any) -> None:
     scope = current_scope()
     watching = None if scope is None else scope.kept.get(_NAME)
     if watching is not None:
-        watching.after_call(module)
+        with contexts.untraced():
+            watching.after_call(module)
 
 
 def _registered() -> Callable[[], None]:

@@ -49,6 +49,8 @@ from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.whole import kept_whole, shown
 
+_CONVOLUTION = torch.ops.aten.convolution.default
+
 
 class Recorder(TorchDispatchMode, Tape):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
@@ -155,7 +157,10 @@ class Recorder(TorchDispatchMode, Tape):
         if instead is not None:  # an op of ours, shown to modes of the user's under another name
             with self.again():
                 return instead(*args, **kwargs)
-        with self.lock:
+        if func is _CONVOLUTION and torch._C._get_tracing_state() is not None:
+            with self.again(), contexts.traced():  # torch.jit.trace notes this one instead
+                return torch.ops.aten._convolution.default(*args, False, False, False, False)
+        with self.lock, contexts.untraced():
             return self._dispatched(func, args, kwargs)
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:

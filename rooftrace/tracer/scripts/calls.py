@@ -129,7 +129,7 @@ def _inside(module: nn.Module) -> nn.Module:
     """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
     inner = owners.asked(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
-        held = dict(module._modules.items())  # TorchScript's are no dictionary
+        held = dict(module.named_children())  # TorchScript's are no dictionary
         inner = held.get("module", held.get("_fsdp_wrapped_module"))
     return module if inner is None else _inside(inner)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.calls import (
     Look,
@@ -112,7 +113,7 @@ class Finder(TurnKeeper):
         """A module is called from outside of any module."""
         if torch._C._current_autograd_node() is not None:
             return self.run(module, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with contexts.untraced(), torch._C.DisableTorchFunction():
             here = self._roots.on_device(module, (args, kwargs))
             known = self._known(module, args, kwargs) if here else None
         if not here:
@@ -127,7 +128,7 @@ class Finder(TurnKeeper):
             self._stage.recorder.log = turn.after
         else:
             output = self.run(module, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with contexts.untraced(), torch._C.DisableTorchFunction():
             result = Result(output, self._stage.recorder.values)
             self._results.append(result)
         if ops is not None and result.leaves is not None:

@@ -48,8 +48,7 @@ def watched(finder: Watcher) -> Iterator[None]:
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        traced: Any = torch._C._get_tracing_state()  # what torch.jit.trace watches is no step
-        if depth.inside or traced:
+        if depth.inside:
             return finder.run(module, args, kwargs)
         depth.inside += 1
         try:
