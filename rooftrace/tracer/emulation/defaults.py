@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _device
 
 from rooftrace.tracer.emulation import legacy
@@ -38,20 +39,43 @@ def context_methods() -> dict[str, Any]:
     return {"__torch_function__": __torch_function__}
 
 
-def functions(types: dict[str, Any]) -> dict[str, Any]:
-    """Functions of torch that set a default type.  types: those of the device, by name."""
-    original = original_of(_torch, "set_default_tensor_type")
+class TensorType:
+    """The default type of tensors, where it is one of the device.  types: those, by name.
 
-    def set_default_tensor_type(kind: Any) -> None:
-        chosen = types.get(kind.removeprefix("torch.cuda."), kind) if type(kind) is str else kind
-        if isinstance(chosen, legacy.Typed):
-            torch.set_default_dtype(chosen.dtype)
-            torch.set_default_device("cuda")
-        else:
-            original(kind)
-            torch.set_default_device(None)
+    It also holds for `torch.Tensor(...)`, which no mode sees.
+    """
 
-    return {"set_default_tensor_type": set_default_tensor_type}
+    def __init__(self, types: dict[str, Any]) -> None:
+        self._types = types
+        self._chosen: legacy.Typed | None = None
+
+    def functions(self) -> dict[str, Any]:
+        """Functions of torch that set it."""
+        original = original_of(_torch, "set_default_tensor_type")
+
+        def set_default_tensor_type(kind: Any) -> None:
+            name = kind.removeprefix("torch.cuda.") if type(kind) is str else ""
+            chosen = self._types.get(name, kind)
+            self._chosen = chosen if isinstance(chosen, legacy.Typed) else None
+            if self._chosen is None:
+                original(kind)
+                torch.set_default_device(None)
+            else:
+                torch.set_default_dtype(self._chosen.dtype)
+                torch.set_default_device("cuda")
+
+        return {"set_default_tensor_type": set_default_tensor_type}
+
+    def methods(self) -> dict[str, Any]:
+        """How `torch.Tensor(...)` makes a tensor."""
+        make = Tensor.__new__
+
+        def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._chosen is None or kind is not Tensor or kwargs:
+                return make(kind, *args, **kwargs)
+            return self._chosen(*args)
+
+        return {"__new__": staticmethod(new)}
 
 
 @contextlib.contextmanager
