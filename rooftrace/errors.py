@@ -73,11 +73,7 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, RuntimeError) as error:
-        kind, text = type(error), str(error)
-        if f"{name}: " in text or repr(name) in text or not is_ours(error):
-            raise
-        try:
-            named = kind(f"{name}: {text}")
-        except TypeError:  # it is made of more than its text
-            raise error from None
-        raise named from error
+        text = str(error)
+        if f"{name}: " not in text and repr(name) not in text and is_ours(error):
+            error.args = (f"{name}: {text}",)
+        raise

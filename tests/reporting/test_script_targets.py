@@ -150,3 +150,19 @@ def test_a_checkout_is_led_to_what_git_ignores(folder: Path) -> None:
     checkouts.link_ignored(repository, str(folder / "checkout"))
     assert (folder / "checkout" / "data" / "x.bin").read_bytes() == b"1"
     assert not (folder / "checkout" / "kept").is_symlink()
+
+
+@pytest.mark.parametrize("words", [("run",), ("report", "--chip", "l4"), ("diff", "bad.py")])
+def test_all_calls_that_led_to_an_error_are_printed_where_asked(
+    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bad.py").write_text("def half(x):\n    return x / 0\nhalf(1)\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "bad.py"])
+    plain = capsys.readouterr().err
+    assert "bad.py:2: ZeroDivisionError" in plain and "Traceback" not in plain
+    with pytest.raises(SystemExit, match="2"):
+        main([words[0], "--traceback", *words[1:], "bad.py"])
+    said = capsys.readouterr().err
+    assert said.endswith(plain) and "in the process of the script:\nTraceback" in said
+    assert 'bad.py", line 3, in <module>' in said

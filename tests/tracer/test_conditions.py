@@ -13,8 +13,16 @@ import sys
 def checked(x):
     return bool(x)
 
+def stop(code=1):
+    print("stopping", file=sys.stderr)
+    sys.exit(code)
+
 def refused(x):
     return not x.item()
+
+class Failing:
+    def fail(self):
+        raise ValueError
 
 def run(x):
     {code}
@@ -37,11 +45,14 @@ DECIDED = [
     "if len('a') and x: raise ValueError",
     "if x is None or x: raise ValueError",
     "assert not any(checked(y) for y in [x, x])",
+    "if x:\n        stop(3)",
+    "self = Failing()\n    if x: return 1\n    self.fail()",
     "if all(y.item() for y in [x]): raise ValueError",
 ]
 OPEN = [
     "return 1 if x else 2",
     "if x: print(file=sys.stderr)",
+    "return 'exit' if x else 2",
     "if x: return 1\n    for i in range(3):\n        if i == 2: return i\n    raise ValueError",
     "if x: raise ValueError\n    raise KeyError",
     "if x:\n        if len('a') > 1: raise ValueError",
@@ -111,6 +122,8 @@ def test_a_number_is_one_that_python_goes_on_with(code: str) -> None:
     )
     asked.clear()
     assert not scope["run"](Number()) and asked == [None, None]
+    exec(compile(CODE.format(code="return x.item()"), "returned.py", "exec"), scope)
+    assert scope["run"](Number()) == 1
 
 
 @pytest.mark.parametrize("code", OPEN)

@@ -41,12 +41,22 @@ def test_every_argument_of_an_op_comes_back(
     assert rt.load(tmp_path / "graph.json.gz").ops == made.ops
 
 
-def test_constants_of_the_code_come_back(module: Callable[..., nn.Module], tmp_path: Path) -> None:
-    graph = rt.trace(
-        module(lambda self, x: self.lin(x) + torch.tensor([0.5] * 8)), torch.ones(1, 8)
-    )
+@pytest.mark.parametrize(
+    "constant, data",
+    [
+        (lambda: torch.tensor([0.5] * 8), "0000003f" * 8),
+        (lambda: torch.tensor(0.5).expand(1), "0000003f"),  # one element, of stride 0
+    ],
+)
+def test_constants_of_the_code_come_back(
+    constant: Callable[[], torch.Tensor],
+    data: str,
+    module: Callable[..., nn.Module],
+    tmp_path: Path,
+) -> None:
+    graph = rt.trace(module(lambda self, x: self.lin(x) + constant()), torch.ones(1, 8))
     rt.save(graph, tmp_path / "graph.json")
-    assert list(rt.load(tmp_path / "graph.json").constants.values()) == ["0000003f" * 8]
+    assert list(rt.load(tmp_path / "graph.json").constants.values()) == [data]
 
 
 @pytest.mark.parametrize("name", ["one.json", "one.json.gz"])

@@ -222,3 +222,33 @@ def test_each_of_several_trainers_has_its_steps(way: str) -> None:
 def test_a_script_that_trains_in_a_thread_ends_after_its_steps(way: str) -> None:
     cost = cost_of(way, 2)
     assert (cost.script.ended, sum(row.turns for row in cost.rows)) == ("stopped", 2)
+
+
+FORKS = """
+import multiprocessing, sys
+import torch
+from torch import nn
+
+def work(size):
+    return torch.ones(size, device=sys.argv[1]).sum().item()
+
+model = nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.map(work, [3, 5]) == [3.0, 5.0] or sys.argv[1] == "cuda"
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_forked_process_computes_is_missing_only_on_the_device(
+    device: str, tmp_path: Path
+) -> None:
+    """Also where the steps were recorded before."""
+    script = tmp_path / "train.py"
+    script.write_text(FORKS)
+    cost = rt.run([str(script), device], chip="l4", steps=None)
+    missing = [a for a in cost.script.graphs[-1].assumptions if a.kind == "unrecorded"]
+    assert bool(missing) == (device == "cuda")

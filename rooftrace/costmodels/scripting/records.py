@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.scripting.compiled import CompiledPart
 from rooftrace.hardware import Chip
@@ -227,6 +227,12 @@ class ScriptCost(Shown):
         if stretch is None:
             return None
         return next(row for row in self.rows if row.stretch.key == stretch.key)
+
+    def whole(self, row: TurnCost) -> Estimate:
+        """The estimate of a whole turn, its pieces as one graph."""
+        if len(row.parts) == 1 and row.parts[0][1] == 1:
+            return row.parts[0][0]
+        return estimate(self.script.graph_of(row.stretch), self.chip, self.execution)
 
     def by_shape(self) -> tuple[ShapeCost, ...]:
         """What a turn costs by the shape of its input: of a server's loop, as its batch changes.

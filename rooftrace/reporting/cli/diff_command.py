@@ -20,6 +20,7 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import complain
+from rooftrace.reporting.cli.scripted import SCRIPTED, USUAL, is_of_script
 from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
@@ -150,7 +151,9 @@ def diff(
         check_measured(fail_on, targets, **{n: pricing[n] for n in _HOW}, job=job)
     else:
         check_priced([*fail_on, *([bisect] if bisect is not None else [])], targets)
-        pricing["execution"] = pricing["execution"] or "efficient"
+        scripts = any(is_of_script(str(source)) for source in sources if source is not None)
+        usual = SCRIPTED if scripts else USUAL
+        pricing["execution"] = pricing["execution"] or usual
     load_rules(rules)
     asked: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():

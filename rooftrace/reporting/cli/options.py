@@ -11,6 +11,7 @@ import click
 from rooftrace.costmodels.execution import REWRITES
 from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.cli.outputs import Output
+from rooftrace.reporting.cli.scripted import priced_as_run
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.pipelines import SCHEDULES
 
@@ -318,7 +319,7 @@ def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable
     return command
 
 
-EXECUTIONS = "naive, eager, compiled, efficient, serving, seed-naive, seed-efficient"
+EXECUTIONS = "naive, eager, compiled, mixed, efficient, serving, seed-naive, seed-efficient"
 
 
 _USUAL_CHIP = "that of --knobs, else h200-sxm"
@@ -394,12 +395,13 @@ exchange_option = click.option(
 
 def execution_option(default: str = "efficient") -> Callable[..., Any]:
     """--execution: one."""
-    return click.option("--execution", default=default, show_default=True, help=f"{EXECUTIONS}.")
+    option = click.option("--execution", default=default, show_default=True, help=f"{EXECUTIONS}.")
+    return lambda command: option(priced_as_run(command))
 
 
 def executions_option(default: str = "efficient") -> Callable[..., Any]:
     """--execution: one or several, as `executions`."""
-    return click.option(
+    option = click.option(
         "--execution",
         "executions",
         type=Commas(),
@@ -407,6 +409,7 @@ def executions_option(default: str = "efficient") -> Callable[..., Any]:
         show_default=True,
         help=f"{EXECUTIONS}.",
     )
+    return lambda command: option(priced_as_run(command))
 
 
 FIGURES = ("png", "svg", "pdf")

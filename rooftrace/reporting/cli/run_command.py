@@ -59,9 +59,7 @@ is read is a stated assumption.  What it does on the host is real: data, logging
     "of a module; the end of the optimizers' step; a range of torch.profiler or NVTX of that name "
     "(step: a profiler's step()).",
 )
-@click.option(
-    "--execution", help=f"{EXECUTIONS}.  [default: compiled with torch.compile, or eager]"
-)
+@click.option("--execution", help=f"{EXECUTIONS}.  [default: mixed]")
 @click.option("--tf32", is_flag=True, help="fp32 matrix products in TF32.")
 @click.option("--knobs", metavar="FILE", help="Fitted constants (rooftrace calibrate).")
 @click.option(
@@ -131,12 +129,20 @@ def run_script(
         if not graphs:
             raise RequestError("--save: nothing ran on the device, so there is no step to write")
         rt.save(graphs, save)
-    shown = write_result(result, form_of(form, out), out)
+    shown = write_result(result, form_of(form, out), out, document=lambda: _document(result))
     write_timeline(timeline, result, quiet=not shown)
     if shown and save is not None:
         say(f"\nthe steady step is in {save}: rooftrace report {save}")
     if result.script.code:
         raise SystemExit(result.script.code)
+
+
+def _document(result: rt.ScriptCost) -> dict[str, Any]:
+    """The run; of each row also the fields that a report has of a step.  `peak` is in bytes."""
+    from rooftrace.reporting.sections import document
+
+    turns = [{**document(result.whole(row)), **row.to_dict()} for row in result.rows]
+    return {**result.to_dict(), "turns": turns}
 
 
 def _own_options() -> list[str]:

@@ -192,11 +192,13 @@ def write_result(
     *,
     table: Callable[[], str] | None = None,
     style: str = "screen",
+    document: Callable[[], dict[str, Any]] | None = None,
 ) -> bool:
     """A result to the terminal, to stdout or to a file; whether it was the terminal.
 
     form: terminal, md, html, tex, json or csv; None: as `form_of` says.  table: the text of csv;
-    default that of its rows.  style: what tables of tex are as wide as.
+    default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
+    default that of `to_dict`.
     """
     from rooftrace.reporting.text import as_markdown, renderable, shown
 
@@ -208,7 +210,7 @@ def write_result(
         "tex": lambda: shown(result, "latex", style=style),
     }
     text = texts.get(form, lambda: as_markdown(result))
-    write_text(form, out, lambda: renderable(result), text, lambda: result.to_dict())
+    write_text(form, out, lambda: renderable(result), text, document or result.to_dict)
     return form == "terminal" and out in (None, "-")
 
 

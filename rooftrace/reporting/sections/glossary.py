@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rooftrace.reporting.view import model as view, units
+from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
     from rooftrace.reporting.sections.results import Results
@@ -16,6 +16,7 @@ RULES = (
 )
 WORDS = {
     "FLOP": "what the step computes, attention counted dense, recomputation left out",
+    "attention's backward": words.ATTENTION_BACKWARD,
     "HBM": "bytes through HBM: whose bytes they are is the role",
     "FLOP/byte": "computed FLOP (masked blocks that a kernel skips left out) over HBM bytes",
     "compulsory floor": "unique bytes that any execution moves: inputs and weights in, results out",

@@ -136,7 +136,8 @@ def _parts(estimate: Estimate) -> view.Section:
         *_sum_columns(estimate),
     )
     rows = [{"part": name, **_sums(e, estimate)} for name, e in estimate.by_part().items()]
-    return view.Section(title="Parts", parts=[view.Table(columns=columns, rows=rows)])
+    notes = [view.Note(text) for text in words.attention_again([(estimate, 1)])]
+    return view.Section(title="Parts", parts=[view.Table(columns=columns, rows=rows), *notes])
 
 
 def _modules(estimate: Estimate, params: Mapping[str, int]) -> view.Section:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.execution import SUMMARIES
 from rooftrace.costmodels.findings import islands
 from rooftrace.reporting.sections.builders import added_sections
@@ -35,6 +36,7 @@ from rooftrace.reporting.sections.report_keys import (
     PIPELINE,
     ROUTING,
     SECTION,
+    STEP,
     TOGETHER,
     UNSUPPORTED,
     WORKLOAD,
@@ -251,9 +253,11 @@ REPORT = Object(
 )
 
 
-def document(results: Results) -> dict[str, Any]:
-    """A report as report.json has it."""
-    return REPORT.plain(results)
+def document(result: Results | Estimate) -> dict[str, Any]:
+    """A report as report.json has it; a step as its phases, and their memory, have it."""
+    if isinstance(result, Estimate):
+        return {**Object("", STEP).plain(result), "memory": result.memory.to_dict()}
+    return REPORT.plain(result)
 
 
 def report_schema() -> str:

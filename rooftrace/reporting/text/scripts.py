@@ -93,10 +93,13 @@ _FOLDED_SHAPES = Folding(
 
 def script_view(result: ScriptCost, output: view.Output) -> view.View:
     """The turns; the pieces of the steady step and its memory; the host; what is assumed."""
+    steady = result.steady
     head: list[view.Part] = [view.Note(result.title, "strong"), view.Note(_summary(result))]
     said = dict(result.script.said)
     if lacking := said.pop("scratch", ""):
         head.append(view.Note(lacking, "bad"))
+    if chosen := said.pop("choices", ""):
+        head.append(view.Note(chosen, "warn"))
     if result.rows:
         rows = _FOLDED_TURNS.of(result.rows)
         is_folded = len(rows) < len(result.rows)
@@ -105,6 +108,7 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
             head.append(view.Note(_FOLDED, "faint"))
         head += [view.Note(line) for line in _sums(result)]
         head += [view.Note(line, look) for line, look in words.coverage_lines(result.steps)]
+        head += [view.Note(text) for text in words.attention_again(steady.parts if steady else ())]
     else:
         head.append(view.Note(_nothing(result.script)))
     sections = [view.Section(parts=head, place=1)]
@@ -112,7 +116,6 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if shapes:
         table = view.Table(columns=_SHAPES, rows=_FOLDED_SHAPES.of(shapes))
         sections.append(view.Section(title="By the shape of the input", parts=[table], place=2))
-    steady = result.steady
     if steady is not None:
         sections += _of_steady(steady)
     notes: list[view.Part] = [

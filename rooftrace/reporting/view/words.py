@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.timing.timings import ranked
 from rooftrace.hardware import units
 from rooftrace.hardware.units import (
@@ -17,6 +18,7 @@ from rooftrace.hardware.units import (
     format_capacity,
     format_count,
     format_flop_rate,
+    format_flops,
     format_intensity,
     format_time,
     format_traffic,
@@ -33,6 +35,12 @@ if TYPE_CHECKING:
 
 UNSUPPORTED_ON_A_SCREEN = 3
 """How many ops without a rule are named."""
+
+ATTENTION_BACKWARD = (
+    "its FLOP are 2 times those of its forward; the scores that a fused kernel computes a second "
+    "time are recomputation. FlopCounterMode counts both: 2.5 times"
+)
+"""The convention for FLOP of attention's backward."""
 
 plural, listed = units.plural, units.listed
 
@@ -277,6 +285,24 @@ def coverage_lines(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:
     whole, sentence = coverage_words((e.coverage for e in estimates), gaps)
     missing = [(line, "bad") for line in missing_rules(estimates)]
     return [(f"coverage: {sentence}", "" if whole else "bad"), *missing]
+
+
+def attention_again(parts: Sequence[tuple[Estimate, int]]) -> list[str]:
+    """The products of attention's backward that the FLOP of a step leave out, where there are any.
+
+    parts: what the step consists of, and how often each runs.
+    """
+    again = sum(
+        times * step.graph.times(op) * cost.flops(MATRIX, ("recompute",))
+        for step, times in parts
+        for op, cost in zip(step.graph.ops, step.plan.op_costs, strict=True)
+        if op.part == "backward" and "attention" in op.name
+    )
+    if not again:
+        return []
+    return [
+        f"attention's backward: {ATTENTION_BACKWARD}; recomputation here: {format_flops(again)}"
+    ]
 
 
 def missing_rules(estimates: Iterable[Estimate]) -> list[str]:

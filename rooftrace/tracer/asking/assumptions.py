@@ -136,7 +136,7 @@ def check_modules(assume: Mapping[str, Any], paths: Iterable[str], name: str) ->
 
 def _of_line(pattern: str, line: str) -> bool:
     """Whether a pattern "train.py:12" is of this line, whose path may be longer."""
-    return fnmatchcase(f"/{line}", f"*/{pattern}")
+    return bool(line) and fnmatchcase(f"/{line}", f"*/{pattern}")
 
 
 def _stands_for(pattern: str, path: str) -> bool:

@@ -39,15 +39,15 @@ def context_methods() -> dict[str, Any]:
     return {"__torch_function__": __torch_function__}
 
 
-class TensorType:
-    """The default type of tensors, where it is one of the device.  types: those, by name.
+class DefaultType:
+    """The type of tensors that a script sets for all that name none.
 
-    It also holds for `torch.Tensor(...)`, which no mode sees.
+    types: those of the device, by name.
     """
 
     def __init__(self, types: dict[str, Any]) -> None:
         self._types = types
-        self._chosen: legacy.Typed | None = None
+        self._chosen: Any = None  # one of the device; None where it is the host's
 
     def functions(self) -> dict[str, Any]:
         """Functions of torch that set it."""
@@ -57,25 +57,25 @@ class TensorType:
             name = kind.removeprefix("torch.cuda.") if type(kind) is str else ""
             chosen = self._types.get(name, kind)
             self._chosen = chosen if isinstance(chosen, legacy.Typed) else None
-            if self._chosen is None:
+            if self._chosen is not None:
+                torch.set_default_dtype(chosen.dtype)
+                torch.set_default_device("cuda")
+            else:
                 original(kind)
                 torch.set_default_device(None)
-            else:
-                torch.set_default_dtype(self._chosen.dtype)
-                torch.set_default_device("cuda")
 
         return {"set_default_tensor_type": set_default_tensor_type}
 
     def methods(self) -> dict[str, Any]:
-        """How `torch.Tensor(...)` makes a tensor."""
-        make = Tensor.__new__
+        """What `torch.Tensor(2, 3)` makes: no default device, but this type decides."""
+        original: Any = Tensor.__new__
 
-        def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._chosen is None or kind is not Tensor or kwargs:
-                return make(kind, *args, **kwargs)
-            return self._chosen(*args)
+        def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls is Tensor and self._chosen is not None and not kwargs:
+                return self._chosen(*args)
+            return original(cls, *args, **kwargs)
 
-        return {"__new__": staticmethod(new)}
+        return {"__new__": staticmethod(__new__)}
 
 
 @contextlib.contextmanager

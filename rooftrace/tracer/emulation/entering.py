@@ -148,7 +148,7 @@ def _replacements(
         yield stub, backends.nvtx_functions()
     yield from backends.distributed(here)
     yield from backends.profilers(here)
-    default = defaults.TensorType(types)
+    default = defaults.DefaultType(types)
     yield _torch, {**files.functions(here), **default.functions()}
     yield _torch.utils._device.DeviceContext, defaults.context_methods()
     yield _torch.serialization, {**files.functions(here), **files.placing()}
@@ -159,8 +159,8 @@ def _replacements(
     yield torch.amp.GradScaler, scaler.methods(here)
     yield from extensions.refused_classes()
     yield _cuda.CudaError, devices.error_methods()
-    methods = {**pinned.methods(), **legacy.methods(types), **files.tensor_methods()}
-    yield Tensor, {**methods, **default.methods()}
+    yield Tensor, {**pinned.methods(), **legacy.methods(types), **files.tensor_methods()}
+    yield Tensor, default.methods()
 
 
 def _wherever_bound(home: Any, functions: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ class _Noted:
     """One op of a capture.
 
     origin: the module, the part of the step and the line, as the recording said them.  last:
-    results of earlier ops that nothing reads after this one.
+    results of earlier ops that nothing reads after this one.  results: the static outputs.
     """
 
     function: Any
@@ -53,6 +53,7 @@ class _Noted:
     kwargs: Any
     origin: records.Origin | None = None
     last: list[int] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)  # weakly, what the capture made, by place
 
 
 class _Capture(TorchDispatchMode):
@@ -94,7 +95,8 @@ class _Capture(TorchDispatchMode):
         self.ops.append(noted)
         for place, item in enumerate(tree_leaves(result)):
             if isinstance(item, Tensor) and id(item) not in before:
-                self._made[id(item)] = weakref.ref(item), _Made(number, place)
+                noted.results[place] = weakref.ref(item)
+                self._made[id(item)] = noted.results[place], _Made(number, place)
         return result
 
     def _noted(self, item: Any) -> Any:
@@ -156,7 +158,18 @@ def _run(ops: Sequence[_Noted]) -> None:
                 alive[number] = tree_leaves(op.function(*args, **kwargs))
             del args, kwargs
             for maker in op.last:
-                del alive[maker]
+                _written(ops[maker].results, alive.pop(maker))
+
+
+def _written(static: Mapping[int, Any], results: Sequence[Any]) -> None:
+    """A replay puts its results where the capture put them: who keeps those reads these."""
+    recording = _recording()
+    if recording is None:
+        return
+    for place, reference in static.items():
+        kept = reference()
+        if kept is not None:
+            recording.stands_for(kept, results[place])
 
 
 class _CUDAGraph:

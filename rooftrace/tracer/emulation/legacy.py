@@ -37,7 +37,8 @@ class Typed(type):
         args = args or (0,)
         data = args[0] if len(args) == 1 else None
         if data is None or isinstance(data, (int, torch.Size)):
-            return torch.empty(*args or (0,), dtype=cls.dtype, device=_DEVICE)
+            sizes = (args or (0,)) if data is None else data
+            return torch.empty(sizes, dtype=cls.dtype, device=_DEVICE)
         if isinstance(data, Tensor):
             return data.to(_DEVICE, cls.dtype)
         return torch.tensor(data, dtype=cls.dtype, device=_DEVICE)

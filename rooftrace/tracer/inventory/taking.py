@@ -67,17 +67,13 @@ def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") 
         layers[item.role].append(_layer(item, shared, taken, weights))
     config = getattr(source, "config", None)
     return ModelInfo(
-        name=name or str(getattr(config, "name_or_path", "") or _class_of(source)),
-        kind=_class_of(source),
+        name=name or str(getattr(config, "name_or_path", "") or owners.class_name(source)),
+        kind=owners.class_name(source),
         layers=tuple(layers["parameter"]),
         buffers=(*layers["buffer"], *layers["attribute"]),
         modules=sum(1 for module in source.modules() if not any(True for _ in module.children())),
         notes=tuple(_notes(layers["parameter"])),
     )
-
-
-def _class_of(module: nn.Module) -> str:
-    return str(getattr(module, "original_name", "") or type(module).__name__)
 
 
 def _held_by(root: nn.Module) -> tuple[list[_Held], dict[int, list[str]]]:
@@ -167,7 +163,7 @@ def _layer(item: _Held, shared: tuple[str, ...], taken: set[_Region], weights: b
         "name": item.name,
         "role": item.role,
         "module": item.path,
-        "kind": _class_of(item.owner),
+        "kind": owners.class_name(item.owner),
         "requires_grad": asks,
         "shared": shared,
     }

@@ -129,7 +129,8 @@ def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
 
 
 def _dense(value: TorchTensor) -> TorchTensor:
-    return value.to_dense() if trees.is_sparse(value) else value.contiguous()
+    dense = value.to_dense() if trees.is_sparse(value) else value
+    return dense.clone(memory_format=torch.contiguous_format)  # one element may have the stride 0
 
 
 class _Builder:

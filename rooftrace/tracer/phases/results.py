@@ -102,7 +102,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
         if parameter.dtype.is_floating_point:
             name = dtype_name(parameter.dtype)
             sizes[name] = sizes.get(name, 0) + parameter.numel()
-    config = getattr(module, "config", None)
+    config = owners.asked(module, "config")
     return {
         "name": getattr(config, "name_or_path", "") or type(module).__name__,
         "class": type(module).__name__,

@@ -129,7 +129,7 @@ class Functions(TorchFunctionMode):
         finally:
             here.functions = outer
             tape.part = before
-            tape.after_backward = True
+            tape.differentiated()
 
     def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
         """What `tensor.data = data` puts there: a weight on meta stays there."""

@@ -210,7 +210,8 @@ class Recorder(TorchDispatchMode, Tape):
     def after_call(self, module: nn.Module) -> None:
         """A call of a module ends, in a thread that is recorded."""
         here = self.here
-        if self.paths.is_transparent(module) or module not in here.modules:
+        known = any(module is other for other in here.modules)
+        if self.paths.is_transparent(module) or not known:
             return
         if sys.exc_info()[0] is not None and self.failed_in is None:
             self.failed_in = (here.path, type(module).__name__)

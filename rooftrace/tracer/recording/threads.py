@@ -89,6 +89,8 @@ class Threads:
     functions: makes the function mode of a thread.
     """
 
+    told_of_forks = False  # True: somebody hears when a process that the code forks computes
+
     def __init__(
         self,
         tape: Tape,
@@ -175,7 +177,7 @@ class Threads:
             here.submitting = before
 
     def _elsewhere(self, original: Callable[..., Any], worker: Any, *args: Any, **kw: Any) -> Any:
-        if self._threads.here():
+        if self._threads.here() and not self.told_of_forks:
             self._say("the step hands work to another process")
         return original(worker, *args, **kw)
 

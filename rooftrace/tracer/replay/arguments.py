@@ -221,7 +221,8 @@ class Beginning:
 
 def _content(tensor: Tensor) -> Any:
     with _disable_current_modes():
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = plain.clone(memory_format=torch.contiguous_format)  # one element may have stride 0
         return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases import steps
+from rooftrace.tracer.scripts.clocks import Prices
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Derived, Turns
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded, records
@@ -51,6 +52,10 @@ class Book:
 
     def _is_sample(self, place: int) -> bool:
         return any(place in each.samples.values() for each in self.derived)
+
+    def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
+        """Expected seconds of what a recorder has recorded so far; it goes on."""
+        return prices.part(_print_of(recorder.graph), lambda: _lowered(recorder, root, learnt))
 
     def discard(self, recorder: ScriptRecorder) -> None:
         """Empty a recorder that is no more on."""

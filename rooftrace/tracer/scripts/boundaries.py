@@ -91,10 +91,10 @@ class BoundaryFinder(Finder):
         if self._boundary.at != "batch":
             super().loaded(seconds)
             return
-        waiting = self._turn is None
+        self.clock.loaded(seconds)
         self._next("a batch")
         if self._turn is not None:
-            self._turn.loaded.add(seconds, awaited=waiting)
+            self._turn.loaded.add(seconds)
 
     def marked(self, name: str) -> None:
         """The script has come to a mark of its own, or of a library."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.tensors import owners, tensors_in
 from rooftrace.tracer.values import META, Values
 
 _PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device)
@@ -47,7 +47,7 @@ def look_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        getattr(module, "require_backward_grad_sync", None),
+        owners.asked(module, "require_backward_grad_sync"),
     )
     return Look((state, inside), not opaque, tuple(sizes))
 
@@ -127,7 +127,7 @@ def says(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 
 def _inside(module: nn.Module) -> nn.Module:
     """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
-    inner = getattr(module, "_orig_mod", None)
+    inner = owners.asked(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
         held = dict(module._modules.items())  # TorchScript's are no dictionary
         inner = held.get("module", held.get("_fsdp_wrapped_module"))

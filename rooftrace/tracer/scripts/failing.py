@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from rooftrace.errors import is_ours
 from rooftrace.hardware.units import plural
 from rooftrace.tracer.launching import Ended
-from rooftrace.tracer.scripts.records import OURS, Failure, Frame, Script
+from rooftrace.tracer.scripts.records import OURS, FailedCall, Failure, Script
 from rooftrace.tracer.source import TraceError, lines
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -82,13 +82,15 @@ def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
 _USERS = ("script", "library")
 
 
-def _frames(error: BaseException) -> tuple[Frame, ...]:
+def _frames(error: BaseException) -> tuple[FailedCall, ...]:
     """The calls that led to an error, outermost first."""
     calls = list(traceback.extract_tb(error.__traceback__))
     if isinstance(error, SyntaxError) and error.filename:
         calls.append(traceback.FrameSummary(error.filename, error.lineno or 0, "<module>"))
     return tuple(
-        Frame(call.filename, call.lineno or 0, call.name, call.line or "", _whose(call.filename))
+        FailedCall(
+            call.filename, call.lineno or 0, call.name, call.line or "", _whose(call.filename)
+        )
         for call in calls
     )
 
@@ -140,6 +142,6 @@ def _way(failure: Failure) -> list[str]:
     return way + [f"  {cause}" for cause in failure.causes]
 
 
-def _line(frame: Frame) -> str:
+def _line(frame: FailedCall) -> str:
     code = f": {frame.code[:_WIDEST]}" if frame.code else ""
     return f"  {lines.relative(frame.file)}:{frame.line} in {frame.function}{code}"

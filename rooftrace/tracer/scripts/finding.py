@@ -25,11 +25,12 @@ from rooftrace.tracer.scripts.calls import (
     says,
     state_of,
 )
+from rooftrace.tracer.scripts.clocks import Prices
 from rooftrace.tracer.scripts.keeping import TurnKeeper
 from rooftrace.tracer.scripts.lengths import Ops, Probe
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.scripts.records import TRAINING
+from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tensors import tensors_in
@@ -203,6 +204,17 @@ class Finder(TurnKeeper):
         first = turn.calls[0] if turn.calls else look
         return self._steady[self._key(turn, first)].answer(len(turn.calls), look)
 
+    def differentiated(self) -> None:
+        """A backward has run: where no optimizer says later which tensors are gradients, they are
+        those that weights have now."""
+        turn = self._turn
+        if turn is None or not turn.recorded or not self._stage.leads:
+            return
+        with torch._C.DisableTorchFunction():
+            if not self._optimizers.known:
+                root = self._roots.container
+                stepping.note_gradients(self._stage.recorder, root, turn.learnt)
+
     def before_step(self) -> None:
         """An optimizer is about to step."""
         if self._turn is not None and self._turn.repeating:
@@ -211,9 +223,10 @@ class Finder(TurnKeeper):
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
         turn = self._turn
+        self.clock.loaded(seconds)
         with torch._C.DisableTorchFunction():
             goes_to = self._loaded if turn is None or self._is_whole(turn) else turn.loaded
-        goes_to.add(seconds, awaited=turn is not None)
+        goes_to.add(seconds)
 
     def end(self) -> None:
         """The script has ended."""
@@ -221,18 +234,31 @@ class Finder(TurnKeeper):
             self._note_backward(self._turn)
             self._finish(self._turn)
 
-    def settle(self) -> float:
-        """End the open turn if all of it has run; returns how far it is, by its ops, up to 1."""
+    def elapsed(self, prices: Prices) -> float | None:
+        """Expected seconds of what has run of the open turn; None where none is open.
+
+        One that is not run is where a turn like it was after as many calls, backwards and steps.
+        """
         turn = self._turn
         if turn is None:
-            return 0.0
+            return None
         with torch._C.DisableTorchFunction():
-            if self._is_whole(turn):
-                self._finish(turn)
-                return 0.0
-        steady = self._steady.get(TRAINING)
-        calls = len(steady.calls) if steady is not None else 0
-        return min(len(turn.calls) / calls, 1.0) if calls else 0.0
+            whole = self._is_whole(turn)
+            place = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
+            if turn.recorded:
+                seconds = prices.total(turn.pieces)
+                recorder = self._stage.recorder
+                before = turn.reached.get((place[0] - 1, place[1] - 1, place[2]))
+                if turn.repeating and before is not None:  # a pass is where the last one was
+                    last = turn.pieces[-1].graph
+                    seconds = before + prices.total([TurnPiece(last)])
+                elif not turn.repeating and recorder.has_ops:
+                    seconds += self.book.part(recorder, self._roots.container, turn.learnt, prices)
+                turn.reached[place] = seconds
+                return seconds
+        steady = self._steady[self._key(turn, turn.calls[0] if turn.calls else None)]
+        part = 1.0 if whole else min(len(turn.calls) / max(len(steady.calls), 1), 1.0)
+        return steady.reached.get(place, prices.total(steady.pieces) * part)
 
     @property
     def learnt(self) -> stepping.Learnt | None:

@@ -45,6 +45,7 @@ class TurnKeeper:
         self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.variety = Variety()
+        self._stepped = False  # an optimizer has, in a turn that has ended
         self.trained = self.called = 0  # training steps, and calls without gradients, so far
 
     def _begin(self, turn: OpenTurn, look: Look | None) -> OpenTurn:
@@ -125,10 +126,13 @@ class TurnKeeper:
             self.lengths.learn(seen)
         before = steady if steady and (steady.pieces, steady.calls) == (pieces, calls) else None
         alike = (1 + (before.alike if before else 0)) * plain
-        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch)
+        reached = {**(before.reached if before else {}), **turn.reached}
+        self._steady[key] = SteadyTurns(pieces, calls, alike, list(self._results), stretch, reached)
 
     def _add(self, turn: OpenTurn, stretch: Turns, run: int) -> None:
-        self.clock.ended(stretch.pieces, turn.loaded.awaited)
+        self.clock.ended(stretch.pieces)
+        if self._optimizers.have_stepped() and not self._stepped:
+            self._stepped, self.trained = True, 0  # passes before that were no steps
         if turn.kind == TRAINING:
             self.trained += 1
         else:

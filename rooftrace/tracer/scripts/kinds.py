@@ -83,11 +83,12 @@ class Kinds:
         return turn.kind == TRAINING
 
     def settle(self, turn: OpenTurn) -> None:
-        """A turn has ended: it was a training step if an optimizer has stepped after gradients.
+        """A turn has ended: it was a training step if a backward ran or an optimizer has stepped.
 
         One that has weights only while it steps is known from its first step on.
         """
-        if turn.kind == INFERENCE and turn.helps is None and self._optimizers.have_stepped():
+        stepped = turn.helps is None and self._optimizers.have_stepped()
+        if turn.backwards or stepped:
             turn.kind = TRAINING
 
     def note(self, turn: OpenTurn, module: nn.Module, brought: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
@@ -106,14 +107,18 @@ class Presented(functions.Functions):
             return answer(tensor) if self._is_there(tensor) else func(*args, **(kwargs or {}))
         if func is Tensor.type and len(args) == 1 and not kwargs and self._is_there(args[0]):
             return _KINDS.get(args[0].dtype) or func(*args)
+        if isinstance(func, OpOverload):  # of a mode below: the device that it names is the op's
+            return super().__torch_function__(func, types, args, kwargs)
         asked = self._asked(func, args, kwargs or {})
-        if func in _MOVES:
+        if func in _MOVES and asked is not None:
             args = (self._leaving(args[0], asked), *args[1:])
         out = super().__torch_function__(func, types, args, kwargs)
         if func is functions.PARSE_TO:
             like = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(like, Tensor) and self._is_there(like):
                 out = (self._shown, *out[1:])
+        elif func in _WORDS and self._is_there(args[0]):
+            out = out.replace("device='meta'", f"device='{self._shown}'")
         elif asked is None:
             self._shapes.follow((args, kwargs), out)
         elif _is_meta(asked):
@@ -138,8 +143,6 @@ class Presented(functions.Functions):
     def _leaving(self, tensor: Tensor, asked: Any) -> Tensor:
         """What a tensor is copied from that goes to meta, where it has no numbers and no bytes of
         the device, or from there."""
-        if asked is None:
-            return tensor
         if tensor in self._shapes:
             if not _is_meta(asked):
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -152,6 +155,7 @@ class Presented(functions.Functions):
         return tensor.device.type == "meta" and tensor not in self._shapes
 
 
+_WORDS = frozenset({Tensor.__repr__, Tensor.__format__})
 _MOVES = frozenset({Tensor.to, Tensor.cuda, Tensor.cpu})
 
 
@@ -181,8 +185,8 @@ def moved_in_place() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def storages_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
-    """Inside, storages on meta are shown on the device where their tensors are."""
+def devices_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
+    """Inside, what torch's C half says of places on meta is shown on the device, as tensors are."""
     place = torch.UntypedStorage.device.__get__  # type: ignore[attr-defined]
 
     def device(storage: Any) -> torch.device:
@@ -190,7 +194,20 @@ def storages_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
         on_meta = there.type == "meta" and not shapes.has(storage._cdata)
         return shown if on_meta and _get_current_function_mode_stack() else there
 
-    with replaced(torch.UntypedStorage, {"device": property(device)}):
+    name = "_group_tensors_by_device_and_dtype"
+    group = original_of(torch._C, name)
+
+    def grouped(*args: Any) -> Any:
+        """Tensors by device: optimizers move scalars to what this says."""
+        return {
+            (shown if place.type == "meta" and parts[0][0][0] not in shapes else place, kind): parts
+            for (place, kind), parts in group(*args).items()
+        }
+
+    with (
+        replaced(torch.UntypedStorage, {"device": property(device)}),
+        replaced(torch._C, {name: grouped}),
+    ):
         yield
 
 

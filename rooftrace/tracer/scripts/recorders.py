@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
@@ -19,6 +20,13 @@ from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
+_aten = torch.ops.aten
+_TAKES_VALUES = frozenset(
+    {_aten.fill_, _aten.index_fill_, _aten.index_put_, _aten._index_put_impl_, _aten.masked_fill_}
+)
+"""Ops that write a tensor and take a value from another device."""
+_ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
+"""Ops that read no number of their other tensor."""
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
@@ -26,7 +34,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
     shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
-    of the whole run.
+    of the whole run.  differentiated: is told when a backward of the script has run.
     """
 
     hands_on_calls = True
@@ -39,14 +47,17 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         shown: torch.device,
         shapes: Shapes,
         device_tensors: DeviceTensors,
+        differentiated: Callable[[], None],
     ) -> None:
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
+        self._differentiated = differentiated
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
         self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
         self._inputs: set[int] = set()  # their storages
         super().__init__(values, record, own_step=True, roll_loops=False)
         self._runner.device = shown
+        self._followers.told_of_forks = True
         self.entries.weakly = True
         self.origins.tells_compiled = True
 
@@ -59,6 +70,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             with self.paused():  # somebody asks for sizes: DTensor, a compiler
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def differentiated(self) -> None:
+        """A backward of the script has run."""
+        super().differentiated()
+        self._differentiated()
 
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""
@@ -83,10 +99,26 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self._count(args[0], args[1])
             if args[0].device.type == "cpu" and args[1].device.type == "meta":
                 return self._filled(args[0], args[1])
+        elif func._opname.endswith("_") and _is_host(args[0]):
+            args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
         if not self.recording and isinstance(out, Tensor) and out.is_meta:
             self.unrecorded += 1
         return out
+
+    def _for_host(self, func: Any, args: Any) -> Any:
+        """The arguments of an op that writes a host tensor: it takes single values of the device,
+        where torch does."""
+        theirs = [tensor for tensor in tensors_in(args[1:]) if tensor.is_meta]
+        if not theirs or func._overloadpacket in _ELSEWHERE:
+            return args
+        if func._overloadpacket not in _TAKES_VALUES or any(tensor.dim() for tensor in theirs):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self._shown} and cpu! (in {func._opname})"
+            )
+        values = {id(tensor): self._value(tensor) for tensor in theirs}
+        return tree_map(lambda item: values.get(id(item), item), args)
 
     def _count(self, to: Tensor, source: Tensor) -> None:
         if source.device.type == to.device.type:
@@ -182,6 +214,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.chosen("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _is_host(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Turns(Struct, frozen=True):
         return self.first + self.turns - 1
 
 
-class Frame(Struct, frozen=True):
+class FailedCall(Struct, frozen=True):
     """A call on the way to an error.  whose: script, library, torch, python or rooftrace."""
 
     file: str
@@ -127,7 +127,7 @@ class Failure(Struct, frozen=True):
     where: str = ""
     thread: str = ""
     traceback: str = ""
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[FailedCall, ...] = ()
     causes: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     below_device: bool = False
@@ -185,5 +185,6 @@ class Script(Struct, frozen=True):
         graphs: dict[str, OpGraph] = {}
         for stretch in self._steady():
             graph = self.graph_of(stretch)
-            graphs.setdefault(graph.phase, graph)
+            said = {**graph.provenance, "script": True}
+            graphs.setdefault(graph.phase, graph.replace(provenance=said))
         return graphs

@@ -43,7 +43,7 @@ class GraphFinder(BoundaryFinder):
                 self._replays = True
             elif self._before is None:
                 self._replays = False
-                self._replayed(self._stepped())
+                self._replayed(self._replayed_steps())
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A module is called from outside of any module."""
@@ -75,7 +75,7 @@ class GraphFinder(BoundaryFinder):
         turn.calls.append(look)
         self._seen = len(self._stage.recorder.graph.nodes)
 
-    def _stepped(self) -> set[str]:
+    def _replayed_steps(self) -> set[str]:
         """The classes of the optimizers whose ops were replayed."""
         names = set()
         for place, node in enumerate(self._stage.recorder.graph.nodes):

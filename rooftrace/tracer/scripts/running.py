@@ -14,7 +14,7 @@ import torch
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulated
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphfiles import graphs_bytes
 from rooftrace.tracer.launching import (
     Ended,
@@ -26,7 +26,7 @@ from rooftrace.tracer.launching import (
 from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.scripts import presenting, sending
 from rooftrace.tracer.scripts.boundaries import Boundary
-from rooftrace.tracer.scripts.clocks import SimulatedClock
+from rooftrace.tracer.scripts.clocks import Prices, SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -38,6 +38,9 @@ from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
 from rooftrace.tracer.scripts.watching import marks_told, watched
 from rooftrace.tracer.values import Values
+from rooftrace.tracer.vocabulary import UNRECORDED
+
+FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         stops.append(run.stop)
         finder = watch.finder
         if simulated:
-            finder.clock = SimulatedClock(seconds, finder.book.graphs, finder.settle)
+            finder.clock = SimulatedClock(
+                Prices(seconds, finder.book.graphs), lambda: watch.stage.leads, finder.elapsed
+            )
         meter = RecordedMemory(watch.stage)
         index = where.local_rank
         undo.enter_context(emulated(device, meter, finder.clock, index, say, finder.told))
@@ -115,6 +120,8 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
             undo.enter_context(finder.clock.told())
         with watch.on():
             ended = run()
+        if isinstance(finder.clock, SimulatedClock):
+            said["simulated clock"] = finder.clock.said
         if ended.exception is None:
             finder.check()
     said.update(ended.assumed)
@@ -151,7 +158,14 @@ class RunWatch:
         )
 
     def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(self.values, record, self.shown, self.shapes, self.device_tensors)
+        return ScriptRecorder(
+            self.values,
+            record,
+            self.shown,
+            self.shapes,
+            self.device_tensors,
+            lambda: self.finder.differentiated(),
+        )
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -161,7 +175,7 @@ class RunWatch:
             undo.enter_context(watched(finder))
             undo.enter_context(marks_told(finder.marked))
             undo.enter_context(presenting.moved_in_place())
-            undo.enter_context(presenting.storages_shown(self.shown, self.shapes))
+            undo.enter_context(presenting.devices_shown(self.shown, self.shapes))
             undo.enter_context(presenting.saving_shown())
             undo.enter_context(presenting.checkpoints_alike())
             undo.enter_context(
@@ -181,9 +195,12 @@ class RunWatch:
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
+        graphs = tuple(self.finder.book.graphs)
+        chosen = self.values.otherwise()
+        said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
         return Script(
             name=name,
-            graphs=tuple(self.finder.book.graphs),
+            graphs=tuple(map(_short, graphs)) if self.device_tensors.forked else graphs,
             stretches=tuple(self.finder.book.stretches),
             ended=ended.reason,
             code=ended.code,
@@ -192,5 +209,12 @@ class RunWatch:
             outside=self.stage.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
-            failure=failure_of(ended, self.values.otherwise()),
+            failure=failure_of(ended, chosen),
         )
+
+
+def _short(graph: OpGraph) -> OpGraph:
+    """The graph, which says that a forked process computed, too."""
+    number = max((item.id for item in graph.assumptions), default=-1) + 1
+    forked = Assumption(id=number, kind=UNRECORDED, where="", text=FORKED)
+    return graph.replace(assumptions=(*graph.assumptions, forked))

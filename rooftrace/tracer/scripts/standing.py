@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +22,12 @@ class DeviceTensors:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._alive: dict[int, tuple[Any, records.Spec]] = {}  # by the place of the bytes
+        self._own, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked
+
+    @property
+    def forked(self) -> bool:
+        """Whether a process that the script has forked made a tensor of the device."""
+        return self._elsewhere[0] != 0
 
     def meet(self, tensors: Iterable[Any]) -> None:
         """Results of an op, or what a recorder knows of."""
@@ -35,6 +43,8 @@ class DeviceTensors:
         known = self._alive.get(key)
         if known is None or known[0]() is None:
             self._alive.pop(key, None)  # of bytes that were at this place before
+            if os.getpid() != self._own:
+                self._elsewhere[0] = 1
             self._alive[key] = weakref.ref(storage), spec
 
     def meet_results(self, tape: Tape) -> None:

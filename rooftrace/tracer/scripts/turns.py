@@ -13,20 +13,15 @@ from rooftrace.tracer.scripts.records import TurnPiece, Turns
 
 @dataclass
 class LoadedBatches:
-    """What data loaders did for a turn.
-
-    awaited: seconds of it in which no other time of the script passed.
-    """
+    """What data loaders did for a turn."""
 
     seconds: float = 0.0
     batches: int = 0
-    awaited: float = 0.0
 
-    def add(self, seconds: float, awaited: bool) -> None:
+    def add(self, seconds: float) -> None:
         """One more batch, after so many seconds."""
         self.seconds += seconds
         self.batches += 1
-        self.awaited += seconds * awaited
 
 
 @dataclass
@@ -52,6 +47,7 @@ class OpenTurn:
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
     modules: set[int] = field(default_factory=set)  # that were called
     had: int = 0  # bytes that the host had brought when the last call began
+    reached: dict[Any, float] = field(default_factory=dict)  # seconds up to where time was told
 
     @property
     def is_accumulated(self) -> bool:
@@ -74,6 +70,7 @@ class SteadyTurns:
     alike: int = 0
     results: list[Result] = field(default_factory=list)
     stretch: Turns | None = None
+    reached: dict[Any, float] = field(default_factory=dict)  # as of an open turn
 
     def answer(self, place: int, look: Look) -> Result | None:
         """What the call at this place of a turn gave; None where it looked otherwise."""

@@ -10,12 +10,14 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
-from types import CodeType, FrameType
+from inspect import getattr_static
+from types import CodeType, FrameType, FunctionType
 
 _ASKING = ("CALL", "COMPARE_OP", "CONTAINS_OP", "TO_BOOL", "UNARY_NOT")
 """Instructions other than jumps that ask for a condition; a call may return it."""
 _FILLERS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "TO_BOOL"})
 _RAISING = frozenset({"RAISE_VARARGS", "RERAISE"})
+_NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD"})
 _EXITS = frozenset({"exit", "_exit", "quit"})
 """Functions of Python that end the program."""
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
@@ -37,7 +39,7 @@ def answer_that_goes_on(frame: FrameType | None, place: int | None = None) -> bo
         if at is None:
             return None
         if "_IF_" in steps[at].opname:
-            true = _goes_on_with(frame.f_code, at)
+            true = _goes_on_with(frame.f_code, at, _endings(frame))
             return true if true is None else true != negated
         frame = frame.f_back
     return None
@@ -54,6 +56,8 @@ def number_that_goes_on(frame: FrameType | None, usual: float, whole: bool) -> f
     steps = _steps(frame.f_code)
     at = _following(steps, _at(steps, frame.f_lasti))
     compared = _following(steps, at)
+    if compared == len(steps):  # the number is returned
+        return None
     other = _number(frame, steps[at])
     holds = _COMPARISONS.get(steps[compared].argval)
     if other is None or holds is None or steps[compared].opname != "COMPARE_OP":
@@ -78,6 +82,21 @@ def _number(frame: FrameType, step: dis.Instruction) -> float | None:
         named = step.opname.startswith("LOAD_") and "ATTR" not in step.opname
         loaded = {**frame.f_globals, **frame.f_locals}.get(loaded) if named else None
     return loaded if isinstance(loaded, int | float) else None
+
+
+def _endings(frame: FrameType) -> frozenset[str]:
+    """Names of functions, and of methods of `self`, with which code ends: they raise or exit."""
+    own = type(frame.f_locals.get("self"))
+    named = {name: getattr_static(own, name, None) for name in frame.f_code.co_names}
+    named |= {name: frame.f_globals[name] for name in named if name in frame.f_globals}
+    return _EXITS.union(
+        name for name, f in named.items() if isinstance(f, FunctionType) and _ends(f.__code__)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _ends(code: CodeType) -> bool:
+    return _fails(_steps(code), _EXITS, {}, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -128,10 +147,10 @@ def _following(steps: tuple[dis.Instruction, ...], at: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _goes_on_with(code: CodeType, at: int) -> bool | None:
+def _goes_on_with(code: CodeType, at: int, endings: frozenset[str]) -> bool | None:
     """The answer with which a conditional jump goes on and fails with the other; None for none."""
     steps = _steps(code)
-    jumped, passed = (_fails(steps, {}, way) for way in (_target(steps, at), at + 1))
+    jumped, passed = (_fails(steps, endings, {}, way) for way in (_target(steps, at), at + 1))
     return None if jumped == passed else ("_IF_TRUE" in steps[at].opname) != jumped
 
 
@@ -140,11 +159,13 @@ def _target(steps: tuple[dis.Instruction, ...], at: int) -> int:
     return _at(steps, steps[at].argval) if steps[at].opcode in _JUMPS else at
 
 
-def _fails(steps: tuple[dis.Instruction, ...], seen: dict[int, bool], first: int) -> bool:
+def _fails(
+    steps: tuple[dis.Instruction, ...], endings: frozenset[str], seen: dict[int, bool], first: int
+) -> bool:
     """Whether all that may come from a step on raises an error or exits.
 
-    seen: what is known of steps at which a block begins; it is added to.  A `for` is taken to end,
-    a `while` is not.
+    endings: names of functions that do.  seen: what is known of steps at which a block begins; it
+    is added to.  A `for` is taken to end, a `while` is not.
     """
     if first in seen or len(seen) > _FARTHEST:
         return seen.get(first, False)
@@ -152,7 +173,7 @@ def _fails(steps: tuple[dis.Instruction, ...], seen: dict[int, bool], first: int
     ways: tuple[int | None, ...] = ()
     while at < len(steps) and not ways:
         name, target = steps[at].opname, _target(steps, at)
-        if name in _RAISING or (name.startswith("LOAD_") and steps[at].argval in _EXITS):
+        if name in _RAISING or (name in _NAMING and steps[at].argval in endings):
             return True
         if "_IF_" in name or name == "FOR_ITER":
             ways = (target, at + 1) if target > at else (None,)
@@ -161,5 +182,7 @@ def _fails(steps: tuple[dis.Instruction, ...], seen: dict[int, bool], first: int
             ways = (_target(steps, target) if looped else None,)
         else:
             at = target if "JUMP" in name else at + 1
-    seen[first] = bool(ways) and all(w is not None and _fails(steps, seen, w) for w in ways)
+    seen[first] = bool(ways) and all(
+        w is not None and _fails(steps, endings, seen, w) for w in ways
+    )
     return seen[first]

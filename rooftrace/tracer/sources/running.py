@@ -46,7 +46,9 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     if script.failure is not None:
         raise ScriptError(script)
     if script.code and not script.stretches:
-        raise TargetError(f"target {job.name!r}: the script exited with code {script.code}")
+        chosen = script.said.get("choices", "")
+        text = f"target {job.name!r}: the script exited with code {script.code}"
+        raise TargetError(f"{text}\n{chosen}" if chosen else text)
     graphs = {phase: _said(graph, asked) for phase, graph in script.by_phase().items()}
     if not graphs:
         raise TargetError(

@@ -30,8 +30,7 @@ class Paths:
                 self._transparent.add(id(module))
             else:
                 self._paths.setdefault(id(module), shown)
-                kind = getattr(module, "original_name", type(module).__name__)
-                self.kinds.setdefault(shown, kind)
+                self.kinds.setdefault(shown, owners.class_name(module))
 
     def is_transparent(self, module: nn.Module) -> bool:
         """Whether a module is a wrapper that is not shown."""

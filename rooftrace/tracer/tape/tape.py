@@ -85,6 +85,10 @@ class Tape:
     def after_backward(self, after: bool) -> None:
         self.here.after_backward = after
 
+    def differentiated(self) -> None:
+        """A backward of the user's has run."""
+        self.after_backward = True
+
     @property
     def own_step(self) -> bool:
         """Whether the code is a whole step of the user's.  Its ops then tell its parts, and tensors

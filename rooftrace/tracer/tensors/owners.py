@@ -17,6 +17,20 @@ LAZY = (UninitializedParameter, UninitializedBuffer)
 """Classes of tensors that have no shape before their module is called the first time."""
 
 
+def asked(item: Any, name: str, default: Any = None) -> Any:
+    """An attribute that a user's object need not have; what it raises says that it has none."""
+    try:
+        return getattr(item, name, default)
+    except Exception:  # of the user's own __getattr__
+        return default
+
+
+def class_name(module: nn.Module) -> str:
+    """The class of a module; TorchScript's say of what they were made."""
+    made_of = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    return str(made_of or type(module).__name__)
+
+
 def own_tensors(module: nn.Module) -> Iterable[Tensor]:
     """Parameters, buffers and plain tensor attributes of one module, without its children's."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):

@@ -18,6 +18,7 @@ from rooftrace.tracer.tensors import trees
 MAX_SAME_BRANCH = 256
 """The most equal answers in a row to one unknown condition: after them it flips, so loops end."""
 
+_ANY = {"density": "SHARE", "value": "NUMBER"}
 DENSITY = 0.5
 """The share of an unknown mask that is taken as true."""
 
@@ -41,7 +42,7 @@ class Assumptions:
         self.turned = frozenset(turned)
         self.by_number = False  # the user's branches count conditions: none is computed
         self.last_line = ""  # the line that asked for the last unknown condition
-        self.choosing: dict[tuple[str, str], str] = {}  # by kind and line
+        self.choosing: dict[tuple[str, str], tuple[str, Any]] = {}  # by kind and line
         self.assumptions: list[Assumption] = []
         self.asides = range(0)  # those made while nothing was recorded
         self.decisions = 0  # how many unknown conditions were decided
@@ -94,27 +95,28 @@ class Assumptions:
         """Record a choice that the user can make (`decided`: as it was), for the line that asks."""
         key = kind, lines.relative_line(lines.asking_line(2))
         self.choosing.pop(key, None)
-        self.choosing[key] = says_who(text, decided)
-        return frozenset([self.assume(kind, self.choosing[key], value)])
+        self.choosing[key] = says_who(text, decided), value
+        return frozenset([self.assume(kind, *self.choosing[key])])
 
     def otherwise(self, most: int = 3) -> list[str]:
         """How the last choices are made otherwise, by the user: the latest first."""
         shown = []
-        for (kind, line), text in list(self.choosing.items())[: -most - 1 : -1]:
-            other = "NUMBER" if kind == "value" else "SHARE" if kind == "density" else ""
-            other = other or str("taken as True" not in text).lower()
+        for (kind, line), (text, value) in list(self.choosing.items())[: -most - 1 : -1]:
+            other = str(not value).lower() if kind == "branch" else _ANY[kind]
             shown.append(f"Before, at {line}, {text}; --assume {kind}@{line}={other} changes that.")
         return shown
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """A value for an unknown mask: its first elements are true, at least one unless the user
-        sets 0."""
+        """A value for an unknown mask: the first elements of each row are true, at least one in
+        all unless the user sets 0."""
         decided = self.decision("density")
         density = DENSITY if decided is None else float(decided)
-        flat = torch.zeros(math.prod(shape), dtype=torch.bool)
-        flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
+        rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
+        true = max(1 if density else 0, math.ceil(rows * columns * density))
+        whole, over = divmod(true, max(rows, 1))
+        mask = torch.arange(columns) < whole + (torch.arange(rows) < over).long()[:, None]
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
-        return flat.reshape(shape), self.chosen("density", text, density, decided)
+        return mask.reshape(shape), self.chosen("density", text, density, decided)
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for unknown numbers: 1, unless the user sets another or the code fails with 1, as

@@ -185,7 +185,9 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
 def flop_counts(graph: OpGraph) -> dict[tuple[str, str], int]:
     """Matrix FLOP of all that ran, by module path and op, as FlopCounterMode counts them.
 
-    Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.
+    Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.  Scores that
+    attention's backward computes a second time are those that a mask lets through: without one,
+    its FLOP are 2.5 times those of its forward, as they are there.
     """
     planned = plan(graph, AS_CALLED)
     graph = planned.graph
