@@ -447,18 +447,3 @@ for step in range(3):
     products = [op.facts["stored"] for op in ops if op.name == "aten.mm" and "stored" in op.facts]
     assert products == [stored, stored]  # forward, and the transposed one in backward
     assert cost.steps[-1].flops < 2 * (2 * rows * width * width + 2 * stored * width) * 1.1
-
-
-def test_a_default_type_of_the_device_holds_for_the_constructor_of_tensors(tmp_path: Path) -> None:
-    text = """
-torch.set_default_tensor_type("torch.cuda.FloatTensor")
-made = torch.Tensor([1e10]), torch.Tensor(2, 3), torch.Tensor(), torch.rand(2)
-assert all(t.is_cuda and type(t) is torch.Tensor for t in made)
-assert [t.numel() for t in made] == [1, 6, 0, 2] and float(made[0]) == 1e10
-assert not torch.FloatTensor([1.0]).is_cuda
-model = nn.Linear(3, 3)
-(model(torch.Tensor([[1.0, 2.0, 3.0]])) * torch.Tensor([2.0])).sum().backward()
-torch.set_default_tensor_type("torch.FloatTensor")
-assert not torch.Tensor([1.0]).is_cuda
-"""
-    assert ours(written(tmp_path, text)).script.failure is None
