@@ -122,6 +122,8 @@ def test_a_number_is_one_that_python_goes_on_with(code: str) -> None:
     )
     asked.clear()
     assert not scope["run"](Number()) and asked == [None, None]
+    exec(compile(CODE.format(code="return x.item()"), "returned.py", "exec"), scope)
+    assert scope["run"](Number()) == 1
 
 
 @pytest.mark.parametrize("code", OPEN)

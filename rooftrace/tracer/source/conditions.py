@@ -56,6 +56,8 @@ def number_that_goes_on(frame: FrameType | None, usual: float, whole: bool) -> f
     steps = _steps(frame.f_code)
     at = _following(steps, _at(steps, frame.f_lasti))
     compared = _following(steps, at)
+    if compared == len(steps):  # the number is returned
+        return None
     other = _number(frame, steps[at])
     holds = _COMPARISONS.get(steps[compared].argval)
     if other is None or holds is None or steps[compared].opname != "COMPARE_OP":
