@@ -7,6 +7,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.scripting import ScriptCost
+from rooftrace.reporting.cli.scripted import usual_execution
 from rooftrace.tracer.collectives import marks
 
 if torch.cuda.is_available():
@@ -164,6 +165,8 @@ def test_only_what_is_compiled_is_fused_and_no_kernel_crosses_the_border(tmp_pat
     path = tmp_path / "step.json.gz"
     rt.save(cost.script.by_phase(), path)
     assert rt.estimate(rt.load(path), "h100-sxm", "mixed").t_est == row.t_est
+    assert usual_execution([str(path)]) == usual_execution(["train.py --lr=1"]) == "mixed"
+    assert usual_execution(["models.py:build", None]) == "efficient"
     (eager,) = ran(tmp_path, PARTS, execution="eager").rows
     assert (eager.kernels, eager.bytes_hbm) == (10, (9 * 2 + 3) * size)
     (whole,) = ran(tmp_path, PARTS, execution="compiled").rows
