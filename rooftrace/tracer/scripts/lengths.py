@@ -106,7 +106,12 @@ class LengthForm:
         """Whether the formulas are taken to hold at a length."""
         low, high = self.bounds
         near = low - low // _BEYOND <= length <= high + high // _BEYOND
-        return near and not any(min(low, length) <= end <= max(high, length) for end in self.ends)
+        return near and self.reaches(length)
+
+    def reaches(self, length: int) -> bool:
+        """Whether no length is known, up to this one, at which calls run otherwise."""
+        low, high = self.bounds
+        return not any(min(low, length) <= end <= max(high, length) for end in self.ends)
 
     def gives(self, length: int, seen: Seen) -> bool:
         """Whether the formulas give what was recorded; then they are checked up to here."""
@@ -219,9 +224,7 @@ class LengthForms:
         """A call ran, in which these ops did: forms that say otherwise end before it."""
         self._probes[look.kind] = probe
         for form, length in self._like(look):
-            beyond = not any(end <= length for end in form.ends) if length > form.bounds[1] else (
-                not any(end >= length for end in form.ends))  # fmt: skip
-            if beyond and ops != _at(form.ops, length):
+            if form.reaches(length) and ops != _at(form.ops, length):
                 lost = form.cut(length, probe)
                 self._lost += [lost] if lost is not None else []
 
