@@ -8,6 +8,7 @@ trained, or in a script that trains nothing, is a turn of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,27 +63,39 @@ class Finder(TurnKeeper):
             may = trains or not self._optimizers.known
         return may and self._stage.lead(self.end)
 
-    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module is called from outside of any module."""
+    def call(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rest: Callable[[], Any] | None = None,
+    ) -> Any:
+        """A module is called from outside of any module.  rest: what to run of it, where it has
+        begun."""
+        run = rest or partial(self.run, module, args, kwargs)
         if torch._C._current_autograd_node() is not None:
-            return self.run(module, args, kwargs)
+            return run()
         with torch._C.DisableTorchFunction():
             here = self._roots.on_device(module, (args, kwargs))
-            known = self._known(module, args, kwargs) if here else None
+            known = self._known(module, args, kwargs, rest is None) if here else None
         if not here:
-            return self.run(module, args, kwargs)
+            return run()
         if known is not None:
             return known[0]
-        output = self.run(module, args, kwargs)
+        output = run()
         with torch._C.DisableTorchFunction():
             self._results.append(Result(output, self._stage.recorder.values))
         return output
 
     def _known(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], whole: bool
     ) -> tuple[Any] | None:
-        """What the call returns, where it need not run; else None, and the turn is ready for it."""
+        """What the call returns, where it need not run; else None, and the turn is ready for it.
+
+        whole: none of it has run yet.
+        """
         look = look_of(module, args, kwargs)
+        look = look if whole else Look((look.key, "begun"), plain=False)
         self._roots.meet(module)
         turn = self._turn_of(look, module, args, kwargs)
         self._kinds.note(turn, module, self._stage.recorder.brought_bytes)
@@ -91,7 +104,7 @@ class Finder(TurnKeeper):
             result = self._steady[self._key(turn, first)].answer(len(turn.calls), look)
             if result is not None:
                 turn.calls.append(look)
-                return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
+                return (self._again(result, module, (args, kwargs)),)
             self._record_rest(turn)
         if self._accumulates(turn, look):
             if not turn.repeating:
@@ -101,10 +114,16 @@ class Finder(TurnKeeper):
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            return (result.again(module, self._stage.recorder.values, (args, kwargs)),)
+            return (self._again(result, module, (args, kwargs)),)
         turn.calls.append(look)
         self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
         return None
+
+    def _again(self, result: Result, module: nn.Module, arguments: Any) -> Any:
+        """What a call returns that is not run: no op makes it, and it costs what its like did."""
+        output = result.again(module, self._stage.recorder.values, arguments)
+        self._stage.recorder.stand(tensors_in(output))
+        return output
 
     def before_step(self) -> None:
         """An optimizer is about to step."""

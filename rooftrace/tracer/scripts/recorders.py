@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
-from rooftrace.tracer.tape import META_KEY, Recorded
+from rooftrace.tracer.tape import META_KEY, Recorded, records
 from rooftrace.tracer.tensors import subclasses, tensors_in
 from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 
@@ -131,6 +131,13 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """What else is alive on the device stands from before this recording."""
         self._device_tensors.meet_results(before)
         self._device_tensors.stand_in(self)
+
+    def stand(self, tensors: Sequence[Tensor]) -> None:
+        """These stand from before this recording."""
+        self._device_tensors.meet(tensors)
+        for tensor in tensors:
+            if tensor.is_meta and not knows(self, tensor.untyped_storage()):
+                self.entries.standing.add(tensor, records.KEPT, "kept")
 
     def settle(self, gradients: Collection[int]) -> None:
         """The recording is over: what it freed is told.  gradients: their storages."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +26,11 @@ class Watcher(Protocol):
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module that is called from outside of any."""
+    def call(
+        self, module: nn.Module, args: Any, kwargs: Any, rest: Callable[[], Any] | None = None
+    ) -> Any:
+        """Run a module that is called from outside of any.  rest: what to run of it, where it has
+        begun."""
 
     def leads(self, module: nn.Module | None = None) -> bool:
         """Whether calls of the running thread, as one of `module`, are told."""
@@ -36,23 +41,45 @@ class Watcher(Protocol):
 
 class _Depth(threading.local):
     inside = 0  # how many calls of modules this thread is in
+    begun: FrameType | None = None  # a forward that was called by its name, and not seen to begin
 
 
 @contextlib.contextmanager
 def watched(finder: Watcher) -> Iterator[None]:
-    """Inside, in the threads of the current scope, a finder is told of calls and of batches."""
+    """Inside, in the threads of the current scope, a finder is told of calls and of batches.
+
+    `model.forward(x)` is a call as well.  What runs in it tells so the first time; from then on
+    the forward of that class does.
+    """
     depth = _Depth()
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside or not finder.leads(module):
+        if depth.inside or not finder.leads(module) or _runs(depth.begun):
             return finder.run(module, args, kwargs)
+        depth.begun = _forward_around(module)
         depth.inside += 1
         try:
-            return finder.call(module, args, kwargs)
+            if depth.begun is None:
+                return finder.call(module, args, kwargs)
+            whole, *given = _arguments(depth.begun)
+            undo.enter_context(replaced(*called_by_name(type(whole))))
+            return finder.call(whole, given, {}, lambda: finder.run(module, args, kwargs))
         finally:
             depth.inside -= 1
+
+    def called_by_name(kind: type[nn.Module]) -> tuple[type, dict[str, Any]]:
+        home = next(base for base in kind.__mro__ if "forward" in vars(base))
+        forward = original_of(home, "forward")
+
+        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            hooked = module._forward_pre_hooks or module._forward_hooks
+            if depth.inside or hooked or not finder.leads(module):
+                return forward(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
+
+        return home, {"forward": told}
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
@@ -65,6 +92,33 @@ def watched(finder: Watcher) -> Iterator[None]:
         undo.enter_context(replaced(nn.Module, {"__call__": call}))
         undo.enter_context(replaced(loaders, {"__next__": batch}))
         yield
+
+
+def _runs(forward: FrameType | None) -> bool:
+    """Whether a function has not returned yet."""
+    at: FrameType | None = None if forward is None else sys._getframe()
+    while at is not None and at is not forward:
+        at = at.f_back
+    return at is not None
+
+
+def _forward_around(part: nn.Module) -> FrameType | None:
+    """The outermost running forward of a module that `part` belongs to; None without one."""
+    at: FrameType | None = sys._getframe()
+    outermost = None
+    while at is not None:
+        if at.f_code.co_name == "forward" and at.f_code.co_argcount:
+            whole = _arguments(at)[0]
+            if isinstance(whole, nn.Module) and whole is not part:
+                outermost = at if any(part is m for m in whole.modules()) else outermost
+        at = at.f_back
+    return outermost
+
+
+def _arguments(function: FrameType) -> list[Any]:
+    """The arguments of a running function that have names."""
+    code = function.f_code
+    return [function.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
 
 
 _ATTENTION = "torch.nn.attention."
