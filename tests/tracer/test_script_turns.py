@@ -38,6 +38,80 @@ for step in range(5):
 """
 
 
+DECODED = """
+import torch
+from torch import nn
+torch.set_default_tensor_type(torch.cuda.HalfTensor)
+
+class Linear(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.Tensor(outputs, inputs))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 64), Linear(64, 100)
+        self.layers = nn.ModuleList(Linear(64, 64) for _ in range(3))
+
+    @torch.inference_mode()
+    def forward(self, tokens, start):
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+decoder, tokens = Decoder(), torch.zeros(2, 7, dtype=torch.long)
+for start in range(5):
+    decoder.forward(tokens if start == 0 else tokens[:, :1], start)
+"""
+
+SUMMED = """
+import torch
+from torch import nn
+model = nn.Linear(64, 32).cuda()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(8, 64).cuda()
+for step in range(3):
+    for micro in range(8):
+        loss = model(x).square().mean() / 8
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+    print(loss.item())
+with torch.no_grad():
+    print(sum(model(x).mean().item() for _ in range(6)))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_a_forward_called_by_its_name_is_a_call(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(DECODED)
+    cost = rt.run([str(script)], chip="a100-sxm-40", steps=5)
+    labels = [row.label for row in cost.rows for _ in range(row.turns)]
+    assert labels == ["Decoder([2, 7])"] + 4 * ["Decoder([2, 1])"]
+    products = 2 * 2 * (3 * 64 * 64 + 64 * 100)
+    for row, tokens in zip(cost.rows[:2], (7, 1), strict=True):
+        assert row.parts[0][0].plan.total.flops(MATRIX) == tokens * products
+        assert row.parts[0][0].memory.weights == 2 * (2 * 64 * 100 + 3 * 64 * 64)
+
+
+def test_what_reads_the_result_of_a_call_that_was_counted_is_no_gap(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(SUMMED)
+    with contextlib.redirect_stdout(io.StringIO()):
+        cost = rt.run([str(script)], chip="a100-sxm-40", steps=None)
+    kinds = [row.kind for row in cost.rows for _ in range(row.turns)]
+    assert kinds == 3 * ["training"] + 6 * ["inference"]
+    assert cost.steady is not None
+    assert cost.steady.flops > 8 * 2 * 2 * 8 * 64 * 32
+    assert "not everything was recorded" not in str(cost)
+
+
 def run(folder: Path, layers: int, passes: int) -> ScriptCost:
     script = folder / "t.py"
     script.write_text(ACCUMULATED.format(layers=layers, passes=passes))

@@ -8,7 +8,9 @@ trained, or in a script that trains nothing, is a turn of its own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -109,15 +111,23 @@ class Finder(TurnKeeper):
             may = self._may_make(module) and (turn is None or self._is_whole(turn))
         return may and self._stage.lead(first, self.end)
 
-    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module is called from outside of any module."""
+    def call(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rest: Callable[[], Any] | None = None,
+    ) -> Any:
+        """A module is called from outside of any module.  rest: what to run of it, where it has
+        begun."""
+        run = rest or partial(self.run, module, args, kwargs)
         if torch._C._current_autograd_node() is not None:
-            return self.run(module, args, kwargs)
+            return run()
         with contexts.untraced(), torch._C.DisableTorchFunction():
             here = self._roots.on_device(module, (args, kwargs))
-            known = self._known(module, args, kwargs) if here else None
+            known = self._known(module, args, kwargs, rest is None) if here else None
         if not here:
-            return self.run(module, args, kwargs)
+            return run()
         if known is not None:
             return known[0]
         turn = self._turn
@@ -127,7 +137,7 @@ class Finder(TurnKeeper):
             output, ops = noted_call(self._stage, module, args, kwargs)
             self._stage.recorder.log = turn.after
         else:
-            output = self.run(module, args, kwargs)
+            output = run()
         with contexts.untraced(), torch._C.DisableTorchFunction():
             result = Result(output, self._stage.recorder.values)
             self._results.append(result)
@@ -146,10 +156,14 @@ class Finder(TurnKeeper):
             self._proves = False
 
     def _known(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], whole: bool
     ) -> tuple[Any] | None:
-        """What the call returns, where it need not run; else None, and the turn is ready for it."""
+        """What the call returns, where it need not run; else None, and the turn is ready for it.
+
+        whole: none of it has run yet.
+        """
         look = look_of(module, args, kwargs)
+        look = look if whole else dataclasses.replace(look, kind=(look.kind, "begun"), plain=False)
         self._roots.meet(module)
         turn = self._turn_of(look, module, args, kwargs)
         self._kinds.note(turn, module, self._stage.recorder.brought_bytes)

@@ -189,12 +189,18 @@ class TurnTimer:
         """Run a module inside of another, or in a thread that does not lead."""
         return original_of(nn.Module, "__call__")(module, *args, **kwargs)
 
-    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a module that is called from outside of any."""
+    def call(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rest: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Run a module that is called from outside of any, or the rest of it."""
         backward = torch._C._current_autograd_node() is not None
         if not backward and runs_where(self._there, module, (args, kwargs)):
             self._turn_begins(module, args, kwargs)
-        return self.run(module, args, kwargs)
+        return self.run(module, args, kwargs) if rest is None else rest()
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds."""

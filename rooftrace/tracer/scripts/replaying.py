@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,11 +45,17 @@ class GraphFinder(BoundaryFinder):
                 self._replays = False
                 self._replayed(self._replayed_steps())
 
-    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rest: Callable[[], Any] | None = None,
+    ) -> Any:
         """A module is called from outside of any module."""
         if self._before is not None or self._replays:
-            return self.run(module, args, kwargs)
-        return super().call(module, args, kwargs)
+            return self.run(module, args, kwargs) if rest is None else rest()
+        return super().call(module, args, kwargs, rest)
 
     def _end_whole(self) -> None:
         turn = self._turn

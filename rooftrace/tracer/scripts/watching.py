@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +28,11 @@ class Watcher(Protocol):
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module that is called from outside of any."""
+    def call(
+        self, module: nn.Module, args: Any, kwargs: Any, rest: Callable[[], Any] | None = None
+    ) -> Any:
+        """Run a module that is called from outside of any.  rest: what to run of it, where it has
+        begun."""
 
     def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
         """Whether calls of the running thread, as one of `module`, are told; inside of it no other
@@ -38,26 +44,49 @@ class Watcher(Protocol):
 
 class _Depth(threading.local):
     inside = 0  # how many calls of modules this thread is in
+    begun: CodeType | None = None  # of a forward that was called by its name, and not seen to begin
 
 
 @contextlib.contextmanager
 def watched(finder: Watcher) -> Iterator[None]:
-    """Inside, in the threads of the current scope, a finder is told of calls and of batches."""
+    """Inside, in the threads of the current scope, a finder is told of calls and of batches.
+
+    `model.forward(x)` is a call as well.  What runs in it tells so the first time; from then on
+    the forward of that class does.
+    """
     depth = _Depth()
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth.inside:
-            return finder.run(module, args, kwargs)
+        run = partial(finder.run, module, args, kwargs)
+        if depth.inside or (depth.begun is not None and _runs(depth.begun)):
+            return run()
         depth.inside += 1
         try:
             with finder.leading(module) as leads:
+                around = _forward_around(module) if leads else None
+                depth.begun = None if around is None else around.f_code
+                if around is not None:
+                    whole, *arguments = _arguments(around)
+                    undo.enter_context(replaced(*called_by_name(type(whole))))
+                    return finder.call(whole, arguments, {}, run)
                 if leads:
                     return finder.call(module, args, kwargs)
-            return finder.run(module, args, kwargs)
+            return run()
         finally:
             depth.inside -= 1
+
+    def called_by_name(kind: type[nn.Module]) -> tuple[type, dict[str, Any]]:
+        home = next(base for base in kind.__mro__ if "forward" in vars(base))
+        forward = original_of(home, "forward")
+
+        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if depth.inside or module._forward_pre_hooks or module._forward_hooks:
+                return forward(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
+
+        return home, {"forward": told}
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
@@ -70,6 +99,33 @@ def watched(finder: Watcher) -> Iterator[None]:
         undo.enter_context(replaced(nn.Module, {"__call__": call}))
         undo.enter_context(replaced(loaders, {"__next__": batch}))
         yield
+
+
+def _runs(function: CodeType) -> bool:
+    """Whether a function runs around this one."""
+    at: FrameType | None = sys._getframe()
+    while at is not None and at.f_code is not function:
+        at = at.f_back
+    return at is not None
+
+
+def _forward_around(part: nn.Module) -> FrameType | None:
+    """The outermost running forward of a module that `part` belongs to; None without one."""
+    at: FrameType | None = sys._getframe()
+    outermost = None
+    while at is not None:
+        if at.f_code.co_name == "forward" and at.f_code.co_argcount:
+            whole = _arguments(at)[0]
+            if isinstance(whole, nn.Module) and whole is not part:
+                outermost = at if any(part is m for m in whole.modules()) else outermost
+        at = at.f_back
+    return outermost
+
+
+def _arguments(function: FrameType) -> list[Any]:
+    """The arguments of a running function that have names."""
+    code = function.f_code
+    return [function.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
 
 
 @contextlib.contextmanager

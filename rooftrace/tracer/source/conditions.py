@@ -101,7 +101,17 @@ def _ends(code: CodeType) -> bool:
 
 @lru_cache(maxsize=1024)
 def _steps(code: CodeType) -> tuple[dis.Instruction, ...]:
-    return tuple(dis.get_instructions(code))
+    return tuple(part for step in dis.get_instructions(code) for part in _parts(step))
+
+
+def _parts(step: dis.Instruction) -> tuple[dis.Instruction, ...]:
+    """An instruction; two for one that loads or stores two variables, as Python 3.13 has them."""
+    if "FAST" not in step.opname or not isinstance(step.argval, tuple):
+        return (step,)
+    first = "LOAD_FAST" if step.opname.startswith("LOAD") else "STORE_FAST"
+    second = "STORE_FAST" if step.opname.endswith("STORE_FAST") else "LOAD_FAST"
+    names = zip((first, second), step.argval, strict=True)
+    return tuple(step._replace(opname=name, argval=argument) for name, argument in names)
 
 
 def _at(steps: tuple[dis.Instruction, ...], place: int) -> int:
@@ -134,12 +144,9 @@ def _following(steps: tuple[dis.Instruction, ...], at: int) -> int:
     at += 1
     while at < len(steps) - 1:
         name, argument, after = steps[at].opname, steps[at].argval, steps[at + 1]
-        if name == "STORE_FAST_LOAD_FAST":
-            kept = argument[0] == argument[1]
-        else:
-            kept = name.startswith("STORE_") and argument == after.argval
-            kept = kept and after.opname.startswith("LOAD_")
-            at += kept
+        kept = name.startswith("STORE_") and argument == after.argval
+        kept = kept and after.opname.startswith("LOAD_")
+        at += kept
         if not kept and name not in _FILLERS:
             return at
         at += 1
