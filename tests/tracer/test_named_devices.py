@@ -78,6 +78,7 @@ def places(item):
 """
 
 ON_DEVICE = """
+torch.func.hessian(lambda a: (a**2).sum())(x[0]) | torch.func.jvp(torch.sin, (x,), (x,))[1]
 nn.Linear(2, 2).to(x) | nn.Linear(2, 2).to(tensor=x) | nn.Linear(2, 2).to(0)
 nn.Linear(2, 2).to(device=0) | nn.Linear(2, 2).to("cuda", torch.half)
 nn.Linear(2, 2).to(device="cuda:0", dtype=torch.half) | nn.Linear(2, 2).cuda(device=0)
