@@ -118,7 +118,7 @@ class SimulatedClock(HostClock):
         return self._now
 
     def host_seconds(self) -> float:
-        """The same, for who reads it on the host, which takes a moment."""
+        """Simulated seconds, for who reads a clock of the host: a read takes a moment."""
         if not self._leads():
             return self._now
         before = self._ran, self._open
