@@ -221,7 +221,7 @@ def _copied(tape: Tape, call: Call, on: On) -> Any:
             moved = [call.func(piece, **place) for piece in pieces[:-1]]
             pieces = [*moved, call.func(pieces[-1], **asked)]
     if x.layout is torch.sparse_coo:
-        return _made(tape, *pieces, x.shape, x.is_coalesced())
+        return _made(tape, pieces[0], pieces[1], x.shape, x.is_coalesced())
     dtype, device = pieces[-1].dtype, pieces[-1].device
     made: Tensor = _JOIN_COMPRESSED(*pieces, x.shape, dtype=dtype, layout=x.layout, device=device)
     _stands_for(tape, made, pieces)
