@@ -357,6 +357,16 @@ def test_defaults_may_name_the_device() -> None:
     assert torch.ones(2).device.type == "cpu" and torch.ones(2).dtype == torch.float32
 
 
+def test_a_product_may_give_and_fill_another_type() -> None:
+    with recorded():
+        a, b = (torch.ones(n, m, dtype=torch.float16, device="cuda") for n, m in ((2, 3), (3, 4)))
+        sums = torch.zeros(2, 4, device="cuda")
+        assert torch.mm(a, b, out_dtype=torch.float32).dtype == torch.float32
+        torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            torch.addmm(sums, a, b)
+
+
 def test_the_profiler_sees_the_host() -> None:
     from torch.profiler import ProfilerActivity, profile
 

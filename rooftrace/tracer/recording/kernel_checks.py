@@ -215,7 +215,8 @@ def check_kernel(call: Call, device: torch.device | None) -> None:
     if device is not None and (name in _ON_ONE_DEVICE or torch.Tag.pointwise in call.func.tags):
         _check_devices(call, device)
     rules = _TYPES.get(name)
-    if rules is not None and not str(call.func).endswith(".dtype"):  # those give another type back
+    gives_another_type = str(call.func).endswith((".dtype", ".dtype_out"))
+    if rules is not None and not gives_another_type:
         for rule in rules:
             rule.check(call)
     shapes = _SHAPES.get(name)
