@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +104,14 @@ def state_of(module: nn.Module) -> Any:
 
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
+_SIZED = (list, tuple, dict, set, deque)
 
 
 def _held(item: Any) -> Any:
     if isinstance(item, (*_PLAIN, float)):
         return item
     tensors = ((id(t), _sizes(t), t.is_inference() or t._version) for t in tensors_in(item))
-    return id(item), len(item) if isinstance(item, Sized) else 0, tuple(tensors)
+    return id(item), len(item) if isinstance(item, _SIZED) else 0, tuple(tensors)
 
 
 def first_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:

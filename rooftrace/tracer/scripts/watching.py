@@ -54,7 +54,8 @@ def watched(finder: Watcher) -> Iterator[None]:
     `model.forward(x)` is a call as well.  What runs in it tells so the first time; from then on
     the forward of that class does.
     """
-    depth = _Depth()
+    depth, scope = _Depth(), current_scope()
+    assert scope is not None
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
@@ -69,7 +70,8 @@ def watched(finder: Watcher) -> Iterator[None]:
                 depth.begun = None if around is None else around.f_code
                 if around is not None:
                     whole, *arguments = _arguments(around)
-                    undo.enter_context(replaced(*called_by_name(type(whole))))
+                    with scope.entered():  # recorders have their own
+                        undo.enter_context(replaced(*called_by_name(type(whole))))
                     return finder.call(whole, arguments, {}, run)
                 if leads:
                     return finder.call(module, args, kwargs)
@@ -94,7 +96,6 @@ def watched(finder: Watcher) -> Iterator[None]:
         finder.loaded(perf_counter() - began)
         return loaded
 
-    assert current_scope() is not None
     with contextlib.ExitStack() as undo:
         undo.enter_context(replaced(nn.Module, {"__call__": call}))
         undo.enter_context(replaced(loaders, {"__next__": batch}))

@@ -198,7 +198,8 @@ class Entries:
         if id(tensor) in self._beside or self.storage_of(tensor) is not None:
             return self.constant(tensor)
         is_known = self.unread or self._values.known(tensor) is not None
-        if self.own_step and not is_known and tensor.grad_fn is None:
+        from_before = tensor.grad_fn is None or stand is not None
+        if self.own_step and not is_known and from_before:
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
         label, op = trees.label_of(tensor), self._values.op
