@@ -197,8 +197,9 @@ class Entries:
         if id(tensor) in self._beside or self.storage_of(tensor) is not None:
             return self.constant(tensor)
         is_known = self._values.known(tensor) is not None
-        from_before = tensor.grad_fn is None or stand is not None
-        if self.own_step and not is_known and from_before:
+        if self.own_step and not is_known and stand is not None and tensor.grad_fn is not None:
+            return self._entered(tensor, "input", stand.entry.name)  # another piece made it
+        if self.own_step and not is_known and tensor.grad_fn is None:
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
         label = trees.label_of(tensor)
