@@ -203,8 +203,7 @@ class Entries:
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
         label = trees.label_of(tensor)
-        op = self._values.op
-        reader = f"{op} reads" if op else "the step returns"
+        reader = f"{self._values.op} reads" if self._values.op else "the step returns"
         if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
             self.unrecorded(f"{reader} a {label} that no recorded op made")
         elif self.numpy_read and _made_by_numpy(tensor):
