@@ -198,12 +198,13 @@ class Entries:
         if id(tensor) in self._beside or self.storage_of(tensor) is not None:
             return self.constant(tensor)
         is_known = self.unread or self._values.known(tensor) is not None
-        from_before = tensor.grad_fn is None or stand is not None
-        if self.own_step and not is_known and from_before:
+        if self.own_step and not is_known and stand is not None and tensor.grad_fn is not None:
+            return self._entered(tensor, "input", stand.entry.name)  # another piece made it
+        if self.own_step and not is_known and tensor.grad_fn is None:
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
-        label, op = trees.label_of(tensor), self._values.op
-        reader = f"{op} reads" if op else "the step returns"
+        label = trees.label_of(tensor)
+        reader = f"{self._values.op} reads" if self._values.op else "the step returns"
         if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
             self.unrecorded(f"{reader} a {label} that no recorded op made")
         elif self.numpy_read and _made_by_numpy(tensor):
