@@ -81,11 +81,15 @@ class Finder(TurnsOfThreads):
         turn = self._turn
         assert turn is not None
         ops: Ops | None = None
-        if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
-            output, ops = noted_call(self._stage, module, args, kwargs)
-            self._stage.recorder.log = turn.after
-        else:
-            output = run()
+        try:
+            if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
+                output, ops = noted_call(self._stage, module, args, kwargs)
+                self._stage.recorder.log = turn.after
+            else:
+                output = run()
+        except BaseException:
+            self._turn = turn if len(turn.calls) > 1 else None
+            raise
         with contexts.untraced(), torch._C.DisableTorchFunction():
             result = Result(output, self._stage.recorder.values)
             self._results.append(result)

@@ -75,7 +75,7 @@ class TurnsOfThreads(TurnKeeper):
 
     def end(self) -> None:
         """The script has ended."""
-        if self._turn is not None and self._turn.calls:  # its first call has not failed
+        if self._turn is not None and self._turn.calls:
             self._note_backward(self._turn)
             self._finish(self._turn)
 
