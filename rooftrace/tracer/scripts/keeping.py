@@ -58,6 +58,8 @@ class TurnKeeper:
         turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
         self._optimizers.steps.clear()
+        if turn.kind == TRAINING:
+            self._stage.recorder.values.begin_step()
         self._results = []
         if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
             if self._unread:  # it holds what turns that were not run were given
