@@ -225,7 +225,7 @@ class Entries:
         key, look = trees.bytes_of(tensor), trees.look_of(tensor)
         if (first := self.first_of(key)) is not None:
             return self._tags.of(first) if trees.look_of(first) == look else None
-        _learn_of_alike(self._values, tensor, key, look[0])
+        _learn_of_alike(self._values, tensor)
         return None
 
     def place_of(self, tensor: Tensor) -> tuple[str, str]:
@@ -305,10 +305,10 @@ def _scales_in(weight: Tensor, item: Any) -> list[Tensor]:
     return [part for part in tensors_in(item) if not trained or part.shape != weight.shape]
 
 
-def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> None:
+def _learn_of_alike(values: Values, tensor: Tensor) -> None:
     """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
-    for other in values.tensors():
-        if trees.bytes_of(other) == key and tuple(other.shape) == shape:
+    for other in values.views(tensor):
+        if other.shape == tensor.shape:
             entry = values.held(other)
             if entry is not None and other is not tensor:
                 values.learn(tensor, entry.value, entry.taint)
