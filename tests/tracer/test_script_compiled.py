@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import rooftrace as rt
+from rooftrace.costmodels.batchtiming import stack, time_columns
+from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.scripting import ScriptCost
 from rooftrace.reporting.cli.scripted import usual_execution
 from rooftrace.tracer.collectives import marks
@@ -180,3 +182,30 @@ def test_a_call_of_torch_compile_that_nothing_runs_changes_no_price(tmp_path: Pa
     assert cost.compiled is None
     assert cost.title == plain.title.replace("mixed", "eager")
     assert [row.t_est for row in cost.rows] == [row.t_est for row in plain.rows]
+
+
+POOLS = """
+x, y = (torch.zeros(64, 64, 56, 56, device="cuda") for _ in "xy")
+eager, compiled = nn.MaxPool2d(2), torch.compile(nn.MaxPool2d(2))
+for _ in range(3):
+    with torch.no_grad():
+        eager(x), compiled(y)
+        torch.cuda.nvtx.mark("turn")
+"""
+
+
+def test_each_kernel_of_a_mixed_step_reaches_the_shares_of_its_own_part(tmp_path: Path) -> None:
+    def rows(**how: object) -> Estimate:
+        cost = ran(tmp_path, POOLS, boundary="mark=turn", **how)
+        return cost.steps[-1]
+
+    mixed, eager, compiled = rows(), rows(execution="eager"), rows(execution="compiled")
+    # typical-eager.toml and typical-compiled.toml: of the bandwidth, pooling reaches 0.6 and 0.95.
+    # A quarter of what is read is written, and in eager mode 8-byte indices beside it.
+    slow, fast = (row.timing.t_hbm for row in mixed.rows)
+    assert slow / fast == pytest.approx((4 + 1 + 2) / (4 + 1) * 0.95 / 0.6)
+    assert {row.timing.t_device for row in eager.rows} == {mixed.rows[0].timing.t_device}
+    assert {row.timing.t_device for row in compiled.rows} == {mixed.rows[1].timing.t_device}
+    assert 2 * mixed.times.t_serial == pytest.approx(eager.times.t_serial + compiled.times.t_serial)
+    at_once = time_columns(stack([mixed.plan]), mixed.chip)
+    assert at_once.t_est[0] == pytest.approx(mixed.t_est)

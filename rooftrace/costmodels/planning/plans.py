@@ -32,6 +32,7 @@ from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import reprice, rewrite
 from rooftrace.costmodels.traffic import bytes_by_role, layouts, moved
 from rooftrace.hardware.units import format_flops, format_traffic
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import ROLES
 
@@ -140,6 +141,18 @@ class Plan:
     def channels_last(self) -> bool:
         """Whether a compiler lays out images with channels last."""
         return self.execution.fusion == "detected" and layouts.keeps_channels_last(self.graph)
+
+    @cached_property
+    def eager(self) -> frozenset[int]:
+        """The kernels of a mixed step that run outside of what is compiled, by their places."""
+        if self.execution.dispatch != "mixed":
+            return frozenset()
+        ops = marks.eager_ops(self.graph.ops)
+        return frozenset(n for n, group in enumerate(self.groups) if group.ops[0] in ops)
+
+    def lays_out(self, kernel: int) -> bool:
+        """Whether the compiler that writes a kernel lays out images with channels last."""
+        return self.channels_last and kernel not in self.eager
 
     @property
     def copies_layouts(self) -> bool:
