@@ -191,23 +191,23 @@ class Entries:
         stand = self.standing.of(tensor)
         if stand is not None and stand.entry.kind != KEPT:
             return self._entered(tensor, stand.entry.kind, stand.entry.name)
-        same = self._same_value(tensor)
-        if same is not None:
+        if (same := self._same_value(tensor)) is not None:
             self._tag(tensor, same)
             return same
         if id(tensor) in self._beside or self.storage_of(tensor) is not None:
             return self.constant(tensor)
         is_known = self.unread or self._values.known(tensor) is not None
-        from_before = tensor.grad_fn is None or stand is not None
-        if self.own_step and not is_known and from_before:
+        if self.own_step and not is_known and (tensor.grad_fn is None or stand is not None):
+            if tensor.grad_fn is not None and stand is not None:  # another piece made it
+                return self._entered(tensor, "input", stand.entry.name)
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
-        label, op = trees.label_of(tensor), self._values.op
-        reader = f"{op} reads" if op else "the step returns"
+        reader = f"{self._values.op} reads" if self._values.op else "the step returns"
+        text = f"{reader} a {trees.label_of(tensor)} that"
         if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
-            self.unrecorded(f"{reader} a {label} that no recorded op made")
+            self.unrecorded(f"{text} no recorded op made")
         elif self.numpy_read and _made_by_numpy(tensor):
-            self.unrecorded(f"{reader} a {label} that was computed with numpy")
+            self.unrecorded(f"{text} was computed with numpy")
         return self.constant(tensor)
 
     def unrecorded(self, text: str) -> int:
