@@ -8,8 +8,9 @@ import torch
 import rooftrace as rt
 from rooftrace.costmodels.batchtiming import stack, time_columns
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.scripting import ScriptCost
-from rooftrace.reporting.cli.scripted import usual_execution
+from rooftrace.errors import RequestError
 from rooftrace.tracer.collectives import marks
 
 if torch.cuda.is_available():
@@ -166,9 +167,11 @@ def test_only_what_is_compiled_is_fused_and_no_kernel_crosses_the_border(tmp_pat
     # A saved graph is priced alike, and what is asked for stands above what the script says.
     path = tmp_path / "step.json.gz"
     rt.save(cost.script.by_phase(), path)
-    assert rt.estimate(rt.load(path), "h100-sxm", "mixed").t_est == row.t_est
-    assert usual_execution([str(path)]) == usual_execution(["train.py --lr=1"]) == "mixed"
-    assert usual_execution(["models.py:build", None]) == "efficient"
+    assert rt.estimate(rt.load(path), "h100-sxm").t_est == row.t_est
+    assert usual_execution(path, "train.py --lr=1", cost.steps[-1].plan.source, None) == "mixed"
+    assert usual_execution("models.py:build", None) == "efficient"
+    with pytest.raises(RequestError, match="say one for all as execution="):
+        usual_execution("models.py:build", "train.py")
     (eager,) = ran(tmp_path, PARTS, execution="eager").rows
     assert (eager.kernels, eager.bytes_hbm) == (10, (9 * 2 + 3) * size)
     (whole,) = ran(tmp_path, PARTS, execution="compiled").rows

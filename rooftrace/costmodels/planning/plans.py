@@ -25,7 +25,7 @@ from rooftrace.costmodels.planning.advice import (
     rules_of_no_op,
     unknown_groups,
 )
-from rooftrace.costmodels.planning.compiled_parts import as_written
+from rooftrace.costmodels.planning.compiled_parts import as_written, usual_execution
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
@@ -202,14 +202,15 @@ class Plan:
         )
 
 
-def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
+def plan(graph: OpGraph, execution: str | ExecutionModel | None = None) -> Plan:
     """Price `graph` under an execution model: rewrite, price each op, fuse, add up traffic.
 
-    Weights and caches have the precision that the graph was priced in, else the declared one.
+    execution: default mixed for the step of a script, else efficient.  Weights and caches have the
+    precision that the graph was priced in, else the declared one.
     Raises ExecutionError for a preset that does not exist.
     """
     OpGraph.check(graph, "plan")
-    return Plan.each(reprice(graph), [execution])[0]
+    return Plan.each(reprice(graph), [execution or usual_execution(graph)])[0]
 
 
 def _planned(
