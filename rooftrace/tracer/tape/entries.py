@@ -307,7 +307,7 @@ def _scales_in(weight: Tensor, item: Any) -> list[Tensor]:
 
 def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> None:
     """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
-    for other in values.tensors():
+    for other in values.views(tensor):
         if trees.bytes_of(other) == key and tuple(other.shape) == shape:
             entry = values.held(other)
             if entry is not None and other is not tensor:
