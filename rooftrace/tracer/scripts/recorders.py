@@ -209,6 +209,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             if self.brought_bytes > _MAX_HELD:
                 self.enter_inputs([made])  # without its numbers
             self._device_tensors.copies.bring(made, tensor)
+            if (mask := marks.mask_in(tensor)) is not None and mask.leaf is not None:
+                own = mask.leaf.to(dtype, copy=True).expand(tensor.shape)
+                self.values.learn(made, mask.of(own))
         self.enter_inputs([made])
         self.storages.brought([made])
         return made
@@ -222,7 +225,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     @property
     def is_long(self) -> bool:
         """Whether it holds so much that another should take its place."""
-        return len(self.graph.nodes) > _LONG or self.brought_bytes > _MAX_HELD
+        return len(self.graph.nodes) > _LONG or self.brought_bytes > _MAX_HELD // 10
 
     @property
     def has_ops(self) -> bool:
