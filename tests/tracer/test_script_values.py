@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tracer.script_oracle import ours, trained
+from tests.tracer.script_oracle import matrix_flops, ours, trained, training
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -102,3 +102,35 @@ def test_a_question_for_each_weight_is_no_endless_loop_and_a_place_ruled_out_is_
     cost = ours(written(tmp_path, CLIPPED))
     said = [line for line in str(cost).splitlines() if "a copy to the host: an" in line]
     assert len(said) == 1
+
+
+MASKED = """
+x = torch.ones(1, 1, int(sys.argv[2]), 8)
+mask = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
+if sys.argv[3] == "float":
+    mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        x = self.mix(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+layer = Attention().cuda()
+opt = torch.optim.SGD(layer.parameters(), lr=0.1)
+for turn in range(3):
+    layer(x.cuda(), mask.cuda()).sum().backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_of_the_host_hides_as_much_at_any_size(tmp_path: Path, kind: str) -> None:
+    for size in (256, 257):  # 65,536 numbers, and more
+        row = training(ours(written(tmp_path, MASKED), str(size), kind))[-1]
+        pairs = size * (size + 1) // 2  # a query looks back
+        layer, attention = 2 * 2 * size * 8 * 8, 6 * 2 * 8 * pairs  # with their gradients
+        assert matrix_flops(row, ["useful"]) == layer + attention

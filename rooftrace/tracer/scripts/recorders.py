@@ -145,26 +145,23 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             if value is None or (entry and entry.taint) or trees.is_sparse(tensor):
                 return False
             real[id(tensor)] = value
-        size = out.numel() * out.element_size()
-        if trees.is_sparse(out) or copies.made + size > _MAX_MADE:
+        copies.made += out.numel() * out.element_size()
+        if trees.is_sparse(out) or copies.made > _MAX_MADE:
             return False
-        copies.made += size
         for tensor in written:
             if (own := copies.owned(tensor)) is None:
                 return False
             real[id(tensor)] = own
         result = _on_host(func, args, kwargs, real)
-        if result is not None and result.shape == out.shape:
-            copies.bring(out, result) if not written else copies.settle(written)
-            return True
-        return False
+        if result is None or result.shape != out.shape:
+            return False
+        copies.settle(written) if written else copies.bring(out, result)
+        return True
 
     def _from_data(self, tensor: Tensor) -> Tensor | None:
         value = super()._from_data(tensor)
-        if value is None and type(tensor) is Tensor:
-            real = self._device_tensors.copies.of(tensor)
-            value = None if real is None else real.clone()
-        return value
+        real = self._device_tensors.copies.of(tensor) if value is None else None
+        return value if real is None else real.clone()
 
     def _for_host(self, func: Any, args: Any) -> Any:
         """The arguments of an op that writes a host tensor: it takes single values of the device,
@@ -209,6 +206,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             if self.brought_bytes > _MAX_HELD:
                 self.enter_inputs([made])  # without its numbers
             self._device_tensors.copies.bring(made, tensor)
+            if (mask := marks.mask_in(tensor)) is not None and mask.leaf is not None:
+                own = mask.leaf.to(dtype, copy=True).expand(tensor.shape)
+                self.values.learn(made, mask.of(own))
         self.enter_inputs([made])
         self.storages.brought([made])
         return made
@@ -222,7 +222,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     @property
     def is_long(self) -> bool:
         """Whether it holds so much that another should take its place."""
-        return len(self.graph.nodes) > _LONG or self.brought_bytes > _MAX_HELD
+        return len(self.graph.nodes) > _LONG or self.brought_bytes > _MAX_HELD // 10
 
     @property
     def has_ops(self) -> bool:

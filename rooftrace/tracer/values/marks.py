@@ -112,14 +112,24 @@ def mask_of(tensor: Tensor) -> Implicit | None:
     value: Implicit | None = tensor.__dict__.get(IMPLICIT)
     real: Real | None = tensor.__dict__.get(REAL)
     weight = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
-    if value is not None or real is None or weight or tensor.dim() < _PLANE:
+    if value is not None or real is None or weight:
         return value
-    data = real.tensor.detach()
+    return mask_in(real.tensor.detach())
+
+
+def mask_in(data: Tensor) -> Implicit | None:
+    """The value of a real tensor, where it may be a mask."""
+    if data.dim() < _PLANE or data.layout is not torch.strided:
+        return None
+    value = Implicit.of(data)
+    leaf = data if value.leaf is None else value.leaf
     if data.dtype in _FLOATS and data.numel():
-        masks = float(data.min()) <= MASKED or bool(((data == 0) | (data == 1)).all())
+        row = leaf[(0,) * (leaf.dim() - 1)]  # tells most other tensors from masks
+        truths = all(bool(((some == 0) | (some == 1)).all()) for some in (row, leaf))
+        masks = truths or float(leaf.min()) <= MASKED
     else:
         masks = data.dtype == torch.bool
-    return Implicit.of(data) if masks else None
+    return value if masks else None
 
 
 _PLANE = 2  # dimensions
