@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.tracer.scripts import ScriptError
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -55,3 +56,17 @@ def test_a_step_in_transforms_has_the_flops_of_a_real_one(tmp_path: Path, body: 
     for step in cost.steps:
         ran = sum(op.flops_torch or 0 for op in step.plan.source.ops)
         assert ran == counter.get_total_flops()
+
+
+@pytest.mark.slow
+def test_an_export_of_what_is_on_the_device_is_refused_and_one_from_the_host_runs(
+    tmp_path: Path,
+) -> None:
+    text = "import torch\nnet, x = torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
+    path = tmp_path / "export.py"
+    path.write_text(f"{text}torch.export.export(net.cuda(), (x.cuda(),))\n")
+    with pytest.raises(ScriptError, match="with the module and its inputs on the CPU"):
+        rt.run([str(path)], chip="l4")
+    path.write_text(f"{text}torch.export.export(net, (x,)).module().cuda()(x.cuda())\n")
+    (row,) = rt.run([str(path)], chip="l4").rows
+    assert row.flops == 2 * 2 * 4 * 4 + 2 * 4  # with the bias
