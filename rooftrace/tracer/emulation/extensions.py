@@ -10,8 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftrace.tracer.emulation.refused import (
+    DeviceError,
     MissingExtensionError,
     MissingLibraryError,
     kernel_refused,
@@ -205,3 +207,19 @@ def refused_classes() -> Iterator[tuple[Any, dict[str, Any]]]:
         if kind is not None:
             refuse = refusal(f"torch.cuda.{name}", "the driver and its allocator are not run")
             yield kind, {"__new__": staticmethod(refuse), "create": refuse}
+    yield FakeTensorMode, {"from_tensor": _from_tensor()}
+
+
+def _from_tensor() -> Callable[..., Any]:
+    original = original_of(FakeTensorMode, "from_tensor")
+
+    def from_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type == "cuda":  # autograd would end the process
+            raise DeviceError.of(
+                "torch.export, or what else makes a FakeTensor of a tensor of the device",
+                "PyTorch's CUDA half would have to answer for it",
+                "Do it with the module and its inputs on the CPU, and move what comes of it",
+            )
+        return original(self, tensor, *args, **kwargs)
+
+    return from_tensor

@@ -23,8 +23,9 @@ _PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device)
 class Look:
     """How a call looks: two calls that look alike run the same ops.
 
-    plain: that is so.  False where an argument is an object that may hold anything.  kind: how it
-    looks, but for the numbers in the shapes and strides of its tensors, which are `sizes`.
+    plain: that is so.  False where an argument is an object that may hold anything, and in a
+    transform of torch.func, which sees what runs.  kind: how it looks, but for the numbers in the
+    shapes and strides of its tensors, which are `sizes`.
     """
 
     kind: Any
@@ -50,7 +51,9 @@ def look_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         torch.get_autocast_dtype("cuda"),
         owners.asked(module, "require_backward_grad_sync"),
     )
-    return Look((state, inside), not opaque, tuple(sizes))
+    functorch: Any = torch._C._functorch
+    plain = not opaque and functorch.peek_interpreter_stack() is None
+    return Look((state, inside), plain, tuple(sizes))
 
 
 def _look(item: Any, opaque: list[Any], sizes: list[int]) -> Any:

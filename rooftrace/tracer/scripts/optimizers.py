@@ -30,7 +30,8 @@ class Optimizers:
 
     there: whether a tensor is on the device.  No turn waits for the step of an optimizer that
     another thread steps, nor for that of an idle one until it steps again: that was made after
-    others had stepped in a turn, or that has not stepped while another one did many times.
+    others had stepped in a turn, or that has not stepped while another one did many times, or when
+    one stepped for the first time that was made after it had: another model is trained now.
     """
 
     def __init__(self, there: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
@@ -38,6 +39,7 @@ class Optimizers:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # made after others had stepped
         self._threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # theirs
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
@@ -89,6 +91,9 @@ class Optimizers:
         key = self._key(optimizer)
         if key is not None:
             self.steps[key] += 1
+            if optimizer in self._late and optimizer not in self._last:
+                former = list(self._last)
+                self._idle.update(o for o in former if self._key(o) not in self.steps)
             self._last[optimizer] = key
             self._threads[optimizer] = threading.get_ident()
             self._idle.discard(optimizer)
@@ -101,6 +106,8 @@ class Optimizers:
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
+            if self._last:
+                self._late.add(optimizer)
             if self.steps:
                 self._idle.add(optimizer)
             if threading.current_thread() is not threading.main_thread():

@@ -258,6 +258,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """What a step is given: those that the graph does not know become its inputs."""
         if not self.recording:
             return
+        tensors = [trees.unwrapped(tensor) for tensor in tensors]
         self.tags.recognise([t for t in tensors if type(t) is Tensor])
         for tensor in tensors:
             new = tensor.is_meta and tensor.grad_fn is None and not self.tags.has(tensor)

@@ -57,6 +57,10 @@ class GraphFinder(BoundaryFinder):
             return self.run(module, args, kwargs) if rest is None else rest()
         return super().call(module, args, kwargs, rest)
 
+    def _stepped_here(self) -> None:
+        if self._before is None:
+            super()._stepped_here()
+
     def _end_whole(self) -> None:
         turn = self._turn
         if turn is not None and self._is_whole(turn):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rooftrace.tracer.tensors.trees import bytes_of, named_pieces, tensors_in
+from rooftrace.tracer.tensors.trees import bytes_of, named_pieces, tensors_in, unwrapped
 
 OURS = "_rooftrace"
 """The prefix of the attributes that the tracer sets on tensors."""
@@ -62,6 +62,7 @@ def parts_of(tensor: Tensor, beside: bool = True) -> list[tuple[Tensor, str]]:
     beside: also tensors among the attributes of one that has bytes of its own, and a class of its
     own (scales of packed weights).
     """
+    tensor = unwrapped(tensor)
     kind = type(tensor)
     if kind in ORDINARY:
         return named_pieces(tensor)
