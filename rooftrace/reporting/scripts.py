@@ -101,8 +101,10 @@ def _seen(
     chip: str | Chip | None, system: str | System | None, execution: str | ExecutionModel | None
 ) -> tuple[Chip, int | None]:
     """The chip that a script sees, and how many a node of the system has; None without one."""
+    from rooftrace.costmodels.scripting import SCRIPTED
+
     if system is None:
-        return one_chip(chip, execution or "efficient"), None
+        return one_chip(chip, execution or SCRIPTED), None
     joined = load_system(system)
     return joined.joined_chip, joined.levels[0].size
 
