@@ -25,6 +25,7 @@ from rooftrace.tracer.scripts.calls import (
     says,
 )
 from rooftrace.tracer.scripts.clocks import Prices
+from rooftrace.tracer.scripts.kinds import weighs
 from rooftrace.tracer.scripts.leading import TurnsOfThreads
 from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -212,14 +213,32 @@ class Finder(TurnsOfThreads):
             self._note_backward(turn)
             self._stage.recorder.after_backward = False
             brought = self._stage.recorder.brought_bytes
-            if self._kinds.goes_on(turn, module, (args, kwargs), brought):
+            if not self._is_counted(turn) and self._kinds.goes_on(
+                turn, module, (args, kwargs), brought
+            ):
+                if turn.light and weighs(module):
+                    self._label(turn, module, args, kwargs)
                 return turn
             self._finish(turn)
         kind = self._kinds.of(module)
         if self._has_run_enough(kind):
             self._stop()
-        turn = OpenTurn(kind, says(module, args, kwargs), first_shape(args, kwargs))
+        turn = OpenTurn(kind, "")
+        self._label(turn, module, args, kwargs)
         return self._begin(turn, look)
+
+    def _label(
+        self, turn: OpenTurn, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """A turn is called by its first module, or by its first one with weights."""
+        turn.label, turn.shape = says(module, args, kwargs), first_shape(args, kwargs)
+        turn.light = not weighs(module)
+
+    def _is_counted(self, turn: OpenTurn) -> bool:
+        """Whether a call that need not run has all that the ones before it had: it is over."""
+        if turn.recorded or turn.kind == TRAINING or turn.by_form is not None or not turn.calls:
+            return False
+        return len(turn.calls) == len(self._steady[self._key(turn, turn.calls[0])].calls)
 
     def _has_run_enough(self, kind: str) -> bool:
         """Whether the wanted steps have run: training steps, or calls where nothing trains."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +43,7 @@ class Entries:
         self.own_step = False  # the code is a whole step: what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.unread = False  # what is recorded becomes no graph
-        self.leaves = Leaves()
-        self.real_of: Callable[[Tensor], Tensor | None] = _marked
-        """Gives the real tensor that one on meta stands for."""
+        self.leaves, self.real_of = Leaves(), _marked  # the latter: what one on meta stands for
         self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
