@@ -63,7 +63,6 @@ def run(
     get_ready()
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
-    from rooftrace.tracer.sources import collector_paused
 
     words = shlex.split(command) if isinstance(command, str) else list(command)
     device, per_node = _seen(chip, system, execution)
@@ -82,8 +81,7 @@ def run(
         script = request.run(_seconds(device, execution) if clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
-        with collector_paused():
-            return price_script(script, device, execution)
+        return price_script(script, device, execution)
 
 
 def _seconds(chip: Chip, execution: str | ExecutionModel | None) -> Callable[[OpGraph], float]:

@@ -9,6 +9,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.scripting.records import ScriptCost, TurnCost
 from rooftrace.hardware import Chip
 from rooftrace.tracer.scripts import Script
+from rooftrace.tracer.sources import collector_paused
 
 SCRIPTED = "mixed"
 """How a script runs: what it compiles is compiled."""
@@ -22,7 +23,8 @@ def price_script(
     execution: None takes what the script compiles as compiled, and the rest as eager.
     """
     model = execution_model(execution or SCRIPTED)
-    steps = [estimate(graph, chip, model) for graph in script.graphs]
+    with collector_paused():
+        steps = [estimate(graph, chip, model) for graph in script.graphs]
     rows: dict[object, TurnCost] = {}
     for stretch in script.stretches:
         before = rows.get(stretch.key)
