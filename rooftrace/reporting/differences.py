@@ -11,6 +11,7 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
 from rooftrace.costmodels.findings.diffs import Diff, parse_condition
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip
 from rooftrace.measured.rundiffs import is_measured
@@ -80,7 +81,8 @@ def diff(
         return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
-    pricing = (chip or ExecutionModel.usual_chip([execution or ""]), execution or "efficient")
+    execution = execution or usual_execution(first, second)
+    pricing = (chip or ExecutionModel.usual_chip([execution]), execution)
     sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
         if bisect is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.planning import Plan, usual_execution
 from rooftrace.costmodels.rewriting import check_precisions, reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
@@ -53,7 +53,8 @@ def estimate(
     system: str | System | None = None,
     **kwargs: Any,
 ) -> Estimate:
-    """What one step costs on `chip` (default h200-sxm) when run as `execution` says (efficient).
+    """What one step costs on `chip` (default h200-sxm) when run as `execution` says: by
+    default mixed for a script, and efficient for all others.
 
     source: a graph, or a Plan, which has its execution; else a module with its arguments or
     anything that `trace` takes, at a `phase`.  A graph's chip and execution may also stand second
@@ -83,9 +84,9 @@ def estimate(
         if kwargs or phase is not None:
             name = next(iter({**kwargs, "phase": phase}))
             raise RequestError(f"{name}=: a Plan is priced already; estimate its graph anew")
-        return estimate_graph(source, chip, execution or "efficient")
+        return estimate_graph(source, chip)
     job = Job.of(estimate, source, args, kwargs, phase=phase)
-    return estimated(job, chip, execution or "efficient")
+    return estimated(job, chip, execution or usual_execution(job))
 
 
 def estimated(job: Job, chip: str | Chip | None, execution: str | ExecutionModel) -> Estimate:

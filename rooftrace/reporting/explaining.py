@@ -15,6 +15,7 @@ from rooftrace.costmodels.explaining import (
     sizesweeps,
 )
 from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
@@ -39,7 +40,7 @@ def explain(
     op: str | int | None = None,
     phase: str | None = None,
     chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     at: Mapping[str, int] | None = None,
     plot: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
@@ -58,6 +59,7 @@ def explain(
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
     have; and what `form` and `estimate` raise.
     """
+    execution = execution or usual_execution(source)
     chips = chips_for(chip, execution)
     if plot is not None and op is not None:
         raise RequestError(f"--plot {plot}: it draws the sweep of a whole step; leave --op out")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._shown import Shown, short
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.sweeping import lines_of
 from rooftrace.errors import RequestError
@@ -114,7 +115,8 @@ def sweep_fleet(
         raise RequestError(
             f"out={str(out)!r}: several targets write a folder, with a file for each; name a folder"
         )
-    options = {**options, "chip": tuple(chips_for(chip, options.get("execution", "efficient")))}
+    chips = chips_for(chip, options.get("execution") or usual_execution(*names))
+    options = {**options, "chip": tuple(chips)}
     _check(names, {**options, "over": over, "vary": vary})
     options["over"] = {name: _plain(name, values) for name, values in _named(over).items()}
     texts = {str(path): _text_of(path) for path in rules}

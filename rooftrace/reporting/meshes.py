@@ -8,6 +8,7 @@ from typing import Any
 from rooftrace._progress import telling
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.meshing import MeshAnswer, ScalingAnswer
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.reporting import meshsearch, questions as asking
@@ -89,7 +90,7 @@ def _question(
     prices = asking.own_numbers("price", price, [joined.chip])
     asking.service_of(None, False, own["kept_free"])
     serves = job.phases is not None and job.phases[0] in ("prefill", "decode")
-    usual = "serving" if serves else "efficient"
+    usual = "serving" if serves else usual_execution(job)
     precisions = job.precisions
     for name, value in named.items():
         if name in precisions._fields and not isinstance(value, (str, type(None))):

@@ -9,6 +9,7 @@ from typing import Any
 from rooftrace.costmodels.answers import candidates, serving, workloads
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
@@ -56,7 +57,7 @@ def settled(asked: Question, form: Form) -> Question:
     """The question with the execution that fits the phase, where none was asked for."""
     if not asked.usual or form.phase in ("prefill", "decode"):
         return asked
-    model = execution_model("efficient")
+    model = execution_model(usual_execution(asked.job))
     conditions = tuple(replace(each, execution=model) for each in asked.conditions)
     return replace(asked, conditions=conditions)
 

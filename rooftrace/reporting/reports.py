@@ -13,7 +13,7 @@ from rooftrace._progress import tell, telling
 from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, execution_model
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import LargestBatch, Memory, largest
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import plan, usual_execution
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
@@ -35,7 +35,7 @@ def report(
     *args: Any,
     chip: str | Chip | Sequence[str | Chip] | None = None,
     system: str | System | Sequence[str | System] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = ("naive", "efficient"),
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
     phases: Sequence[str] | None = None,
     dtype: str | None = None,
     weights_dtype: str | None = None,
@@ -58,14 +58,15 @@ def report(
     weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.html,
     report.md, report.json, ops.csv and figures.  formats: which of html, md, json, csv, png (these
     by default) and trace.  max_batch: also look for the largest batch that fits each chip
-    (`largest_batch`).  knobs: calibrated constants of every execution, by name or path or as
+    (`largest_batch`).  execution: one or several, default naive and efficient, and for a script
+    naive and mixed.  knobs: calibrated constants of every execution, by name or path or as
     `calibrate` returns them; None for the datasheet's peaks.  progress: a function that is called
     with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    executions = each_execution(execution)
+    executions = each_execution(execution or ("naive", usual_execution(model)))
     if knobs != TYPICAL:
         executions = [execution_model(model, knobs=knobs) for model in executions]
     chips, models = conditions(chips_for(chip, executions, system), executions)
@@ -101,7 +102,7 @@ def largest_batch(
     model: Source,
     *args: Any,
     chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
     request: Request | None = None,
     options: Options | None = None,
@@ -124,8 +125,9 @@ def largest_batch(
     prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
     job.refuse(("batch",), "the batch is what is looked for; leave it out")
+    execution = execution_model(execution or usual_execution(job))
     with telling(progress):
-        return _largest(job, chips_for(chip, execution), execution_model(execution))
+        return _largest(job, chips_for(chip, execution), execution)
 
 
 def _largest(

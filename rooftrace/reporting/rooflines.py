@@ -10,7 +10,7 @@ from typing import Any
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import plan, usual_execution
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
@@ -29,7 +29,7 @@ def roofline(
     *,
     chip: str | Chip | Sequence[str | Chip] | None = None,
     system: str | System | Sequence[str | System] | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
     batch: int | Sequence[int] | None = None,
     seq: int | Sequence[int] | None = None,
@@ -51,7 +51,7 @@ def roofline(
     if not several:
         raise RequestError("roofline(sources=...): expected at least one target, got none")
     steps, over = _steps({"batch": batch, "seq": seq, "kv": kv})
-    model = execution_model(execution)
+    model = execution_model(execution or usual_execution(*several))
     chips = chips_for(chip, model, system)
     jobs = [
         (source, sizes, Job.of(roofline, source, (), {**kwargs, **sizes}, phases=phases))

@@ -63,6 +63,7 @@ def run(
     get_ready()
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
+    from rooftrace.tracer.sources import collector_paused
 
     words = shlex.split(command) if isinstance(command, str) else list(command)
     device, per_node = _seen(chip, system, execution)
@@ -81,7 +82,8 @@ def run(
         script = request.run(_seconds(device, execution) if clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
-        return price_script(script, device, execution)
+        with collector_paused():
+            return price_script(script, device, execution)
 
 
 def _seconds(chip: Chip, execution: str | ExecutionModel | None) -> Callable[[OpGraph], float]:
@@ -99,8 +101,10 @@ def _seen(
     chip: str | Chip | None, system: str | System | None, execution: str | ExecutionModel | None
 ) -> tuple[Chip, int | None]:
     """The chip that a script sees, and how many a node of the system has; None without one."""
+    from rooftrace.costmodels.scripting import SCRIPTED
+
     if system is None:
-        return one_chip(chip, execution or "efficient"), None
+        return one_chip(chip, execution or SCRIPTED), None
     joined = load_system(system)
     return joined.joined_chip, joined.levels[0].size
 

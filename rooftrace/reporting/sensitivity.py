@@ -14,6 +14,7 @@ from rooftrace._progress import tell, telling
 from rooftrace.costmodels.elasticity import Elasticities, elasticities, grids
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
@@ -47,7 +48,7 @@ def sensitivity(
     log: bool = False,
     phase: str | None = None,
     chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -64,7 +65,7 @@ def sensitivity(
     log: bool = False,
     phase: str | None = None,
     chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -80,7 +81,7 @@ def sensitivity(
     log: bool = False,
     phase: str | None = None,
     chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -102,7 +103,7 @@ def sensitivity(
     decode for a Hugging Face model that has it, else forward.
     Raises RequestError for a name or a level that there is not, and what `form` raises.
     """
-    model = execution_model(execution)
+    model = execution_model(execution or usual_execution(source))
     used = one_chip(chip, model)
     known = known_form(source)
     with telling(progress):

@@ -21,6 +21,7 @@ from rooftrace._writing import put_bytes, write_bytes
 from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
@@ -79,7 +80,7 @@ def sweep(
     *args: Any,
     over: Mapping[str, Any] | Sequence[str],
     chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
     phase: str | None = None,
     dtype: str | Sequence[str | None] | None = None,
     weights_dtype: str | None = None,
@@ -115,7 +116,7 @@ def sweep_request(
     *,
     over: Mapping[str, Any] | Sequence[str],
     chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
     phase: str | None = None,
     dtype: str | Sequence[str | None] | None = None,
     weights_dtype: str | None = None,
@@ -125,6 +126,7 @@ def sweep_request(
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
+    execution = execution or usual_execution(source)
     conditions = each_condition(execution, dtype, weights_dtype, kv_dtype)
     known = known_form(source)
     traced = source if known is None else known.example  # a graph has no use for other arguments

@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.counters import compare
+from rooftrace.costmodels.findings.counters import compare, flop_counts
 from rooftrace.costmodels.findings.counters.counting import EVERYWHERE
 from rooftrace.errors import RequestError
 from rooftrace.reporting.text.comparisons import notes
@@ -211,3 +216,21 @@ def test_an_error_is_a_comparison_too(x):
     graph = rt.trace(on_meta(Blocks), x)
     one = compare(graph, PeerCount("fvcore", error="gone"))
     assert one.to_dict()["error"] == "gone" and one.flops_matrix > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_counted_as_flop_counter_mode_does_on_cuda(causal):
+    x = torch.randn(2, 3, 12, 8)
+    q, k, v = (torch.nn.Parameter(x + i) for i in range(3))
+    with FlopCounterMode(display=False) as written_out, sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+    with rt.capture(nn.Identity()) as ours:
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+    counts = {op: flops for (_, op), flops in flop_counts(ours.graph).items()}
+    shape = tuple(x.shape)
+    assert sorted(counts.values()) == [
+        sdpa_flop_count(shape, shape, shape),
+        sdpa_backward_flop_count(shape, shape, shape, shape),
+    ]
+    scores = 2 * 2 * 3 * 12 * 12 * 8  # computed a second time by a fused kernel alone
+    assert sum(counts.values()) == written_out.get_total_flops() + scores

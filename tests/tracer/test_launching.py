@@ -144,6 +144,17 @@ def test_ranks_agree_with_the_launcher() -> None:
         Ranks.of(script, 12, per_node=8)
 
 
+def test_a_group_of_one_is_a_group_where_somebody_says_so(write: Write) -> None:
+    script = write(
+        "t.py",
+        "import os, sys, torch.distributed as d; d.init_process_group('nccl'); "
+        "sys.exit(d.get_world_size() + int(os.environ['WORLD_SIZE']))",
+    )
+    assert run(script, world=1).code == 2
+    failed = run(script)
+    assert "nothing says of how many processes" in str(failed)
+
+
 # -- running ---------------------------------------------------------------------------------------
 
 

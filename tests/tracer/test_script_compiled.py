@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import rooftrace as rt
+from rooftrace.costmodels.batchtiming import stack, time_columns
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.scripting import ScriptCost
-from rooftrace.reporting.cli.scripted import usual_execution
+from rooftrace.errors import RequestError
 from rooftrace.tracer.collectives import marks
 
 if torch.cuda.is_available():
@@ -164,9 +167,11 @@ def test_only_what_is_compiled_is_fused_and_no_kernel_crosses_the_border(tmp_pat
     # A saved graph is priced alike, and what is asked for stands above what the script says.
     path = tmp_path / "step.json.gz"
     rt.save(cost.script.by_phase(), path)
-    assert rt.estimate(rt.load(path), "h100-sxm", "mixed").t_est == row.t_est
-    assert usual_execution([str(path)]) == usual_execution(["train.py --lr=1"]) == "mixed"
-    assert usual_execution(["models.py:build", None]) == "efficient"
+    assert rt.estimate(rt.load(path), "h100-sxm").t_est == row.t_est
+    assert usual_execution(path, "train.py --lr=1", cost.steps[-1].plan.source, None) == "mixed"
+    assert usual_execution("models.py:build", None) == "efficient"
+    with pytest.raises(RequestError, match="say one for all as execution="):
+        usual_execution("models.py:build", "train.py")
     (eager,) = ran(tmp_path, PARTS, execution="eager").rows
     assert (eager.kernels, eager.bytes_hbm) == (10, (9 * 2 + 3) * size)
     (whole,) = ran(tmp_path, PARTS, execution="compiled").rows
@@ -180,3 +185,30 @@ def test_a_call_of_torch_compile_that_nothing_runs_changes_no_price(tmp_path: Pa
     assert cost.compiled is None
     assert cost.title == plain.title.replace("mixed", "eager")
     assert [row.t_est for row in cost.rows] == [row.t_est for row in plain.rows]
+
+
+POOLS = """
+x, y = (torch.zeros(64, 64, 56, 56, device="cuda") for _ in "xy")
+eager, compiled = nn.MaxPool2d(2), torch.compile(nn.MaxPool2d(2))
+for _ in range(3):
+    with torch.no_grad():
+        eager(x), compiled(y)
+        torch.cuda.nvtx.mark("turn")
+"""
+
+
+def test_each_kernel_of_a_mixed_step_reaches_the_shares_of_its_own_part(tmp_path: Path) -> None:
+    def rows(**how: object) -> Estimate:
+        cost = ran(tmp_path, POOLS, boundary="mark=turn", **how)
+        return cost.steps[-1]
+
+    mixed, eager, compiled = rows(), rows(execution="eager"), rows(execution="compiled")
+    # typical-eager.toml and typical-compiled.toml: of the bandwidth, pooling reaches 0.6 and 0.95.
+    # A quarter of what is read is written, and in eager mode 8-byte indices beside it.
+    slow, fast = (row.timing.t_hbm for row in mixed.rows)
+    assert slow / fast == pytest.approx((4 + 1 + 2) / (4 + 1) * 0.95 / 0.6)
+    assert {row.timing.t_device for row in eager.rows} == {mixed.rows[0].timing.t_device}
+    assert {row.timing.t_device for row in compiled.rows} == {mixed.rows[1].timing.t_device}
+    assert 2 * mixed.times.t_serial == pytest.approx(eager.times.t_serial + compiled.times.t_serial)
+    at_once = time_columns(stack([mixed.plan]), mixed.chip)
+    assert at_once.t_est[0] == pytest.approx(mixed.t_est)

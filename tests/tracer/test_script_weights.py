@@ -127,3 +127,28 @@ def test_whole_graphs_outside_of_modules_run_in_a_script(tmp_path: Path) -> None
     cost = ours(written(tmp_path, WHOLE))
     product = 2 * 4 * 64 * 64
     assert all_flops(cost) == 2 * product * sum(row.turns for row in cost.rows) > 0
+
+
+TEMPERATURE = """
+model = nn.Linear(8, 4).to(device)
+log_alpha = nn.Parameter(torch.tensor(0.5))  # stays on the host
+gain = nn.Parameter(torch.tensor(1.0))
+gain.data = gain.data.to(device)
+opts = [torch.optim.Adam(weights) for weights in (model.parameters(), [log_alpha], [gain])]
+for step in range(4):
+    for opt in opts:
+        opt.zero_grad()
+    out = model(torch.randn(16, 8).to(device)) * gain
+    (log_alpha * (out + 1.0).detach() + out * log_alpha.exp()).mean().backward()
+    assert log_alpha.grad.device.type == "cpu" and gain.grad.device.type == device
+    for opt in opts:
+        opt.step()
+"""
+
+
+def test_a_value_of_the_host_is_trained_beside_the_device(tmp_path: Path) -> None:
+    script = written(tmp_path, TEMPERATURE)
+    real, cost = really(script), ours(script)
+    assert trained(cost) == real.trained == 4
+    assert all_flops(cost) == real.flops > 0
+    assert held(training(cost)[-1], "optimizer") == 2 * 4 * (8 * 4 + 4 + 1)

@@ -186,7 +186,10 @@ def _kernel_seconds(
     )
     if knobs is None:
         return fast, fast
-    rows = columns.knob_seconds(kernel, knobs, chip, step.execution, step.copies_layouts)
+    own, layouts = knobs, step.copies_layouts
+    if kernel.eager:
+        own, layouts = step.execution.outside.knobs_on(chip) or knobs, True
+    rows = columns.knob_seconds(kernel, own, chip, step.execution, layouts)
     more = np.maximum(0.0, rows.device - np.maximum(rows.compute, rows.memory))
     return fast, _Seconds(rows.compute, rows.memory, network, none + knobs.launch_on(chip), more)
 

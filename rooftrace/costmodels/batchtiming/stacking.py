@@ -43,9 +43,13 @@ def stack(plans: Sequence[Plan], chip: Chip | None = None) -> PlanColumns:
         apart = [entries[int(place)] for place in np.unique(at, return_index=True)[1]]
         spread = group_class(first.graph, first.groups[number].ops, costs=first.op_costs)
         kernel = replace(
-            _kernel(number, apart, spread), at=at if 1 < len(sizes) < len(plans) else None
+            _kernel(number, apart, spread),
+            at=at if 1 < len(sizes) < len(plans) else None,
+            eager=number in first.eager,
         )
-        place = known.setdefault((spread, at.tobytes(), *(key for key, _ in sizes)), len(kernels))
+        place = known.setdefault(
+            (spread, kernel.eager, at.tobytes(), *(key for key, _ in sizes)), len(kernels)
+        )
         if place == len(kernels):
             kernels.append(kernel)
         else:

@@ -31,7 +31,8 @@ class UnknownNumberError(RequestError):
 class NamedNumbers:
     """A chip and an execution, and their numbers by name.
 
-    Knobs that stand for those of the chip's kind are written out, so that each has its own number.
+    Knobs that stand for those of the chip's kind are written out, so that each has its own number;
+    a mixed step has two of each, and so no numbers for them.
     """
 
     chip: Chip
@@ -40,7 +41,7 @@ class NamedNumbers:
     @staticmethod
     def of(chip: Chip, execution: ExecutionModel) -> NamedNumbers:
         """Those of an execution on a chip, with the constants that times are computed with."""
-        if isinstance(execution.knobs, str):
+        if isinstance(execution.knobs, str) and execution.dispatch != "mixed":
             execution = replace(execution, knobs=execution.knobs_on(chip))
         knobs = execution.knobs
         if isinstance(knobs, Knobs) and isinstance(knobs.attention, str):

@@ -20,6 +20,7 @@ from rooftrace.costmodels.elasticity.slopes import Slope
 from rooftrace.costmodels.elasticity.watching import watched
 from rooftrace.costmodels.explaining import plan_at
 from rooftrace.costmodels.kernels import group_class
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import LAST
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planning import Plan, plan
@@ -53,13 +54,14 @@ def elasticities(
     """
     further = {name for other in others for name in other.names}
     numbers = form.numbers({name: n for name, n in sizes.items() if name not in further})
-    named = NamedNumbers.of(chip, conditions.execution)
     graph = reprice(
         form.graph(**dict(zip(form.names, numbers, strict=True))),
         conditions.dtype,
         conditions.weights_dtype,
         conditions.kv_dtype,
     )
+    conditions = replace(conditions, execution=plan(graph, conditions.execution).execution)
+    named = NamedNumbers.of(chip, conditions.execution)
     base = _Timed.of(plan(graph, named.execution), named.chip)
     rows = []
     for each in (form, *others):
@@ -76,7 +78,7 @@ def elasticities(
         sizes=dict(sizes),
         chip=chip.name,
         execution=conditions.execution.name,
-        knobs=getattr(named.execution.knobs, "title", ""),
+        knobs=knobs.title if isinstance(knobs := named.execution.knobs, Knobs) else "",
         flops=base.plan.total.flops(),
         bytes=base.plan.bytes.total,
         peak_memory=base.plan.memory.peak,

@@ -288,7 +288,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 def estimate(
     graph: OpGraph | Plan,
     chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
     system: str | System | None = None,
 ) -> Estimate:
     """What the captured step costs on `chip` when run as `execution` says (a Plan has its own).

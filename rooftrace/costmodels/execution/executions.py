@@ -176,6 +176,11 @@ class ExecutionModel:
         return self.knobs.traffic if holds else None
 
     @property
+    def outside(self) -> ExecutionModel:
+        """How runs what is not compiled: of a mixed step that is eager."""
+        return replace(self, fusion="none", dispatch="eager") if self.dispatch == "mixed" else self
+
+    @property
     def as_called(self) -> ExecutionModel:
         """This execution with what ops launch beside their own kernel left out, so that its ops are
         those of the graph: for what was measured op by op."""

@@ -66,7 +66,9 @@ class Seconds:
 
 def seconds_of(estimate: Estimate, row: Row, kind: str) -> Seconds:
     """Seconds of one launch of a row; kind: the class of kernels that it is of."""
-    chip, knobs, timing, count = estimate.chip, estimate.knobs, row.timing, row.count
+    chip, timing, count = estimate.chip, row.timing, row.count
+    eager = row.index in estimate.plan.eager
+    knobs = estimate.execution.outside.knobs_on(chip) if eager else estimate.knobs
     cost = estimate.plan.costs[row.index]
     rates = tuple(rates_of(estimate, cost.work.items()))
     ideal = sum(rate.seconds for rate in rates)

@@ -117,7 +117,7 @@ class Headroom:
 def headroom(
     graph: OpGraph | Plan | Estimate,
     chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
 ) -> Headroom:
     """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).
 

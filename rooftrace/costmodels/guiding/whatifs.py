@@ -33,7 +33,7 @@ LEAST = 0.01
 def guidance(
     graph: OpGraph | Plan | Estimate,
     chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "efficient",
+    execution: str | ExecutionModel | None = None,
 ) -> Guidance:
     """What would make a step on `chip` faster, in order (an Estimate has its own chip and way).
 

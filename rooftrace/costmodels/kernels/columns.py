@@ -103,7 +103,8 @@ class KernelColumns:
     moved: those of them that are no weights; 0 for classes that end with `LAST`.  link: bytes over
     links.  warm: bytes that the last cache still holds.  times: how many kernels it stands for.
     at: the place among the U of each of P points; None where U is P, or 1 for all points.
-    spread_kind: the class whose spread holds, where it is another one than `kind`.
+    spread_kind: the class whose spread holds, where it is another one than `kind`.  eager: see
+    `Plan.eager`.
     Raises ValueError for arrays of different lengths, and for a class that does not exist.
     """
 
@@ -116,6 +117,7 @@ class KernelColumns:
     times: Amount = 1.0
     at: Places | None = None
     spread_kind: str = ""
+    eager: bool = False
     size: int = field(init=False)  # U, the number of sizes
 
     def __post_init__(self) -> None:

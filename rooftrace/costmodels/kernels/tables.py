@@ -19,7 +19,10 @@ from rooftrace.costmodels.kernels.engines import (
     reached,
     stored_widths,
 )
-from rooftrace.costmodels.kernels.kerneltables import KernelTable as KernelTable
+from rooftrace.costmodels.kernels.kerneltables import (
+    KernelSeconds,
+    KernelTable as KernelTable,
+)
 from rooftrace.costmodels.kernels.loads import odd_rows, unit_of
 from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.reuse import warm_bytes
@@ -84,8 +87,9 @@ def kernel_bytes(
     if reuse and chip is not None and chip.l2_capacity is not None:
         warm = warm_bytes(planned, chip.l2_capacity.value, cold)
     weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
-    for group, cost, held in zip(planned.groups, planned.costs, warm, strict=True):
-        kind = group_class(planned.graph, group.ops, planned.channels_last, planned.op_costs)
+    for number, (group, cost) in enumerate(zip(planned.groups, planned.costs, strict=True)):
+        layout = planned.lays_out(number)
+        kind = group_class(planned.graph, group.ops, layout, planned.op_costs)
         moved = (
             0
             if kind.endswith(LAST)
@@ -95,7 +99,19 @@ def kernel_bytes(
                 if access.wire == "hbm" and access.storage not in weights
             )
         )
-        yield kind, held, moved
+        yield kind, warm[number], moved
+
+
+def seconds_by_part(
+    planned: Plan, chip: Chip, knobs: Knobs, rows: KernelTable
+) -> tuple[KernelSeconds, KernelSeconds]:
+    """Seconds of rows of a plan as those of compiled kernels, or of all, and as those of eager
+    ones, where it has both."""
+    seconds = rows.seconds(knobs, planned.copies_layouts)
+    outside = planned.execution.outside.knobs_on(chip)
+    if not planned.eager or outside is None:
+        return seconds, seconds
+    return seconds, rows.seconds(outside, layouts=True)
 
 
 def table(
@@ -236,11 +252,12 @@ def _by_knobs(
         row = (kind, numbers, attention_row(cost, chip, execution))
         place.append(places.setdefault(row, len(places)))
     kinds, rows, attention = zip(*places, strict=True)
-    seconds = table(chip, kinds, rows, attention).seconds(knobs, planned.copies_layouts)
-    assert seconds.choice is not None and seconds.untiled is not None
+    parts = seconds_by_part(planned, chip, knobs, table(chip, kinds, rows, attention))
     engine = matrix_engine(chip, 1.0)
     kernels = []
-    for number, (_, cost) in zip(place, wanted, strict=True):
+    for number, (group, cost) in zip(place, wanted, strict=True):
+        seconds = parts[group in planned.eager]
+        assert seconds.choice is not None and seconds.untiled is not None
         choice, uses = int(seconds.choice[number]), {}
         if choice >= 0 and engine is not None:
             work, flop, _, whole = plain_products(cost, chip, execution)[-1]

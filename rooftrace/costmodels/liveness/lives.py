@@ -12,7 +12,6 @@ much.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +68,9 @@ class Visits:
         self.left_out = [
             repeat.count - count for repeat, count in zip(graph.repeats, self.counts, strict=True)
         ]
-        copies = (math.prod(self.counts[r] for r in tensor.repeats) for tensor in graph.values)
+        copies = [math.prod(self.counts[r] for r in tensor.repeats) for tensor in graph.values]
         self.first = list(accumulate(copies, initial=0))
+        self._owners = [value for value, count in enumerate(copies) for _ in range(count)]
         # Most values have one storage, wherever they are used.
         self.alone = [
             _VARIES if tensor.repeats or self._varies(tensor) else self.first[tensor.storage]
@@ -212,7 +212,7 @@ class Visits:
 
     def storage(self, number: int) -> int:
         """The storage that has this number."""
-        return bisect_right(self.first, number) - 1 if self.graph.repeats else number
+        return self._owners[number]
 
     def times(self, number: int, storage: int, at: _At) -> int:
         """How many copies of a storage come or go together in this iteration."""

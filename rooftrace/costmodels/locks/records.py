@@ -121,6 +121,12 @@ class LockedTarget:
     sources: dict[str, str] = field(default_factory=dict)  # by path, relative to the lock
     phases: dict[str, LockedPhase] = field(default_factory=dict)
 
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """The executions that it is priced as."""
+        by_chip = (costs for step in self.phases.values() for costs in step.costs.values())
+        return tuple(dict.fromkeys(name for costs in by_chip for name in costs))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:

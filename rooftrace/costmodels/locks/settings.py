@@ -13,6 +13,7 @@ from rooftrace.costmodels.locks.budgets import DEFAULT, Budget, Said, read_budge
 from rooftrace.costmodels.locks.files import NAME
 from rooftrace.costmodels.locks.projects import FILE, code_of, inside, project_of
 from rooftrace.costmodels.locks.records import DEPTH, Asked, Lock, Pricing
+from rooftrace.costmodels.planning import usual_execution
 
 SECTION = "tool.rooftrace"
 TOLD, FAILS = "told", "fail"
@@ -44,7 +45,7 @@ class ToolTable:
     targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
     lock: str = NAME
     chips: list[str] | None = None  # None: the chip of `knobs`, else h200-sxm
-    executions: list[str] = field(default_factory=lambda: ["efficient"])
+    executions: list[str] | None = None  # None: the usual one of each target
     phases: list[str] | None = None  # of every target that names none; None: those that fit
     depth: int = DEPTH
     budgets: dict[str, Said] = field(default_factory=dict)
@@ -75,7 +76,8 @@ class Settings:
     targets: Mapping[str, Asked] = field(default_factory=dict)  # by name; empty: those of the lock
     lock: str = NAME
     chips: tuple[str, ...] | None = None  # None: the chip of the knobs, else h200-sxm
-    executions: tuple[str, ...] = ("efficient",)
+    executions: tuple[str, ...] | None = None  # None: `locked`, else the usual one of a target
+    locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by target, as in a lock
     depth: int = DEPTH
     pricing: Pricing = field(default_factory=Pricing)
     budgets: Mapping[str, tuple[Budget, ...]] = field(default_factory=dict)  # by target
@@ -104,6 +106,11 @@ class Settings:
         ]
         return list(dict.fromkeys(rows))
 
+    def executions_of(self, target: str) -> tuple[str, ...]:
+        """How a target is priced, by its name."""
+        named = self.executions or self.locked.get(target)
+        return named or (usual_execution(self.targets[target].target),)
+
     def budgets_of(self, target: str) -> tuple[Budget, ...]:
         """The budgets of a target, by its name."""
         return self.budgets.get(target, self.usual)
@@ -114,12 +121,12 @@ class Settings:
             return self
         made = lock.made_from
         priced = [step.costs for t in lock.targets.values() for step in t.phases.values()]
-        executions = [name for by_chip in priced for each in by_chip.values() for name in each]
         return replace(
             self,
             targets={name: target.asked for name, target in lock.targets.items()},
             chips=tuple(dict.fromkeys(chip for by_chip in priced for chip in by_chip)),
-            executions=tuple(dict.fromkeys(executions)),
+            executions=None,
+            locked={name: target.executions for name, target in lock.targets.items()},
             depth=made.depth,
             pricing=made.pricing,
         )
@@ -169,7 +176,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
         },
         lock=section.lock,
         chips=None if section.chips is None else tuple(section.chips),
-        executions=tuple(section.executions),
+        executions=None if section.executions is None else tuple(section.executions),
         depth=section.depth,
         pricing=Pricing(
             knobs=section.knobs,

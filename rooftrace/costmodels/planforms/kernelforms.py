@@ -99,8 +99,8 @@ class KernelForm:
             (w.operation, w.precision, w.count, w.widths, w.lined, w.attention is None)
             for w in numbers.work
         )
-        return (numbers.kind, numbers.spread_kind, works, self.flops, self.sizes, self.attention,
-                self.traffic)  # fmt: skip
+        return (numbers.kind, numbers.spread_kind, numbers.eager, works, self.flops, self.sizes,
+                self.attention, self.traffic)  # fmt: skip
 
     @cached_property
     def depends(self) -> frozenset[int]:
@@ -158,4 +158,5 @@ def columns_of(kernels: Sequence[KernelForm], points: Points) -> KernelColumns:
         times=told(times),
         at=at,
         spread_kind=kernel.numbers.spread_kind,
+        eager=kernel.numbers.eager,
     )

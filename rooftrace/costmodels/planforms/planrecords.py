@@ -61,6 +61,7 @@ class GroupNumbers(Struct, frozen=True):
     times: int
     work: tuple[WorkNumbers, ...]
     traffic: tuple[AccessNumbers, ...]
+    eager: bool  # whether it runs outside of what a mixed step compiles
 
 
 class PlanNumbers(Struct, frozen=True):
@@ -134,7 +135,7 @@ def _group(
     return GroupNumbers(
         ops=group.ops,
         name=group.name,
-        kind=group_class(graph, group.ops, planned.channels_last, planned.op_costs),
+        kind=group_class(graph, group.ops, planned.lays_out(index), planned.op_costs),
         spread_kind=group_class(graph, group.ops, costs=planned.op_costs),
         module=pattern_of(row.module),
         family=row.family,
@@ -166,4 +167,5 @@ def _group(
             )
             for access, size in cost.traffic.items()
         ),
+        eager=index in planned.eager,
     )

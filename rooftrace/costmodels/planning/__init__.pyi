@@ -1,3 +1,4 @@
+from rooftrace.costmodels.planning.compiled_parts import usual_execution as usual_execution
 from rooftrace.costmodels.planning.coverage import (
     Coverage as Coverage,
     Unsupported as Unsupported,

@@ -25,13 +25,14 @@ from rooftrace.costmodels.planning.advice import (
     rules_of_no_op,
     unknown_groups,
 )
-from rooftrace.costmodels.planning.compiled_parts import as_written
+from rooftrace.costmodels.planning.compiled_parts import as_written, usual_execution
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import reprice, rewrite
 from rooftrace.costmodels.traffic import bytes_by_role, layouts, moved
 from rooftrace.hardware.units import format_flops, format_traffic
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import ROLES
 
@@ -141,6 +142,18 @@ class Plan:
         """Whether a compiler lays out images with channels last."""
         return self.execution.fusion == "detected" and layouts.keeps_channels_last(self.graph)
 
+    @cached_property
+    def eager(self) -> frozenset[int]:
+        """The kernels of a mixed step that run outside of what is compiled, by their places."""
+        if self.execution.dispatch != "mixed":
+            return frozenset()
+        ops = marks.eager_ops(self.graph.ops)
+        return frozenset(n for n, group in enumerate(self.groups) if group.ops[0] in ops)
+
+    def lays_out(self, kernel: int) -> bool:
+        """Whether the compiler that writes a kernel lays out images with channels last."""
+        return self.channels_last and kernel not in self.eager
+
     @property
     def copies_layouts(self) -> bool:
         """Whether convolutions copy what they read and write into another memory layout.
@@ -189,14 +202,15 @@ class Plan:
         )
 
 
-def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
+def plan(graph: OpGraph, execution: str | ExecutionModel | None = None) -> Plan:
     """Price `graph` under an execution model: rewrite, price each op, fuse, add up traffic.
 
-    Weights and caches have the precision that the graph was priced in, else the declared one.
+    execution: default mixed for the step of a script, else efficient.  Weights and caches have the
+    precision that the graph was priced in, else the declared one.
     Raises ExecutionError for a preset that does not exist.
     """
     OpGraph.check(graph, "plan")
-    return Plan.each(reprice(graph), [execution])[0]
+    return Plan.each(reprice(graph), [execution or usual_execution(graph)])[0]
 
 
 def _planned(

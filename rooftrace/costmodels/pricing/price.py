@@ -22,6 +22,9 @@ from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref, references
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
+_MOST = 4096
+"""Prices of ops that are kept: the graphs of a script, and those of other lengths, share most."""
+
 
 class PriceError(ValueError):
     """An op that its rule fails on, as arguments are missing or of another type than it reads."""
@@ -50,7 +53,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
         key, local = _signature(copies.written_out(op), sizes, storages)
         priced = memo.get(key)
         if priced is None:
-            priced = memo[key] = _price(_view(key), graph)
+            priced = memo[key] = _price(key, graph)
         cost = priced[0].bind(copies.owners(local)) if priced[0].traffic else priced[0]
         if find_rule(op.target) is None:
             cost = without_rule(graph, op, cost, outside)
@@ -66,7 +69,7 @@ def op_cost(graph: OpGraph, op: Op) -> Cost:
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
     key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
-    return _price(_view(key), graph)[0]
+    return _price(key, graph)[0]
 
 
 def without_rule(graph: OpGraph, op: Op, cost: Cost, outside: Collection[int]) -> Cost:
@@ -148,12 +151,22 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
     return list(storages)
 
 
-def _price(view: OpView, graph: OpGraph) -> tuple[Cost, bool]:
-    rule = find_rule(view.target)
+def _price(key: tuple[Any, ...], graph: OpGraph) -> tuple[Cost, bool]:
+    rule = find_rule(key[0])
+    if rule is not None and rule.is_own:  # it may return another cost every time
+        return _priced.__wrapped__(key, rule, graph.schemas.get(key[0]))
+    return _priced(key, rule)
+
+
+@lru_cache(maxsize=_MOST)
+def _priced(
+    key: tuple[Any, ...], rule: Any, schema: tuple[str, ...] | None = None
+) -> tuple[Cost, bool]:
+    """The cost of an op with this signature by its rule, if it has one, and whether it is known."""
+    view = _view(key)
     flops = None if rule and rule.is_own else view.fact("flops_given")
     cost = view.streamed()
     if rule is not None:
-        schema = graph.schemas.get(view.target)
         cost = _by_rule(lambda op: rule.cost_of(op, schema), view)
     if flops is not None:
         cost = _with_flops(cost, flops, view)

@@ -71,7 +71,7 @@ def users_rules() -> tuple[Rule, ...]:
     """The rules that neither this package nor a third-party package brought, by name."""
     modules = (module for _, module in _extensions.load("rooftrace.rules"))
     brought = {module.__name__.partition(".")[0] for module in modules}
-    own = (rule for rule in all_rules() if rule.is_own)
+    own = sorted((rule for rule in RULES.values() if rule.is_own), key=lambda r: r.name)
     return tuple(r for r in own if (r.price.__module__ or "").partition(".")[0] not in brought)
 
 

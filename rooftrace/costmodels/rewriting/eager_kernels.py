@@ -44,6 +44,8 @@ def with_form(form: EagerForm, mixed: bool, graph: OpGraph) -> tuple[OpGraph, in
 
     mixed: only what stands between compiled graphs has them.
     """
+    if form.names.isdisjoint([op.name for op in graph.ops]):
+        return graph, 0
     edit, count = Editor(graph), 0
     eager = marks.eager_ops(graph.ops) if mixed else range(len(graph.ops))
     outlets = {graph.values[i].storage for i in graph.outputs}

@@ -88,7 +88,7 @@ class Form:
     def estimate(
         self,
         chip: str | Chip | None = None,
-        execution: str | ExecutionModel = "efficient",
+        execution: str | ExecutionModel | None = None,
         dtype: str | None = None,
         weights_dtype: str | None = None,
         kv_dtype: str | None = None,

@@ -159,13 +159,14 @@ def _expected(
     """Timings from knobs: equal kernels at once, with the overlap of engines that they have."""
     link = _other_links(planned, chip, network)
     rows, place = tables.kernel_table(planned, chip, reuse=knobs.cache != 1)
-    seconds = rows.seconds(knobs, planned.copies_layouts)
+    parts = [
+        tuple(each.tolist() for each in (part.compute, part.memory, part.device))
+        for part in tables.seconds_by_part(planned, chip, knobs, rows)
+    ]
     gap = knobs.launch_on(chip)
-    compute, memory, device = (
-        part.tolist() for part in (seconds.compute, seconds.memory, seconds.device)
-    )
     timings = []
     for number, (row, cost) in enumerate(zip(place, planned.costs, strict=True)):
+        compute, memory, device = parts[number in planned.eager]
         if number in network:
             exchange = network[number]
             timings.append(_exchanged(cost, exchange.seconds, compute[row]))

@@ -7,7 +7,7 @@ read is read once.  The compulsory floor is what any execution has to move.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -288,7 +288,7 @@ def compulsory_bytes(graph: OpGraph, op_costs: Sequence[Cost]) -> int:
     """
     outside = {graph.values[i].storage for i in graph.external}
     results = outside | {graph.values[i].storage for i in graph.outputs}
-    floor = _Floor(graph)
+    floor = _Floor(graph, outside)
     for op, cost in zip(graph.ops, op_costs, strict=True):
         floor.enter(op)
         for access, size in cost.traffic.items():
@@ -307,9 +307,9 @@ class _Floor:
     reads the most of it.  Of one that nothing is written to, disjoint slices add up.
     """
 
-    def __init__(self, graph: OpGraph) -> None:
+    def __init__(self, graph: OpGraph, outside: Collection[int]) -> None:
         self.graph, self.listed = graph, runs.listed(graph)
-        self.slices, self.sizes = slices(graph), storage_sizes(graph)
+        self.slices, self.sizes = slices(graph, outside), storage_sizes(graph)
         kernels = (op for op in graph.ops if op.kind == "kernel")
         self.written = {graph.values[i].storage for op in kernels for i in op.outputs}
         self.parts: dict[int, dict[Any, dict[tuple[int, int], int]]] = defaultdict(dict)

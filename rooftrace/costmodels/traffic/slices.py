@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,8 +26,8 @@ taken as a slice: the traffic that cannot be avoided is then a lower bound still
 """
 
 
-def slices(graph: OpGraph) -> dict[int, Slices]:
-    """By value: the slices that it is, or is a view of.
+def slices(graph: OpGraph, storages: Collection[int]) -> dict[int, Slices]:
+    """By value of one of these storages: the slices that it is, or is a view of.
 
     Views that are made alike in every iteration have the same base.
     """
@@ -37,6 +37,8 @@ def slices(graph: OpGraph) -> dict[int, Slices]:
         if op.kind != "view" or not op.inputs:
             continue
         x = op.inputs[0]
+        if graph.values[x].storage not in storages:
+            continue
         if x in cuts:  # a slice of a slice lies in it
             cuts.update(dict.fromkeys(op.outputs, cuts[x]))
             continue

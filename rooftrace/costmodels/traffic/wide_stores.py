@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precisions import precision
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 
 MANY_READS = 5
@@ -22,10 +23,15 @@ MANY_READS = 5
 def stored_wide(graph: OpGraph) -> dict[int, int]:
     """Activations whose input is stored in their stead, and how many times as wide it is."""
     values = graph.values
-    opaque: dict[int, int] = {}  # the last library kernel that reads a storage
+    opaque: dict[int, int] = {}  # the last library kernel, or eager op, that reads a storage
+    eager = marks.eager_ops(graph.ops)
     for op in graph.ops:
         rule = find_rule(op.target) if op.kind == "kernel" else None
-        if op.kind == "sync" or (op.kind == "kernel" and (rule is None or rule.fusion == "opaque")):
+        if (
+            op.kind == "sync"
+            or op.id in eager
+            or (op.kind == "kernel" and (rule is None or rule.fusion == "opaque"))
+        ):
             opaque.update(dict.fromkeys((values[i].storage for i in op.inputs), op.id))
     results = {values[i].storage for i in graph.outputs}
     reads: dict[int, set[int]] = defaultdict(set)
@@ -40,6 +46,7 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
             rule is not None
             and "rereads" in rule.traits
             and bits < 32
+            and op.id not in eager
             and any(len(reads[values[i].storage]) >= MANY_READS for i in op.inputs)
             and not any(opaque.get(s, -1) > op.id or s in results for s in made)
         ):

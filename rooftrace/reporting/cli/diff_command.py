@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.reporting.cli.diffing import check_measured, check_priced
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
@@ -20,7 +21,6 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.scripted import usual_execution
 from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
@@ -151,7 +151,7 @@ def diff(
         check_measured(fail_on, targets, **{n: pricing[n] for n in _HOW}, job=job)
     else:
         check_priced([*fail_on, *([bisect] if bisect is not None else [])], targets)
-        pricing["execution"] = pricing["execution"] or usual_execution(sources)
+        pricing["execution"] = pricing["execution"] or usual_execution(*sources)
     load_rules(rules)
     asked: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():

@@ -49,7 +49,7 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
     "--execution",
     "executions",
     type=Commas(),
-    help="naive, eager, compiled, efficient, serving ...  Default: efficient.",
+    help="naive, eager, compiled, efficient, serving ...  Default: efficient; of a script, mixed.",
 )
 @click.option(
     "--depth",

@@ -15,7 +15,7 @@ from rooftrace.reporting.cli.shared import (
     form_of,
     load_executions,
     load_rules,
-    progress,
+    once,
     write_result,
     write_timeline,
 )
@@ -116,7 +116,7 @@ def run_script(
         raise RequestError("--tf32 and --knobs are of an execution: add --execution")
     load_rules(rules)
     model = load_executions([execution], tf32, knobs)[0] if execution else None
-    with progress():
+    with once():
         result = rt.run(
             list(command),
             steps=None if to_end else steps,

@@ -210,7 +210,7 @@ def write_result(
         "tex": lambda: shown(result, "latex", style=style),
     }
     text = texts.get(form, lambda: as_markdown(result))
-    write_text(form, out, lambda: renderable(result), text, document or result.to_dict)
+    write_text(form, out, lambda: renderable(result), text, document or (lambda: result.to_dict()))
     return form == "terminal" and out in (None, "-")
 
 

@@ -13,7 +13,7 @@ from rooftrace._progress import tell
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.locks import entries, files, records, settings as gate
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import plan, usual_execution
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError, naming
@@ -43,8 +43,7 @@ def locked(settings: gate.Settings) -> records.Lock:
             'the repository in pyproject.toml: [tool.rooftrace] with targets = ["models.py:build"]'
         )
     with inside(settings.folder):
-        models = [model_of(name, settings) for name in settings.executions]
-        builder = _Builder(settings, chips_of(settings), models)
+        builder = _Builder(settings, chips_of(settings))
         jobs = {name: _job(name, asked) for name, asked in settings.targets.items()}
         traces = _traced(list(jobs.values()))
         for (name, job), made in zip(jobs.items(), traces, strict=True):
@@ -56,8 +55,8 @@ def locked(settings: gate.Settings) -> records.Lock:
 
 def chips_of(settings: gate.Settings) -> list[Chip]:
     """The chips of settings; where they name none, that of their knobs, else h200-sxm."""
-    models = [model_of(name, settings) for name in settings.executions]
-    named = [ExecutionModel.usual_chip(models)] if settings.chips is None else settings.chips
+    usual = [ExecutionModel.usual_chip([model_of(usual_execution(), settings)])]
+    named = usual if settings.chips is None else settings.chips
     return [load_chip(chip) for chip in named]
 
 
@@ -124,10 +123,8 @@ def _at_once() -> int:
 class _Builder:
     """Puts the costs of targets together, one target after another."""
 
-    def __init__(
-        self, settings: gate.Settings, chips: Sequence[Chip], models: Sequence[ExecutionModel]
-    ) -> None:
-        self.settings, self.chips, self.models = settings, chips, models
+    def __init__(self, settings: gate.Settings, chips: Sequence[Chip]) -> None:
+        self.settings, self.chips = settings, chips
         self.targets: dict[str, records.LockedTarget] = {}
         self.constants: dict[str, str] = {}
         self.libraries: set[str] = set()
@@ -135,17 +132,18 @@ class _Builder:
     def add(self, name: str, made: Traced) -> None:
         """Price the graphs of a target."""
         asked = self.settings.targets[name]
+        models = [model_of(each, self.settings) for each in self.settings.executions_of(name)]
         self.libraries |= _libraries(asked.target, made.files)
         self.targets[name] = records.LockedTarget(
             asked=asked,
             sources=_relative(made.files, self.settings.folder),
-            phases={phase: self._phase(graph) for phase, graph in made.graphs.items()},
+            phases={phase: self._phase(graph, models) for phase, graph in made.graphs.items()},
         )
 
-    def _phase(self, graph: OpGraph) -> records.LockedPhase:
+    def _phase(self, graph: OpGraph, models: Sequence[ExecutionModel]) -> records.LockedPhase:
         depth = self.settings.depth
         costs: dict[str, dict[str, records.LockedCosts]] = {chip.name: {} for chip in self.chips}
-        for model in self.models:
+        for model in models:
             planned = plan(graph, model)
             for chip in self.chips:
                 estimate = estimate_graph(planned, chip)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -119,11 +120,21 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
     if steady is not None:
         sections += _of_steady(steady)
     notes: list[view.Part] = [
-        view.Note(f"assumed: {text}", "faint") for text in (*said.values(), *result.assumptions())
+        view.Note(f"assumed: {text}", "faint")
+        for text in (*said.values(), *_folded(result.assumptions()))
     ]
     if notes:
         sections.append(view.Section(title="What is assumed", parts=notes, place=4))
     return view.View(tuple(sections), "A script")
+
+
+def _folded(texts: Iterable[str]) -> Iterator[str]:
+    """Sentences, those that differ in a shape only as one."""
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(re.sub(r"\[[\d, ]*\]", "[...]", text), []).append(text)
+    for folded, members in alike.items():
+        yield members[0] if len(members) == 1 else f"{folded}, in {len(members)} shapes"
 
 
 def _nothing(script: Script) -> str:

@@ -37,8 +37,8 @@ UNSUPPORTED_ON_A_SCREEN = 3
 """How many ops without a rule are named."""
 
 ATTENTION_BACKWARD = (
-    "its FLOP are 2 times those of its forward; the scores that a fused kernel computes a second "
-    "time are recomputation. FlopCounterMode counts both: 2.5 times"
+    "2 times the FLOP of its forward; scores that a fused kernel computes again are recomputation "
+    "(FlopCounterMode counts both: 2.5 times)"
 )
 """The convention for FLOP of attention's backward."""
 
@@ -300,9 +300,7 @@ def attention_again(parts: Sequence[tuple[Estimate, int]]) -> list[str]:
     )
     if not again:
         return []
-    return [
-        f"attention's backward: {ATTENTION_BACKWARD}; recomputation here: {format_flops(again)}"
-    ]
+    return [f"attention's backward: {ATTENTION_BACKWARD}, {format_flops(again)} here"]
 
 
 def missing_rules(estimates: Iterable[Estimate]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rooftrace.tracer.emulation import memory
-from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.emulation.refused import kernel_refused, refusal
 from rooftrace.tracer.emulation.state import Emulation
 
 _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
@@ -82,10 +82,21 @@ def functions(here: Emulation) -> dict[str, Any]:
         "check_error": _check,
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
+        "_compile_kernel": _kernel,
         "_get_device_properties": here.device.properties,
         "_device_count_nvml": lambda: -1,
         **{name: refusal(f"torch.cuda.{name}", *_SENSORS) for name in _MEASURED},
     }
+
+
+def _kernel(kernel_source: str, kernel_name: str, *args: Any, **kwargs: Any) -> Any:
+    """A kernel of CUDA source, which may be named and not launched."""
+
+    def launched(*args: Any, **kwargs: Any) -> None:
+        raise kernel_refused(f"the CUDA kernel {kernel_name}")
+
+    launched.set_shared_memory_config = lambda nbytes: None  # type: ignore[attr-defined]
+    return launched
 
 
 _MEASURED = (

@@ -229,7 +229,7 @@ class OpGraph(Shown):
                 f"value {index}: stride {tensor.stride} does not fit shape {tensor.shape}"
             )
 
-        if not set(tensor.repeats) <= set(range(len(self.repeats))):
+        if tensor.repeats and not set(tensor.repeats) <= set(range(len(self.repeats))):
             raise GraphError(f"value {index} is in repeats {tensor.repeats}, which are not there")
         self._verify_neighbour(f"value {index}", tensor.then)
 

@@ -30,11 +30,11 @@ OFFLINE_TEXT = (
 
 
 def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
-    """The variables by which a launcher tells a process its rank; {} where there is one process.
+    """The variables by which a launcher tells a process its rank; {} where nobody says one.
 
-    A program without a launcher gets those of torchrun where it is one of several.
+    A program without a launcher gets those of torchrun where the user says how many ranks it has.
     """
-    if ranks.world == 1 and not launch.launcher:
+    if not ranks.said and not launch.launcher:
         return {}
     if ranks.world == 1 and launch.launcher == "accelerate":
         return {}

@@ -64,13 +64,15 @@ class CommandLine:
 class Ranks:
     """Which process of how many runs here.
 
-    rank: of all `world` processes.  local_rank: of the `local_world` processes of its node.
+    rank: of all `world` processes.  local_rank: of the `local_world` processes of its node.  said:
+    whether the user or a launcher says how many there are.
     """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    said: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value, limit in (
@@ -103,6 +105,7 @@ class Ranks:
                 f"--ranks {world}: {launch.launcher} starts {launch.processes} processes{where}, "
                 f"which are {said}; leave one of the two out, or make them agree"
             )
+        known = world is not None or said is not None
         world = world or said or 1
         nodes = launch.nodes or 1
         local = launch.processes or (world // nodes if launch.nodes else per_node or world)
@@ -114,7 +117,7 @@ class Ranks:
             )
         if not 0 <= rank < world:
             raise RequestError(f"rank {rank} of {world}: expected a rank from 0 to {world - 1}")
-        return cls(rank, world, rank % local, local)
+        return cls(rank, world, rank % local, local, known)
 
     @property
     def node(self) -> int:

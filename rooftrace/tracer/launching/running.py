@@ -161,9 +161,8 @@ def _entered(
     if launch.rank_argument:
         arguments = (f"{launch.rank_argument}={ranks.local_rank}", *arguments)
     program = prepared(launch, arguments)
-    fixed = launch.processes is not None or ranks.world > 1
     notes: list[Any] = []
-    processes = Processes(ranks, fixed, lambda assumption: notes[0].assume(assumption))
+    processes = Processes(ranks, ranks.said, lambda assumption: notes[0].assume(assumption))
     run = ProgramRun(program, processes)
     notes.append(run)
     run.assume(("environment", environment.OFFLINE_TEXT))

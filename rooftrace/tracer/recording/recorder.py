@@ -49,8 +49,6 @@ from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.whole import kept_whole, shown
 
-_CONVOLUTION = torch.ops.aten.convolution.default
-
 
 class Recorder(TorchDispatchMode, Tape):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
@@ -153,13 +151,10 @@ class Recorder(TorchDispatchMode, Tape):
         kwargs = kwargs or {}
         if types and any(subclasses.is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
-        instead = shown.behind(func)
+        instead = shown.behind(func) or _noted_as(func)
         if instead is not None:  # an op of ours, shown to modes of the user's under another name
             with self.again():
                 return instead(*args, **kwargs)
-        if func is _CONVOLUTION and torch._C._get_tracing_state() is not None:
-            with self.again(), contexts.traced():  # torch.jit.trace notes this one instead
-                return torch.ops.aten._convolution.default(*args, False, False, False, False)
         with self.lock, contexts.untraced():
             return self._dispatched(func, args, kwargs)
 
@@ -305,3 +300,14 @@ class Recorder(TorchDispatchMode, Tape):
             contexts.pop(self)
             self._exit.close()
             self.tags.end()
+
+
+def _noted_as(func: Any) -> Any:
+    """What torch.jit.trace notes in place of an op, which it does not see below a mode."""
+    traced = func is torch.ops.aten.convolution.default and torch._C._get_tracing_state()
+    return _convolution if traced else None
+
+
+def _convolution(*args: Any) -> Any:
+    with contexts.traced():
+        return torch.ops.aten._convolution.default(*args, False, False, False, False)

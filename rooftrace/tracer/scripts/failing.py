@@ -37,7 +37,7 @@ class ScriptError(TraceError):
 
     def __init__(self, script: Script) -> None:
         turns = sum(stretch.turns for stretch in script.stretches)
-        after = f"after {plural(turns, 'turn')}" if turns else "before anything ran on the device"
+        after = f"after {plural(turns, 'turn')}" if turns else "before the end of a turn"
         rank = f", in rank {script.rank} of {script.world}" if script.world > 1 else ""
         failure = script.failure or Failure("SystemExit", str(script.code))
         thread = f", in thread {failure.thread}" if failure.thread else ""
@@ -65,7 +65,6 @@ def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
     text = str(error)
     if not text and isinstance(error, AssertionError) and frames:
         text = frames[-1].code
-    callees = itertools.takewhile(lambda frame: frame.whose not in _USERS, reversed(frames))
     return Failure(
         error=type(error).__name__,
         text=text,
@@ -75,8 +74,18 @@ def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
         frames=frames,
         causes=tuple(map(_cause, itertools.islice(_causes(error), 3))),
         choices=tuple(choices),
-        below_device=not is_ours(error) and any(frame.whose == OURS for frame in callees),
+        below_device=_is_below_device(error, frames),
     )
+
+
+def _is_below_device(error: BaseException, frames: Sequence[FailedCall]) -> bool:
+    """Whether an error was raised in or below what stands for the device, and seldom is the user's:
+    sizes that do not fit, and missing modules, are errors on a real one, too."""
+    callees = itertools.takewhile(lambda frame: frame.whose not in _USERS, reversed(frames))
+    if is_ours(error) or not any(frame.whose == OURS for frame in callees):
+        return False
+    usual = isinstance(error, ImportError | IndexError | RuntimeError | ValueError)
+    return not usual or isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 
 _USERS = ("script", "library")

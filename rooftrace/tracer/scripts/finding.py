@@ -7,11 +7,9 @@ trained, or in a script that trains nothing, is a turn of its own.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -27,7 +25,8 @@ from rooftrace.tracer.scripts.calls import (
     says,
 )
 from rooftrace.tracer.scripts.clocks import Prices
-from rooftrace.tracer.scripts.keeping import TurnKeeper
+from rooftrace.tracer.scripts.kinds import weighs
+from rooftrace.tracer.scripts.leading import TurnsOfThreads
 from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
@@ -37,13 +36,8 @@ from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tensors import tensors_in
 
-_MOMENT = 0.001
-"""Seconds between two looks at the turn of another thread."""
-_PATIENCE = 1.0
-"""Seconds that a thread waits for the end of another's step."""
 
-
-class Finder(TurnKeeper):
+class Finder(TurnsOfThreads):
     """Is told what a script does, and has the recorder record it turn by turn.
 
     stage: has the recorder.  steps: so many turns are wanted; then `stop` is called, which raises.
@@ -59,57 +53,12 @@ class Finder(TurnKeeper):
     ) -> None:
         super().__init__(stage, shapes, optimizers)
         self._wanted, self._stop = wanted, stop
-        self._proves = False  # no call begins a turn
 
     # -- what the script does ----------------------------------------------------------------------
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
         return self._stage.here.answer(module, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
-        """Inside, whether what the running thread does makes turns; no other thread's does.
-
-        A thread takes the lead with a model that it trains, or with any in a script that trains
-        none, if no other is in the middle of a turn; it waits a while for the end of that.
-        """
-        until = monotonic() + _PATIENCE
-        while True:
-            with self._stage.turn() as alone:
-                if not (alone and self._halfway_elsewhere(module)) or monotonic() > until:
-                    leads = alone and (self._stage.leads or self._takes_over(module))
-                    if not leads and self._stage.is_aside:
-                        self.variety.said["threads at once"] = (
-                            "a thread called a model while another was halfway in a turn and "
-                            "waited: such calls are not counted"
-                        )
-                    yield leads and not self._proves
-                    return
-            sleep(_MOMENT)
-
-    def _halfway_elsewhere(self, module: nn.Module | None) -> bool:
-        """Whether a thread that goes on computing is halfway in a step, so that this one waits."""
-        turn = self._turn
-        if self._stage.leads or turn is None or turn.kind != TRAINING or self._stage.waits:
-            return False
-        with torch._C.DisableTorchFunction():
-            return self._may_make(module) and not self._kinds.whole(turn)
-
-    def _may_make(self, module: nn.Module | None) -> bool:
-        """Whether a call of a module, or a step, may make a turn in a thread that does not lead."""
-        return module is None or not self._optimizers.known or self._optimizers.trains(module)
-
-    def _takes_over(self, module: nn.Module | None) -> bool:
-        turn = self._turn
-
-        def first() -> None:
-            if turn is not None:
-                self._finish(turn)
-
-        with torch._C.DisableTorchFunction():
-            may = self._may_make(module) and (turn is None or self._is_whole(turn))
-        return may and self._stage.lead(first, self.end)
 
     def call(
         self,
@@ -134,11 +83,15 @@ class Finder(TurnKeeper):
         turn = self._turn
         assert turn is not None
         ops: Ops | None = None
-        if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
-            output, ops = noted_call(self._stage, module, args, kwargs)
-            self._stage.recorder.log = turn.after
-        else:
-            output = run()
+        try:
+            if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
+                output, ops = noted_call(self._stage, module, args, kwargs)
+                self._stage.recorder.log = turn.after
+            else:
+                output = run()
+        except BaseException:
+            self._turn = turn if len(turn.calls) > 1 else None
+            raise
         with contexts.untraced(), torch._C.DisableTorchFunction():
             result = Result(output, self._stage.recorder.values)
             self._results.append(result)
@@ -219,12 +172,6 @@ class Finder(TurnKeeper):
             goes_to = self._loaded if turn is None or self._is_whole(turn) else turn.loaded
         goes_to.add(seconds)
 
-    def end(self) -> None:
-        """The script has ended."""
-        if self._turn is not None and self._turn.calls:  # its first call has not failed
-            self._note_backward(self._turn)
-            self._finish(self._turn)
-
     def elapsed(self, prices: Prices) -> float | None:
         """Expected seconds of what has run of the open turn; None where none is open.
 
@@ -267,14 +214,32 @@ class Finder(TurnKeeper):
             self._note_backward(turn)
             self._stage.recorder.after_backward = False
             brought = self._stage.recorder.brought_bytes
-            if self._kinds.goes_on(turn, module, (args, kwargs), brought):
+            if not self._is_counted(turn) and self._kinds.goes_on(
+                turn, module, (args, kwargs), brought
+            ):
+                if turn.light and weighs(module):
+                    self._label(turn, module, args, kwargs)
                 return turn
             self._finish(turn)
         kind = self._kinds.of(module)
         if self._has_run_enough(kind):
             self._stop()
-        turn = OpenTurn(kind, says(module, args, kwargs), first_shape(args, kwargs))
+        turn = OpenTurn(kind, "")
+        self._label(turn, module, args, kwargs)
         return self._begin(turn, look)
+
+    def _label(
+        self, turn: OpenTurn, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """A turn is called by its first module, or by its first one with weights."""
+        turn.label, turn.shape = says(module, args, kwargs), first_shape(args, kwargs)
+        turn.light = not weighs(module)
+
+    def _is_counted(self, turn: OpenTurn) -> bool:
+        """Whether a call that need not run has all that the ones before it had: it is over."""
+        if turn.recorded or turn.kind == TRAINING or turn.by_form is not None or not turn.calls:
+            return False
+        return len(turn.calls) == len(self._steady[self._key(turn, turn.calls[0])].calls)
 
     def _has_run_enough(self, kind: str) -> bool:
         """Whether the wanted steps have run: training steps, or calls where nothing trains."""
@@ -282,17 +247,6 @@ class Finder(TurnKeeper):
             return False
         done = self.trained if kind == TRAINING else self.called
         return done >= self._wanted and (kind == TRAINING or not self._kinds.train)
-
-    def _note_backward(self, turn: OpenTurn) -> None:
-        """Note whether a backward has run since the last call."""
-        if self._stage.recorder.after_backward and turn.followed < len(turn.calls):
-            turn.followed = len(turn.calls)
-            self._kinds.differentiated(turn)
-
-    def _is_whole(self, turn: OpenTurn) -> bool:
-        """Whether all of a turn has run, but for what follows its last call."""
-        self._note_backward(turn)
-        return self._kinds.whole(turn)
 
     # -- gradient accumulation -------------------------------------------------------------------
 

@@ -23,8 +23,6 @@ from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns,
 
 _ALIKE = 2
 """So many equal turns in a row, and those that look like them are not run again."""
-_LONG = 1000
-"""Ops that a recorder may hold of turns that need no graph, before another takes its place."""
 
 
 class TurnKeeper:
@@ -58,8 +56,10 @@ class TurnKeeper:
         turn.loaded, self._loaded = self._loaded, LoadedBatches()
         self.clock.began()
         self._optimizers.steps.clear()
+        if turn.kind == TRAINING:
+            self._stage.recorder.values.begin_step()
         self._results = []
-        if turn.recorded or not self._unread or len(self._stage.recorder.graph.nodes) > _LONG:
+        if turn.recorded or not self._unread or self._stage.recorder.is_long:
             if self._unread:  # it holds what turns that were not run were given
                 self.book.discard(self._stage.recorder)
             self.book.discard(self._stage.change(self._name if turn.recorded else None))

@@ -10,6 +10,7 @@ from torch import nn
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
 from rooftrace.tracer.scripts.turns import OpenTurn
+from rooftrace.tracer.scripts.watching import methods_around
 from rooftrace.tracer.tensors import tensors_in
 
 
@@ -68,6 +69,10 @@ class Kinds:
         """
         if not torch.is_grad_enabled() and not weighs(module):
             return True  # a loss or a score of what was computed
+        if turn.kind == INFERENCE and id(module) not in turn.modules:
+            alone = not (self.train and torch.is_grad_enabled())
+            if alone and turn.methods & methods_around():
+                return True  # one method calls both, as `generate` does that runs part by part
         if turn.kind == INFERENCE and not self.train and id(module) not in turn.modules:
             # Another part of a model, which may yet be trained by hand.
             return any(tensor.grad_fn is not None for tensor in tensors_in(arguments))
@@ -95,6 +100,8 @@ class Kinds:
         """A call belongs to a turn."""
         turn.had = brought
         turn.modules.add(id(module))
+        if turn.kind == INFERENCE and not turn.methods:
+            turn.methods = methods_around()
         if torch.is_grad_enabled():
             turn.helps = None
         elif turn.helps is not None and weighs(module):

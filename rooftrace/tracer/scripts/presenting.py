@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +112,8 @@ class Presented(functions.Functions):
         asked = self._asked(func, args, kwargs or {})
         if func in _MOVES and asked is not None:
             args = (self._leaving(args[0], asked), *args[1:])
+        elif len(args) > 1 and any(map(_is_trained_value, args)) and _computes(func):
+            args = tuple(self._beside(args))
         out = super().__torch_function__(func, types, args, kwargs)
         if func is functions.PARSE_TO:
             like = args[0] if args else (kwargs or {}).get("tensor")
@@ -151,8 +153,38 @@ class Presented(functions.Functions):
                 return torch.empty_like(tensor, device=META)
         return tensor
 
+    def _beside(self, args: Iterable[Any]) -> Iterator[Any]:
+        """Arguments, some of them values of the host, whose gradients come there from a device."""
+        mixed = any(isinstance(item, Tensor) and self._is_there(item) for item in args)
+        for item in args:
+            yield _HostValue.apply(item) if mixed and _is_trained_value(item) else item  # type: ignore[no-untyped-call]
+
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.device.type == "meta" and tensor not in self._shapes
+
+
+class _HostValue(torch.autograd.Function):
+    """A single value of the host.  Autograd moves its gradient there, but not from meta."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].cpu()
+
+
+def _computes(func: Any) -> bool:
+    """Whether a call makes a new tensor, and writes none that it gets."""
+    name: str = func.__name__
+    return not name.startswith("__set") and (name.endswith("__") or not name.endswith("_"))
+
+
+def _is_trained_value(item: Any) -> bool:
+    if not isinstance(item, Tensor) or item.dim() or not item.requires_grad:
+        return False
+    return item.device.type == "cpu" and torch.is_grad_enabled()
 
 
 _WORDS = frozenset({Tensor.__repr__, Tensor.__format__})

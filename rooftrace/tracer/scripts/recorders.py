@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
 
+from rooftrace.tracer.ops import info_of, traits
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.calls import Result
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
@@ -22,10 +24,17 @@ from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _aten = torch.ops.aten
+_CPU = torch.device("cpu")
 _TAKES_VALUES = frozenset(
     {_aten.fill_, _aten.index_fill_, _aten.index_put_, _aten._index_put_impl_, _aten.masked_fill_}
 )
 """Ops that write a tensor and take a value from another device."""
+_MAX_HELD = 10**9
+"""Bytes from the host of which a recording holds what the script may have let go of."""
+_LONG = 1000
+"""Ops that a recorder may hold of turns that need no graph, before another takes its place."""
+_MAX_MADE = 10**9
+"""The most bytes that are computed while nothing is recorded, of what came from the host."""
 _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
 """Ops that read no number of their other tensor."""
 
@@ -60,6 +69,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._runner.device = shown
         self._followers.told_of_forks = True
         self.entries.weakly = True
+        self.entries.real_of = device_tensors.copies.of
         self.origins.tells_compiled = True
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
@@ -109,9 +119,52 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         elif func._opname.endswith("_") and _is_host(args[0]):
             args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
+        written = [t for t in info_of(func).written(args, kwargs) if t.is_meta]
+        if self.recording or not self._follow(func, args, kwargs, written, out):
+            self._device_tensors.copies.forget(written)
         if not self.recording and isinstance(out, Tensor) and out.is_meta:
             self.unrecorded += 1
         return out
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], out: Any
+    ) -> bool:
+        """Compute what an op makes of tensors that came from the host, where nothing is recorded
+        from which it could be computed later.  False where it cannot."""
+        copies, real = self._device_tensors.copies, dict[int, Tensor]()
+        tensors = tensors_in((args, kwargs))
+        if not isinstance(out, Tensor) or not out.is_meta or out.requires_grad or not tensors:
+            return False
+        if traits.is_random(func) or func._overloadpacket in flop_registry:
+            return False
+        if not written and trees.bytes_of(out) in map(trees.bytes_of, tensors):
+            return True  # a view
+        for tensor in tensors:
+            entry = self.values.known(tensor)
+            value = copies.of(tensor) if entry is None else entry.value
+            if value is None or (entry and entry.taint) or trees.is_sparse(tensor):
+                return False
+            real[id(tensor)] = value
+        size = out.numel() * out.element_size()
+        if trees.is_sparse(out) or copies.made + size > _MAX_MADE:
+            return False
+        copies.made += size
+        for tensor in written:
+            if (own := copies.owned(tensor)) is None:
+                return False
+            real[id(tensor)] = own
+        result = _on_host(func, args, kwargs, real)
+        if result is not None and result.shape == out.shape:
+            copies.bring(out, result) if not written else copies.settle(written)
+            return True
+        return False
+
+    def _from_data(self, tensor: Tensor) -> Tensor | None:
+        value = super()._from_data(tensor)
+        if value is None and type(tensor) is Tensor:
+            real = self._device_tensors.copies.of(tensor)
+            value = None if real is None else real.clone()
+        return value
 
     def _for_host(self, func: Any, args: Any) -> Any:
         """The arguments of an op that writes a host tensor: it takes single values of the device,
@@ -152,6 +205,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         made = torch.empty_like(tensor, dtype=dtype, device=META, requires_grad=False)
         if marks.small(tensor):
             self.values.learn(made, tensor.detach().to(dtype, copy=True))
+        elif type(tensor) is Tensor and not tensor.requires_grad:
+            if self.brought_bytes > _MAX_HELD:
+                self.enter_inputs([made])  # without its numbers
+            self._device_tensors.copies.bring(made, tensor)
         self.enter_inputs([made])
         self.storages.brought([made])
         return made
@@ -161,6 +218,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         output = result.again(module, self.values, arguments)
         self._device_tensors.meet(tensors_in(output))
         return output
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it holds so much that another should take its place."""
+        return len(self.graph.nodes) > _LONG or self.brought_bytes > _MAX_HELD
 
     @property
     def has_ops(self) -> bool:
@@ -227,6 +289,20 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.chosen("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _on_host(func: Any, args: Any, kwargs: Any, real: Mapping[int, Tensor]) -> Any:
+    """The result of an op on the device, on real tensors by identity; None for lack of a kernel."""
+
+    def swapped(item: Any) -> Any:
+        return real.get(id(item), _CPU if isinstance(item, torch.device) else item)
+
+    arguments, named = tree_map(swapped, list(args)), tree_map(swapped, kwargs)
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            return traits.run_on_cpu(info_of(func).name, func, arguments, named)
+        except (RuntimeError, NotImplementedError, IndexError):
+            return None
 
 
 def _is_host(tensor: Any) -> bool:

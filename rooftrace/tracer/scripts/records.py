@@ -185,6 +185,5 @@ class Script(Struct, frozen=True):
         graphs: dict[str, OpGraph] = {}
         for stretch in self._steady():
             graph = self.graph_of(stretch)
-            said = {**graph.provenance, "script": True}
-            graphs.setdefault(graph.phase, graph.replace(provenance=said))
+            graphs.setdefault(graph.phase, graph)
         return graphs

@@ -196,7 +196,7 @@ class RunWatch:
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
-        graphs = tuple(self.finder.book.graphs)
+        graphs = tuple(map(_of_script, self.finder.book.graphs))
         chosen = self.values.otherwise()
         said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
         return Script(
@@ -212,6 +212,11 @@ class RunWatch:
             world=ended.ranks.world,
             failure=failure_of(ended, chosen),
         )
+
+
+def _of_script(graph: OpGraph) -> OpGraph:
+    """The graph, which says that it is of a script."""
+    return graph.replace(provenance={**graph.provenance, "script": True})
 
 
 def _short(graph: OpGraph) -> OpGraph:

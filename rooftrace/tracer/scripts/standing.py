@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from rooftrace.tracer.scripts.hostcopies import HostCopies
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.tape import Entry, Tape, records
 
@@ -20,6 +21,7 @@ class DeviceTensors:
     """The storages of the device that are alive.  shapes: what is on meta for the script too."""
 
     def __init__(self, shapes: Shapes) -> None:
+        self.copies = HostCopies()
         self._shapes = shapes
         self._alive: dict[int, tuple[Any, records.Spec]] = {}  # by the place of the bytes
         self._own, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked

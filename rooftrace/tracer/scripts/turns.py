@@ -31,6 +31,7 @@ class OpenTurn:
     kind: str
     label: str
     shape: tuple[int, ...] = ()  # of the first tensor of its first call
+    light: bool = False  # no call had weights so far
     learnt: stepping.Learnt = field(default_factory=stepping.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
@@ -46,6 +47,7 @@ class OpenTurn:
     taken: int = 0
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
     modules: set[int] = field(default_factory=set)  # that were called
+    methods: frozenset[int] = frozenset()  # of modules, that made the first of these calls
     had: int = 0  # bytes that the host had brought when the last call began
     reached: dict[Any, float] = field(default_factory=dict)  # seconds up to where time was told
 

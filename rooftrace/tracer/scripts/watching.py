@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -121,6 +122,33 @@ def _forward_around(part: nn.Module) -> FrameType | None:
                 outermost = at if any(part is m for m in whole.modules()) else outermost
         at = at.f_back
     return outermost
+
+
+def methods_around() -> frozenset[int]:
+    """The running methods of the script's modules."""
+    at: FrameType | None = sys._getframe(1)
+    running = set()
+    while at is not None:
+        if at.f_code.co_varnames[:1] == ("self",) and _is_method(at.f_code, at.f_globals):
+            running.add(id(at))
+        at = at.f_back
+    return frozenset(running)
+
+
+_METHODS: dict[CodeType, bool] = {}  # code of functions with a `self`: whether it is a module's
+
+
+def _is_method(code: CodeType, names: dict[str, Any]) -> bool:
+    """Whether a function is a method of a module's class, which stands among these names."""
+    if code not in _METHODS:
+        kinds = [kind for kind in list(names.values()) if isinstance(kind, type)]
+        methods = [
+            inspect.unwrap(vars(kind)[code.co_name])
+            for kind in kinds
+            if issubclass(kind, nn.Module) and kind is not nn.Module and code.co_name in vars(kind)
+        ]
+        _METHODS[code] = any(getattr(method, "__code__", None) is code for method in methods)
+    return _METHODS[code]
 
 
 def _arguments(function: FrameType) -> list[Any]:

@@ -69,6 +69,40 @@ def number_that_goes_on(frame: FrameType | None, usual: float, whole: bool) -> f
     return next((number for number in tried if holds(number, other) == needed), None)
 
 
+def comes_back(frame: FrameType | None) -> bool:
+    """Whether the loop that a frame is in goes on with either answer to the condition for which it
+    asks."""
+    if frame is None:
+        return False
+    steps = _steps(frame.f_code)
+    at, _ = _use(frame.f_code, frame.f_lasti)
+    if at is None or "_IF_" not in steps[at].opname:
+        return False
+    ends = ((_target(steps, end), end) for end in range(at, len(steps)))
+    head = max((begin for begin, end in ends if begin <= at and begin < end), default=None)
+    return head is not None and all(
+        _reaches(steps, way, head) for way in (_target(steps, at), at + 1)
+    )
+
+
+def _reaches(steps: tuple[dis.Instruction, ...], first: int, head: int) -> bool:
+    """Whether code may come from a step to the end of the loop that begins at another."""
+    waiting, seen = [first], set[int]()
+    while waiting:
+        at = waiting.pop()
+        name, target = steps[at].opname, _target(steps, at)
+        if target < at and target == head:
+            return True
+        if at in seen or name in _RAISING or name.startswith("RETURN"):
+            continue
+        seen.add(at)
+        if target > at:
+            waiting.append(target)
+        if "_IF_" in name or name == "FOR_ITER" or "JUMP" not in name:
+            waiting += [at + 1] * (at + 1 < len(steps))
+    return False
+
+
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
     "==": operator.eq, "!=": operator.ne,

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.source.conditions import answer_that_goes_on, number_that_goes_on
+from rooftrace.tracer.source.conditions import (
+    answer_that_goes_on,
+    comes_back,
+    number_that_goes_on,
+)
 
 
 class TraceError(RuntimeError):
@@ -120,6 +124,11 @@ def needed_number(depth: int, usual: float, whole: bool) -> float | None:
     """The number with which the frame of `deciding_line` goes on, where it fails with the usual
     one; None where it does not."""
     return number_that_goes_on(_deciding_frame(depth + 1), usual, whole)
+
+
+def goes_on_either_way(depth: int) -> bool:
+    """Whether the loop in which the frame of `deciding_line` asks goes on with either answer."""
+    return comes_back(_deciding_frame(depth + 1))
 
 
 def _deciding_frame(depth: int) -> FrameType | None:

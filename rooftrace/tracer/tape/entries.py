@@ -43,7 +43,7 @@ class Entries:
         self.own_step = False  # the code is a whole step: what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.unread = False  # what is recorded becomes no graph
-        self.leaves = Leaves()
+        self.leaves, self.real_of = Leaves(), _marked  # the latter: what one on meta stands for
         self.standing = Standing(graph, tags)
         self.inputs: list[Tensor] = []  # of an own step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
@@ -136,8 +136,8 @@ class Entries:
 
     def _note_value(self, tensor: Tensor, node: fx.Node, kind: str, name: str) -> None:
         entry = self._values.known(tensor)
-        if (real := tensor.__dict__.get(marks.REAL)) is not None:
-            self.leaves.enter(node, real.tensor)
+        if (real := self.real_of(tensor)) is not None:
+            self.leaves.enter(node, real)
         elif entry is not None and not entry.taint and tensor.layout is torch.strided:
             self.leaves.enter(node, entry.value)
         if tensor.device.type == "cpu":
@@ -191,23 +191,23 @@ class Entries:
         stand = self.standing.of(tensor)
         if stand is not None and stand.entry.kind != KEPT:
             return self._entered(tensor, stand.entry.kind, stand.entry.name)
-        same = self._same_value(tensor)
-        if same is not None:
+        if (same := self._same_value(tensor)) is not None:
             self._tag(tensor, same)
             return same
         if id(tensor) in self._beside or self.storage_of(tensor) is not None:
             return self.constant(tensor)
         is_known = self.unread or self._values.known(tensor) is not None
-        from_before = tensor.grad_fn is None or stand is not None
-        if self.own_step and not is_known and from_before:
+        if self.own_step and not is_known and (tensor.grad_fn is None or stand is not None):
+            if tensor.grad_fn is not None and stand is not None:  # another piece made it
+                return self._entered(tensor, "input", stand.entry.name)
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
-        label, op = trees.label_of(tensor), self._values.op
-        reader = f"{op} reads" if op else "the step returns"
+        reader = f"{self._values.op} reads" if self._values.op else "the step returns"
+        text = f"{reader} a {trees.label_of(tensor)} that"
         if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
-            self.unrecorded(f"{reader} a {label} that no recorded op made")
+            self.unrecorded(f"{text} no recorded op made")
         elif self.numpy_read and _made_by_numpy(tensor):
-            self.unrecorded(f"{reader} a {label} that was computed with numpy")
+            self.unrecorded(f"{text} was computed with numpy")
         return self.constant(tensor)
 
     def unrecorded(self, text: str) -> int:
@@ -225,7 +225,7 @@ class Entries:
         key, look = trees.bytes_of(tensor), trees.look_of(tensor)
         if (first := self.first_of(key)) is not None:
             return self._tags.of(first) if trees.look_of(first) == look else None
-        _learn_of_alike(self._values, tensor, key, look[0])
+        _learn_of_alike(self._values, tensor)
         return None
 
     def place_of(self, tensor: Tensor) -> tuple[str, str]:
@@ -305,13 +305,18 @@ def _scales_in(weight: Tensor, item: Any) -> list[Tensor]:
     return [part for part in tensors_in(item) if not trained or part.shape != weight.shape]
 
 
-def _learn_of_alike(values: Values, tensor: Tensor, key: int, shape: Any) -> None:
+def _learn_of_alike(values: Values, tensor: Tensor) -> None:
     """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
-    for other in values.tensors():
-        if trees.bytes_of(other) == key and tuple(other.shape) == shape:
+    for other in values.views(tensor):
+        if other.shape == tensor.shape:
             entry = values.held(other)
             if entry is not None and other is not tensor:
                 values.learn(tensor, entry.value, entry.taint)
+
+
+def _marked(tensor: Tensor) -> Tensor | None:
+    real: marks.Real | None = tensor.__dict__.get(marks.REAL)
+    return None if real is None else real.tensor
 
 
 def _held(tensor: Tensor, weakly: bool) -> Any:

@@ -69,6 +69,8 @@ class Here(threading.local):
 
 _WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
 """Files of the standard library in which a thread stands that waits for others."""
+_WAYS = frozenset({"acquire", "get", "join", "put", "select", "wait", "_wait_for_tstate_lock"})
+"""Functions of these files in which it does."""
 _MOMENT = 0.0005
 """Seconds between two looks at a recording that gives way to another."""
 
@@ -98,7 +100,9 @@ class RecordedThreads:
     def awaits_others(ident: int) -> bool:
         """Whether a thread waits for others, or has ended."""
         frame = sys._current_frames().get(ident)
-        return frame is None or frame.f_code.co_filename in _WAITING
+        if frame is None:
+            return True
+        return frame.f_code.co_filename in _WAITING and frame.f_code.co_name in _WAYS
 
     @property
     def running(self) -> bool:

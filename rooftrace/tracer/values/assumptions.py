@@ -16,7 +16,8 @@ from rooftrace.tracer.source import deciding_line, lines
 from rooftrace.tracer.tensors import trees
 
 MAX_SAME_BRANCH = 256
-"""The most equal answers in a row to one unknown condition: after them it flips, so loops end."""
+"""The most equal answers in a row to one unknown condition in a step: after them it flips, so that
+loops end."""
 
 _ANY = {"density": "SHARE", "value": "NUMBER"}
 DENSITY = 0.5
@@ -47,7 +48,7 @@ class Assumptions:
         self.asides = range(0)  # those made while nothing was recorded
         self.decisions = 0  # how many unknown conditions were decided
         self.decided = False  # the last of these decisions was the user's
-        self._same_branch: Counter[tuple[str, str]] = Counter()
+        self._same_branch: Counter[tuple[str, str, str]] = Counter()
         self._index: dict[tuple[Any, ...], int] = {}
 
     def assume(
@@ -134,19 +135,23 @@ class Assumptions:
         taint = self.chosen("value", text, value, decided)
         return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), taint
 
+    def begin_step(self) -> None:
+        """A step begins: equal answers are counted anew."""
+        self._same_branch.clear()
+
     def branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for an unknown condition: False, unless the user sets it, or a loop needs True or
         the code fails with False."""
         index, self.decisions = self.decisions, self.decisions + 1
-        place = (self.where(), why)
         decided = self.decision("branch")
         self.last_line, needed = deciding_line(2), lines.needed_answer(2)
+        place = (self.where(), why, self.last_line)
         if decided is not None:
             usual = bool(decided)
         else:  # what is tested is false; so where the code takes `not` of it, the condition is true
             usual = lines.asked_under_not(2) if needed is None else needed
             usual = usual != (self.last_line in self.turned)
-        endless = self._same_branch[place] >= MAX_SAME_BRANCH
+        endless = self._same_branch[place] >= MAX_SAME_BRANCH and not lines.goes_on_either_way(2)
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
         self._same_branch[place] = self._same_branch[place] + 1 if taken == usual else 0

@@ -68,11 +68,11 @@ def _chosen(rows: int, k: int, classes: int, generator: torch.Generator) -> Tens
 
 
 def spread(rows: int, k: int, classes: int, hit: int) -> Tensor:
-    """Choices [rows, k] that reach `hit` classes, in equal steps through all of them.
+    """Choices [rows, k] that reach `hit` classes, in the middle of equal steps through all of them.
 
     Each is chosen as often as another, or once more.  hit: from k to rows k.
     """
-    places = (torch.arange(rows * k) % hit) * classes // hit
+    places = ((torch.arange(rows * k) % hit) * classes + classes // 2) // hit
     return places.reshape(rows, k)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import short
-from rooftrace.costmodels.costs import COMPUTED, MATRIX
+from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Plan, plan
@@ -169,10 +169,11 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
             continue
         times = graph.times(op)
         vector += times * cost.flops(("vector",), COMPUTED)
-        matrix = cost.flops(MATRIX, (*COMPUTED, "masked"))
+        matrix, extra = _dense(cost)
         if not matrix:
             continue
-        extra = cost.flops(MATRIX, ("recompute",)) if op.part != "recompute" else 0
+        if op.part == "recompute":
+            extra = 0
         if op.name == _RNN_BACKWARD:
             extra += unread_gradients(graph, op)
         modules = runs.kernel_modules(graph, (op.id,), op)
@@ -185,20 +186,28 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
 def flop_counts(graph: OpGraph) -> dict[tuple[str, str], int]:
     """Matrix FLOP of all that ran, by module path and op, as FlopCounterMode counts them.
 
-    Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.  Scores that
-    attention's backward computes a second time are those that a mask lets through: without one,
-    its FLOP are 2.5 times those of its forward, as they are there.
+    Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.  As on CUDA,
+    attention's backward computes all scores a second time: its FLOP are 2.5 times its forward's.
     """
     planned = plan(graph, AS_CALLED)
     graph = planned.graph
     counts: Counter[tuple[str, str]] = Counter()
     for op, cost in zip(graph.ops, planned.op_costs, strict=True):
-        matrix = cost.flops(MATRIX, (*COMPUTED, "masked"))
+        matrix, _ = _dense(cost)
         if matrix:
             modules = runs.kernel_modules(graph, (op.id,), op)
             for module in modules:
                 counts[module, op.name] += graph.times(op) * matrix // len(modules)
     return dict(counts)
+
+
+def _dense(cost: Cost) -> tuple[int, int]:
+    """Matrix FLOP with every pair of attention, also those that its mask hides; and how many of
+    them a fused kernel computes a second time."""
+    products = cost.flops(MATRIX, ("useful", "masked_executed"))
+    every = products + cost.flops(MATRIX, ("masked",))
+    again = cost.flops(MATRIX, ("recompute",)) * every // max(products, 1)
+    return every + again, again
 
 
 def unread_gradients(graph: OpGraph, op: Op) -> int:
