@@ -194,3 +194,5 @@ def test_an_error_says_whose_fault_it_may_be_and_an_empty_one_says_its_line(
     assert "please report it" in lines[-1]
     lines = str(failed(written(tmp_path, "assert len('a') == 2"))).splitlines()
     assert "AssertionError: assert len('a') == 2" in lines[0] and len(lines) == 2
+    missing = str(failed(written(tmp_path, "import not_installed_here"))).splitlines()
+    assert len(missing) == 2 and missing[1].endswith("in <module>: import not_installed_here")

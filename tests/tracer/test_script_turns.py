@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,46 @@ def test_a_traced_model_costs_what_it_runs(tmp_path: Path) -> None:
     step = 3 * (3 * forward - convolution)  # images have no gradient
     assert all_flops(cost) == 2 * forward + 3 * step + 5 * forward
     assert [row.turns for row in cost.rows if row.kind == "inference"] == [1]
+
+
+TRACES = """
+import re, sys, torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3)
+
+    def forward(self, x):
+        return torch.relu(self.conv(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.fc = nn.ModuleList(Block() for _ in "abc"), nn.Linear(12, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.fc(x.view(x.size(0), -1)) + 1
+
+model, image = Net().to(sys.argv[1]), torch.Tensor(1, 3, 8, 8).fill_(1).to(sys.argv[1])
+with torch.no_grad():
+    traces = [torch.jit.trace(model, image) for _ in range(3)]
+with open(sys.argv[2], "w") as file:
+    for part in (part for trace in traces for part in (trace, trace.fc, *trace.blocks.children())):
+        file.write(f"{re.findall('aten::[a-z_]+', str(part.graph))}\\n")
+"""
+
+
+def test_traces_have_the_ops_of_a_trace_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them, with the check that torch makes of it, though calls repeat."""
+    script = tmp_path / "train.py"
+    script.write_text(TRACES, encoding="utf-8")
+    rt.run([str(script), "cuda", str(tmp_path / "ours")], chip="l4", steps=None)
+    monkeypatch.setattr(sys, "argv", [str(script), "cpu", str(tmp_path / "real")])
+    runpy.run_path(str(script))
+    assert (tmp_path / "ours").read_text() == (tmp_path / "real").read_text()

@@ -69,6 +69,8 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
     """Ways to run an op that give its exact shapes; only those that apply."""
     yield lambda: cuda_shapes.returned(call)
+    if not call.tensors:  # C++ hands on a tensor of one number as the number
+        yield lambda: call.func(*_as_tensors(call), **call.kwargs)
     if call.name == "aten._ctc_loss":
         yield lambda: _ctc_loss(tape, *call.args[:4])
     if call.func.namespace == "c10d":
@@ -83,6 +85,15 @@ def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[],
         yield lambda: _as_dense(call)  # a sum or product has the sizes of the dense one
     if tape.packed and not call.info.mutated and isinstance(error, RuntimeError):
         yield lambda: _on_quantised(call)
+
+
+def _as_tensors(call: Call) -> list[Any]:
+    """The arguments of a call, with numbers as tensors where it wants tensors."""
+    wanted = [of.type.kind() == "TensorType" for of in call.func._schema.arguments]
+    return [
+        torch.tensor(item) if wants and type(item) in (bool, int, float) else item
+        for item, wants in zip(call.args, wanted, strict=False)
+    ]
 
 
 def _to_wait_for(call: Call) -> Any:

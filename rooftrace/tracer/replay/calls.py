@@ -143,7 +143,7 @@ class CallReplay:
         return (
             (self.stacks.open or not trained)
             and self._tape.part == "forward"
-            and torch._C._current_autograd_node() is None
+            and (torch._C._current_autograd_node() or torch._C._get_tracing_state()) is None
             and _global_hooks() == self._watchers
             and self._tape.threads.own()
             and torch._C._functorch.peek_interpreter_stack() is None

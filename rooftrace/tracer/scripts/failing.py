@@ -96,12 +96,14 @@ def _frames(error: BaseException) -> tuple[FailedCall, ...]:
     calls = list(traceback.extract_tb(error.__traceback__))
     if isinstance(error, SyntaxError) and error.filename:
         calls.append(traceback.FrameSummary(error.filename, error.lineno or 0, "<module>"))
-    return tuple(
+    frames = (
         FailedCall(
             call.filename, call.lineno or 0, call.name, call.line or "", _whose(call.filename)
         )
         for call in calls
     )
+    passes = isinstance(error, ModuleNotFoundError)  # an import leads through code of ours
+    return tuple(frame for frame in frames if not passes or frame.whose != OURS)
 
 
 def _whose(file: str) -> str:

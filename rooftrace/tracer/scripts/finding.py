@@ -72,9 +72,10 @@ class Finder(TurnsOfThreads):
         run = rest or partial(self.run, module, args, kwargs)
         if torch._C._current_autograd_node() is not None:
             return run()
+        whole = rest is None and torch._C._get_tracing_state() is None
         with contexts.untraced(), torch._C.DisableTorchFunction():
             here = self._roots.on_device(module, (args, kwargs))
-            known = self._known(module, args, kwargs, rest is None) if here else None
+            known = self._known(module, args, kwargs, whole) if here else None
         if not here:
             return run()
         if known is not None:
@@ -113,7 +114,7 @@ class Finder(TurnsOfThreads):
     ) -> tuple[Any] | None:
         """What the call returns, where it need not run; else None, and the turn is ready for it.
 
-        whole: none of it has run yet.
+        whole: none of it has run yet, and torch.jit.trace does not wait for its ops.
         """
         look = look_of(module, args, kwargs)
         look = look if whole else dataclasses.replace(look, kind=(look.kind, "begun"), plain=False)
