@@ -4,6 +4,7 @@ import contextlib
 import io
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import rooftrace as rt
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.scripting import ScriptCost
-from tests.tracer.script_oracle import all_flops
+from tests.tracer.script_oracle import all_flops, ours, really, training
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)
@@ -240,3 +241,91 @@ def test_traces_have_the_ops_of_a_trace_on_the_cpu(
     monkeypatch.setattr(sys, "argv", [str(script), "cpu", str(tmp_path / "real")])
     runpy.run_path(str(script))
     assert (tmp_path / "ours").read_text() == (tmp_path / "real").read_text()
+
+
+PAIR = """
+import sys
+import torch
+from torch import nn
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x)
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = Half(), Half()
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+pair = Pair().to(sys.argv[1])
+for step in range(3):
+    pair.one.forward(torch.randn(4, 8).to(sys.argv[1]))
+    pair.forward(torch.randn(4, 8).to(sys.argv[1]))
+"""
+
+
+def calls(cost: ScriptCost) -> Counter[str]:
+    """How many turns without gradients have which label."""
+    rows = [row for row in cost.rows if row.kind == "inference"]
+    return sum((Counter({row.label: row.turns}) for row in rows), Counter())
+
+
+def test_a_forward_called_by_its_name_calls_others_that_were(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(PAIR)
+    real, cost = really(script), ours(script)
+    assert all_flops(cost) == real.flops > 0
+    assert calls(cost) == {"Half([4, 8])": 3, "Pair([4, 8])": 3}
+
+
+PARTS = """
+import sys
+import torch
+from torch import nn
+device = sys.argv[1]
+
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.body, self.value = nn.Flatten(), nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.value(torch.relu(self.body(self.flat(x))))
+
+    @torch.no_grad()
+    def worth(self, x):
+        return self.value(torch.relu(self.body(self.flat(x))))
+
+class Loss(nn.Module):
+    def forward(self, out):
+        return out.square().mean()
+
+actor, loss = Actor().to(device), Loss()
+opt = torch.optim.SGD(actor.parameters(), lr=0.1)
+for update in range(4):
+    with torch.no_grad():
+        for step in range(6):
+            actor(torch.randn(4, 2, 4).to(device))
+        actor.worth(torch.randn(4, 2, 4).to(device))
+        actor.worth(torch.randn(4, 2, 4).to(device))
+    h = actor.body(actor.flat(torch.randn(6, 2, 4).to(device)))
+    loss(actor.value(torch.relu(h))).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_parts_that_one_method_calls_are_one_call(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(PARTS)
+    real, cost = really(script), ours(script)
+    assert all_flops(cost) == real.flops > 0
+    assert calls(cost) == {"Actor([4, 2, 4])": 24, "Linear([4, 8])": 8}
+    assert {row.label for row in training(cost)} == {"Linear([6, 8])"}

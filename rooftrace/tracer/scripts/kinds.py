@@ -68,7 +68,9 @@ class Kinds:
         brought: bytes from the host so far.
         """
         if not torch.is_grad_enabled() and not weighs(module):
-            return True  # a loss or a score of what was computed
+            # A loss or a score of what was computed, if no other method of a model begins with it.
+            known = id(module) in turn.modules and turn.methods
+            return not known or bool(turn.methods & methods_around())
         if turn.kind == INFERENCE and id(module) not in turn.modules:
             alone = not (self.train and torch.is_grad_enabled())
             if alone and turn.methods & methods_around():

@@ -62,10 +62,11 @@ def watched(finder: Watcher) -> Iterator[None]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(finder.run, module, args, kwargs)
-        if depth.inside or (depth.begun is not None and _runs(depth.begun)):
-            return run()
+        inside = depth.inside or (depth.begun is not None and _runs(depth.begun))
         depth.inside += 1
         try:
+            if inside:
+                return run()
             with finder.leading(module) as leads:
                 around = _forward_around(module) if leads else None
                 depth.begun = None if around is None else around.f_code
