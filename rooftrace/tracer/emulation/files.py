@@ -89,8 +89,8 @@ def rebuilding(here: Emulation) -> Any:
             "torch.load",
             "tensors of the device that torch.load takes to the host hold 1 everywhere",
         )
-        one = torch.ones((), dtype=made.dtype, device="cpu")
-        return one.expand(made.shape).requires_grad_(made.requires_grad)
+        number = torch.ones((), dtype=made.dtype, device="cpu")
+        return number.expand(made.shape).requires_grad_(made.requires_grad)
 
     return rebuilt
 

@@ -56,7 +56,7 @@ class HostCopies:
             self._copies.pop(trees.bytes_of(tensor), None)
 
     def owned(self, tensor: Tensor) -> Tensor | None:
-        """As `of`, in memory that is no longer the script's, so that it may be written to."""
+        """The values of a tensor, in memory of its own, which may be written to; None: unknown."""
         if self.of(tensor) is None:
             return None
         key = trees.bytes_of(tensor)

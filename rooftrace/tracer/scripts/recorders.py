@@ -180,19 +180,18 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def _count(self, to: Tensor, source: Tensor) -> None:
         if source.device.type == to.device.type:
             return
-        size = source.numel() * source.element_size()
         if to.device.type == "cpu":
-            self.taken_bytes += size
+            self.taken_bytes += source.nbytes
         else:
-            self.brought_bytes += size
+            self.brought_bytes += source.nbytes
 
     def _moved(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The copy of a tensor that goes from the host to the device, or back; None for others."""
         here, there = tensor.device.type, torch.device(kwargs["device"]).type
         if {here, there} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
             return None
-        if trees.is_sparse(tensor):  # its pieces are moved, each on its own
-            return None
+        if trees.is_sparse(tensor):
+            return None  # its pieces are moved, each on its own
         dtype = kwargs.get("dtype") or tensor.dtype
         size = tensor.numel() * tensor.element_size()
         if there == "cpu":
