@@ -50,8 +50,7 @@ def diff(
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
-    precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
-    they hold for the other side.
+    precisions, as for `report`, hold for both sides; beside a graph, for the other side only.
 
     before, after: options of one side by name: sizes, precisions, chip, execution, knobs, rewrites,
     tf32, optimizer, assume, torch, python (another interpreter), git (a revision).  With these, or
@@ -65,8 +64,8 @@ def diff(
 
     Checkpoints (safetensors, torch.save, their indexes and folders) and inventories take names.
 
-    Raises RequestError for an argument that neither side takes, RevisionError for a revision that
-    cannot be used, TargetError for a side that does not build.
+    Raises RequestError for an argument that no side takes, RevisionError for a revision that cannot
+    be used, TargetError for a side that does not build.
     """
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
@@ -81,8 +80,8 @@ def diff(
         return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
-    execution = execution or usual_execution(first, second)
-    pricing = (chip or ExecutionModel.usual_chip([execution]), execution)
+    model = execution or usual_execution(first, second)
+    pricing = (chip or ExecutionModel.usual_chip([model]), model)
     sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
         if bisect is not None:

@@ -22,7 +22,7 @@ from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.intervals.residuals import LEVEL
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
-from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
+from rooftrace.costmodels.planning import Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.timing import Communication, StepTimes, time_plan
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
@@ -163,7 +163,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return self.times.t_comp * self.peak
 
     @property
-    def bytes(self) -> Bytes:
+    def bytes(self) -> Any:
         """HBM bytes by role."""
         return self.plan.bytes
 

@@ -5,7 +5,6 @@ from rooftrace.costmodels.planning.coverage import (
 )
 from rooftrace.costmodels.planning.launches import Launch as Launch
 from rooftrace.costmodels.planning.plans import (
-    Bytes as Bytes,
     Plan as Plan,
     plan as plan,
 )
