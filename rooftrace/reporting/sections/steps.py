@@ -127,7 +127,7 @@ def steps(results: Results) -> view.Section:
     parts: list[view.Part] = [
         view.Table(columns=columns, rows=shown, group=lambda e: e.step, on="screen")
     ]
-    models = {estimate.execution.name: estimate.execution for estimate in shown}
+    models = {asked: estimate.execution for _, asked, estimate in results.of_first_chip()}
     told = [f"{name}{text}" for name, model in models.items() if (text := _changed(model))]
     if told:
         parts.append(view.Note("; ".join(told), on="screen"))
