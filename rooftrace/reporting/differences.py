@@ -80,7 +80,7 @@ def diff(
         return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
-    model = execution or usual_execution(first, second)
+    model = usual_execution(first, second) if execution is None else execution
     pricing = (chip or ExecutionModel.usual_chip([model]), model)
     sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):

@@ -86,7 +86,7 @@ def estimate(
             raise RequestError(f"{name}=: a Plan is priced already; estimate its graph anew")
         return estimate_graph(source, chip)
     job = Job.of(estimate, source, args, kwargs, phase=phase)
-    return estimated(job, chip, execution or usual_execution(job))
+    return estimated(job, chip, usual_execution(job) if execution is None else execution)
 
 
 def estimated(job: Job, chip: str | Chip | None, execution: str | ExecutionModel) -> Estimate:

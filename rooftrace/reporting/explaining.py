@@ -59,7 +59,7 @@ def explain(
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
     have; and what `form` and `estimate` raise.
     """
-    execution = execution or usual_execution(source)
+    execution = usual_execution(source) if execution is None else execution
     chips = chips_for(chip, execution)
     if plot is not None and op is not None:
         raise RequestError(f"--plot {plot}: it draws the sweep of a whole step; leave --op out")

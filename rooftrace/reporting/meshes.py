@@ -95,7 +95,7 @@ def _question(
     for name, value in named.items():
         if name in precisions._fields and not isinstance(value, (str, type(None))):
             raise RequestError(f"{name} {', '.join(map(str, value))}: a mesh is priced in one")
-    conditions = each_condition(execution or usual, *precisions)
+    conditions = each_condition(usual if execution is None else execution, *precisions)
     if len(conditions) > 1:
         names = ", ".join(each.execution.name for each in conditions)
         raise RequestError(f"execution {names}: a mesh is priced under one")

@@ -125,7 +125,7 @@ def largest_batch(
     prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
     job.refuse(("batch",), "the batch is what is looked for; leave it out")
-    execution = execution_model(execution or usual_execution(job))
+    execution = execution_model(usual_execution(job) if execution is None else execution)
     with telling(progress):
         return _largest(job, chips_for(chip, execution), execution)
 

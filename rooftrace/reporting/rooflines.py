@@ -51,7 +51,7 @@ def roofline(
     if not several:
         raise RequestError("roofline(sources=...): expected at least one target, got none")
     steps, over = _steps({"batch": batch, "seq": seq, "kv": kv})
-    model = execution_model(execution or usual_execution(*several))
+    model = execution_model(usual_execution(*several) if execution is None else execution)
     chips = chips_for(chip, model, system)
     jobs = [
         (source, sizes, Job.of(roofline, source, (), {**kwargs, **sizes}, phases=phases))

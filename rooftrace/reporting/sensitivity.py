@@ -103,7 +103,7 @@ def sensitivity(
     decode for a Hugging Face model that has it, else forward.
     Raises RequestError for a name or a level that there is not, and what `form` raises.
     """
-    model = execution_model(execution or usual_execution(source))
+    model = execution_model(usual_execution(source) if execution is None else execution)
     used = one_chip(chip, model)
     known = known_form(source)
     with telling(progress):

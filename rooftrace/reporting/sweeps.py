@@ -126,7 +126,7 @@ def sweep_request(
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
-    execution = execution or usual_execution(source)
+    execution = usual_execution(source) if execution is None else execution
     conditions = each_condition(execution, dtype, weights_dtype, kv_dtype)
     known = known_form(source)
     traced = source if known is None else known.example  # a graph has no use for other arguments

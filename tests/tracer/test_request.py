@@ -42,7 +42,7 @@ def test_an_assumption_is_read_from_text(text: str, key: str, value: Any) -> Non
         ("density", r"assumption 'density': expected KIND\[@MODULE\]=VALUE"),
         ("density=", r"assumption 'density=': expected KIND\[@MODULE\]=VALUE"),
         ("densty=0.1", "assumption 'densty': .* kinds are branch, density, value, routing"),
-        ("branch@=true", "assumption 'branch@': expected KIND or KIND@MODULE"),
+        ("branch@=true", "assumption 'branch@': expected KIND, KIND@MODULE or KIND@FILE:LINE"),
         ("branch=0.5", "assumption branch=0.5: expected True or False"),
         ("branch=1", "assumption branch=1: expected True or False"),
         ("density=1.5", "assumption density=1.5: expected a share from 0 to 1"),

@@ -210,7 +210,8 @@ def plan(graph: OpGraph, execution: str | ExecutionModel | None = None) -> Plan:
     Raises ExecutionError for a preset that does not exist.
     """
     OpGraph.check(graph, "plan")
-    return Plan.each(reprice(graph), [execution or usual_execution(graph)])[0]
+    model = usual_execution(graph) if execution is None else execution
+    return Plan.each(reprice(graph), [model])[0]
 
 
 def _planned(
