@@ -140,7 +140,9 @@ def _outcome_of(
     reads = Reads(*answers.get("reads", ()))
     if "error" in answers:
         error = _error(answers["error"], place.here(answers["message"]))
-        error.__cause__ = RuntimeError(f"in the process that traced it:\n{answers['traceback']}")
+        if "traceback" in answers:
+            told = f"in the process that traced it:\n{answers['traceback']}"
+            error.__cause__ = RuntimeError(told)
         return Outcome(None, _named(error, job.name), reads)
     if code or "files" not in answers:
         ended = f"target {job.name!r}: the process that traced it ended with {code}"
