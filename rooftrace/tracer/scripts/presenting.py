@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.recording import functions
 from rooftrace.tracer.tape import Tape
-from rooftrace.tracer.tensors import tensors_in, trees
+from rooftrace.tracer.tensors import owners, tensors_in, trees
 from rooftrace.tracer.values import META
 
 _modes_on: Any = overrides._get_current_function_mode_stack
@@ -182,7 +182,9 @@ def _computes(func: Any) -> bool:
 
 
 def _is_trained_value(item: Any) -> bool:
-    if not isinstance(item, Tensor) or item.dim() or not item.requires_grad:
+    if not isinstance(item, Tensor) or isinstance(item, owners.LAZY):
+        return False  # lazy ones have no sizes yet
+    if item.dim() or not item.requires_grad:
         return False
     return item.device.type == "cpu" and torch.is_grad_enabled()
 
