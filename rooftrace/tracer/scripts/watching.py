@@ -60,9 +60,12 @@ def watched(finder: Watcher) -> Iterator[None]:
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
+    def is_inside() -> bool:  # of a call, or of a backward that computes again
+        return depth.inside > 0 or torch._C._current_autograd_node() is not None
+
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(finder.run, module, args, kwargs)
-        inside = depth.inside or (depth.begun is not None and _runs(depth.begun))
+        inside = is_inside() or (depth.begun is not None and _runs(depth.begun))
         depth.inside += 1
         try:
             if inside:
@@ -86,7 +89,7 @@ def watched(finder: Watcher) -> Iterator[None]:
         forward = original_of(home, "forward")
 
         def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if depth.inside or module._forward_pre_hooks or module._forward_hooks:
+            if is_inside() or module._forward_pre_hooks or module._forward_hooks:
                 return forward(module, *args, **kwargs)
             return call(module, *args, **kwargs)
 
