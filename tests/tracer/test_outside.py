@@ -216,6 +216,7 @@ def test_layers_that_draw_from_outside_all_run(tick: Callable[[], int]) -> None:
     assert flops(graph) == products * 2 * 2 * 8 * 8
 
 
+@pytest.mark.slow
 def test_a_variable_that_the_code_around_layers_changes_tells_them_apart() -> None:
     model, x = announced(), torch.zeros(2, 8)
     assert flops(rt.trace(model, x)) == counted(model, x)
