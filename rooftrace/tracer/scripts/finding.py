@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,14 +64,11 @@ class Finder(TurnsOfThreads):
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        rest: Callable[[], Any] | None = None,
+        run: Callable[[], Any],
+        begun: bool,
     ) -> Any:
-        """A module is called from outside of any module.  rest: what to run of it, where it has
-        begun."""
-        run = rest or partial(self.run, module, args, kwargs)
-        if torch._C._current_autograd_node() is not None:
-            return run()
-        whole = rest is None and torch._C._get_tracing_state() is None
+        """A module is called from outside of any module.  run: runs what of it has not begun."""
+        whole = not begun and torch._C._get_tracing_state() is None
         with contexts.untraced(), torch._C.DisableTorchFunction():
             here = self._roots.on_device(module, (args, kwargs))
             known = self._known(module, args, kwargs, whole) if here else None
@@ -90,7 +86,8 @@ class Finder(TurnsOfThreads):
             else:
                 output = run()
         except BaseException:
-            self._turn = turn if len(turn.calls) > 1 else None
+            if len(turn.calls) == 1:  # it was no turn
+                self._turn = None
             raise
         with contexts.untraced(), torch._C.DisableTorchFunction():
             result = Result(output, self._stage.recorder.values)

@@ -194,13 +194,13 @@ class TurnTimer:
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        rest: Callable[[], Any] | None = None,
+        run: Callable[[], Any],
+        begun: bool,
     ) -> Any:
         """Run a module that is called from outside of any, or the rest of it."""
-        backward = torch._C._current_autograd_node() is not None
-        if not backward and runs_where(self._there, module, (args, kwargs)):
+        if runs_where(self._there, module, (args, kwargs)):
             self._turn_begins(module, args, kwargs)
-        return self.run(module, args, kwargs) if rest is None else rest()
+        return run()
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds."""

@@ -50,12 +50,13 @@ class GraphFinder(BoundaryFinder):
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        rest: Callable[[], Any] | None = None,
+        run: Callable[[], Any],
+        begun: bool,
     ) -> Any:
         """A module is called from outside of any module."""
         if self._before is not None or self._replays:
-            return self.run(module, args, kwargs) if rest is None else rest()
-        return super().call(module, args, kwargs, rest)
+            return run()
+        return super().call(module, args, kwargs, run, begun)
 
     def _stepped_here(self) -> None:
         if self._before is None:

@@ -30,10 +30,12 @@ class Watcher(Protocol):
         """Run a module inside of another, or in a thread that does not lead."""
 
     def call(
-        self, module: nn.Module, args: Any, kwargs: Any, rest: Callable[[], Any] | None = None
+        self, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any], begun: bool
     ) -> Any:
-        """Run a module that is called from outside of any.  rest: what to run of it, where it has
-        begun."""
+        """A module is called from outside of any, and of any backward.
+
+        run: runs it, or what is left of it, where it has begun.
+        """
 
     def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
         """Whether calls of the running thread, as one of `module`, are told; inside of it no other
@@ -77,9 +79,9 @@ def watched(finder: Watcher) -> Iterator[None]:
                     whole, *arguments = _arguments(around)
                     with scope.entered():  # recorders have their own
                         undo.enter_context(replaced(*called_by_name(type(whole))))
-                    return finder.call(whole, arguments, {}, run)
+                    return finder.call(whole, arguments, {}, run, begun=True)
                 if leads:
-                    return finder.call(module, args, kwargs)
+                    return finder.call(module, args, kwargs, run, begun=False)
             return run()
         finally:
             depth.inside -= 1
@@ -107,36 +109,37 @@ def watched(finder: Watcher) -> Iterator[None]:
         yield
 
 
+def _running() -> Iterator[FrameType]:
+    """The functions that run now, the innermost first."""
+    at: FrameType | None = sys._getframe(1)
+    while at is not None:
+        yield at
+        at = at.f_back
+
+
 def _runs(function: CodeType) -> bool:
     """Whether a function runs around this one."""
-    at: FrameType | None = sys._getframe()
-    while at is not None and at.f_code is not function:
-        at = at.f_back
-    return at is not None
+    return any(at.f_code is function for at in _running())
 
 
 def _forward_around(part: nn.Module) -> FrameType | None:
     """The outermost running forward of a module that `part` belongs to; None without one."""
-    at: FrameType | None = sys._getframe()
     outermost = None
-    while at is not None:
+    for at in _running():
         if at.f_code.co_name == "forward" and at.f_code.co_argcount:
             whole = _arguments(at)[0]
             if isinstance(whole, nn.Module) and whole is not part:
                 outermost = at if any(part is m for m in whole.modules()) else outermost
-        at = at.f_back
     return outermost
 
 
 def methods_around() -> frozenset[int]:
     """The running methods of the script's modules."""
-    at: FrameType | None = sys._getframe(1)
-    running = set()
-    while at is not None:
-        if at.f_code.co_varnames[:1] == ("self",) and _is_method(at.f_code, at.f_globals):
-            running.add(id(at))
-        at = at.f_back
-    return frozenset(running)
+    return frozenset(
+        id(at)
+        for at in _running()
+        if at.f_code.co_varnames[:1] == ("self",) and _is_method(at.f_code, at.f_globals)
+    )
 
 
 _METHODS: dict[CodeType, bool] = {}  # code of functions with a `self`: whether it is a module's
