@@ -14,6 +14,8 @@ from rooftrace._outputs import MADE_BY, MARKS
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, is_ours
 from rooftrace.reporting.reports import report
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.reporting.rooflinesteps import FIGURE, PAGE, Reports, names_of
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def reports(
     from rooftrace.reporting.pages import files as written
 
     _check(targets)
+    conditions_of(report, PricingOptions.parted(asked)[0])
     used = written.FORMATS if formats is None else tuple(formats)
     written.check_formats(used)
     folders = names_of(targets)

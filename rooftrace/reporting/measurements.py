@@ -17,22 +17,24 @@ from rooftrace.measured.runs import Run
 from rooftrace.measured.sources import source_of
 from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate import Validation, validated
-from rooftrace.reporting.alternatives import one_chip
-from rooftrace.reporting.estimates import Source, priced
+from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
+from rooftrace.reporting.requests.traces import priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.targets import isolation
 
 
+@takes
 def validate(
     measured: Any,
     chip: str | Chip,
-    execution: str | ExecutionModel = "eager",
+    execution: str | ExecutionModel | None = None,
     target: Source | None = None,
     knobs: str | os.PathLike[str] | Knobs | None = TYPICAL,
     *,
     trust_targets: bool = False,
-    phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -54,15 +56,16 @@ def validate(
     Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
     for a file that cannot be read, or a trace of something else.
     """
-    model = execution_model(execution, **({} if knobs == TYPICAL else {"knobs": knobs}))
-    job = Job.of(validate, "" if target is None else target, (), kwargs, phases=phases)
+    named = {"chip": chip, "execution": execution, "knobs": knobs, **kwargs}
+    asked = StepRequest.of(validate, "" if target is None else target, (), named)
+    job, model = asked.job, asked.model
     # Rows of one target share what it imported.
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job)
         _check_trusted(measured, target, trust_targets)
         return validated(
             measured,
-            one_chip(chip, model),
+            asked.chip,
             model,
             graphs,
             template,
@@ -83,7 +86,6 @@ def calibrate(
     free: Sequence[str] | None = None,
     title: str = "",
     trust_targets: bool = False,
-    phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
     counted_steps: int | None = None,
     factors: bool = True,
@@ -106,7 +108,7 @@ def calibrate(
 
     Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
     """
-    job = Job.of(calibrate, "" if target is None else target, (), kwargs, phases=phases)
+    job = Job.of(calibrate, "" if target is None else target, (), kwargs)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job, all_phases=True)

@@ -12,7 +12,7 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.errors import RequestError, TargetError, is_ours, naming
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.estimates import in_precisions, priced
+from rooftrace.reporting.requests.traces import in_precisions, priced
 from rooftrace.reporting.revisions import Placed, checked, pointers
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.revisions.origins import SideOrigin
