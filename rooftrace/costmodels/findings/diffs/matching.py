@@ -16,7 +16,7 @@ from functools import partial
 
 from rooftrace.costmodels.findings.diffs.anchors import Anchor, Anchors
 from rooftrace.costmodels.findings.diffs.flow import Flow, in_any_order
-from rooftrace.tracer.changes.aligning import Pairing, Pair
+from rooftrace.tracer.changes.aligning import Pair, Pairing
 from rooftrace.tracer.paths import pattern_of
 
 RADIUS = 6
