@@ -66,6 +66,11 @@ def write_traces(report: Results, folder: Path, every_rank: bool = False) -> lis
     return names
 
 
+def write_traces_of_all(report: Results, folder: Path) -> list[str]:
+    """The same, for every process of the mesh."""
+    return write_traces(report, folder, every_rank=True)
+
+
 def _files(estimate: Estimate, name: str, every_rank: bool) -> dict[str, bytes]:
     """The contents of the files by name."""
     graph, traced = estimate.graph, traced_rank(estimate.graph)
