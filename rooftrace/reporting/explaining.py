@@ -62,7 +62,7 @@ def explain(
     job, chips, (conditions,) = asked.job, asked.chips, asked.conditions
     with telling(progress):
         job, graph = first_graph(job)
-        check_groups([graph], asked.models)
+        check_groups(lambda: [graph], asked.models)
         sizes = dict(at) if at is not None else sizes_of(job, graph)
         formed = _formed(job, sizes, whole=op is None)
         if op is not None:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.costmodels.exploring import formsteps
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, UnusedError, hint
 from rooftrace.hardware.units import UnitError, parse
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.calls import conditions_of, takes
-from rooftrace.reporting.requests.pricing import PricingOptions
+from rooftrace.reporting.requests.pricing import PLAIN, PricingOptions
 from rooftrace.reporting.stepforms import form_of, known_form, level_values
 from rooftrace.tracer.asking import Job
 
@@ -50,9 +49,10 @@ def explore(
     """
     levels = _levels(over)
     bandwidth = _bandwidth(link)
+    pricing, sizes = PricingOptions.parted(kwargs)
+    _check_bounds(pricing)
     known = known_form(source)
     if known is not None:
-        pricing, sizes = PricingOptions.parted(kwargs)
         models, (used,) = conditions_of(explore, pricing, source)
         for name in ("dtype", "weights_dtype", "kv_dtype"):
             sizes.pop(name, None)
@@ -60,8 +60,8 @@ def explore(
     else:
         asked = StepRequest.of(explore, source, args, {**kwargs, "phase": "decode"})
         used, (conditions,) = asked.chip, asked.conditions
+        asked.job.refuse(("seq",), "a decode step has the lengths of its cache; say them with over")
         asked.job.refuse(NAMES, "its values are those of `over`; leave it out")
-    _check_bounds(conditions.execution)
     with telling(progress):
         if known is None:
             form, fixed = _formed(asked.job, levels), {}
@@ -86,18 +86,21 @@ def explore(
     return result
 
 
-def _check_bounds(model: ExecutionModel) -> None:
+def _check_bounds(pricing: PricingOptions) -> None:
     """Raise RequestError for what an exploration has no use for: it is at rates of datasheets."""
-    for name, changed in (
-        ("knobs", model.knobs not in (TYPICAL, None)),
-        ("what_if", bool(model.disturbances.asked)),
-        ("exchange", model.exchange != "as-run"),
-    ):
-        if changed:
-            raise RequestError(
-                f"{name} (--{name.replace('_', '-')}): an exploration is of one device at the "
-                "rates of its datasheet; leave it out"
-            )
+    asked = {name: getattr(pricing, name) for name in _OF_RATES}
+    for name, value in asked.items():
+        if value != getattr(PLAIN, name):
+            raise UnusedError(name, f"{value}", _OF_DATASHEETS)
+    for name, value in (pricing.factors or {}).items():
+        if name.partition(".")[0] in _RATES:
+            raise UnusedError("settings", f"{name}={value}", _OF_DATASHEETS)
+
+
+_OF_DATASHEETS = "an exploration is of one device at the rates of its datasheet; leave it out"
+_OF_RATES = ("knobs", "what_if", "exchange")
+_RATES = ("knobs", "utilization", "disturbances", "exchange")
+"""Fields of executions that times alone depend on."""
 
 
 def _levels(over: Mapping[str, Any] | None) -> dict[str, Sequence[int]]:

@@ -36,6 +36,6 @@ def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
     job = asked.job.of_one_phase()
     check_precisions(*job.precisions)
     graph, run = traced_with_dynamo(job)
-    check_groups([graph], asked.models)
+    check_groups(lambda: [graph], asked.models)
     (priced,) = in_precisions(job, Traced({graph.phase: graph})).graphs.values()
     return price_breaks(priced, run, asked.chip, asked.model)

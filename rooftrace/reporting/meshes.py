@@ -19,7 +19,6 @@ def best_mesh(
     target: Any,
     *,
     chips: int | Sequence[int],
-    phase: str = "training",
     over: Any = None,
     step: float | str | None = None,
     tpot: float | str | None = None,
@@ -42,7 +41,7 @@ def best_mesh(
     """
     batches = (None,) if over is None else tuple(level_values(*asking.over_of(over, "batch")))
     asked = _question(
-        best_mesh, target, {"phase": phase, **kwargs}, price, find="mesh", kept_free=kept_free,
+        best_mesh, target, kwargs, price, find="mesh", kept_free=kept_free,
         counts=asking.counts_of(chips), batches=batches, limits=asking.limits_of(step, tpot, None),
     )  # fmt: skip
     with telling(progress):
@@ -54,7 +53,6 @@ def scaling(
     target: Any,
     *,
     chips: int | Sequence[int] | None = None,
-    phase: str = "training",
     price: float | None = None,
     kept_free: float = 0.0,
     progress: Callable[[str], None] | None = None,
@@ -69,7 +67,7 @@ def scaling(
     """
     counts = meshsearch.USUAL_COUNTS if chips is None else asking.counts_of(chips)
     asked = _question(
-        scaling, target, {"phase": phase, **kwargs}, price, find="scaling", kept_free=kept_free,
+        scaling, target, kwargs, price, find="scaling", kept_free=kept_free,
         counts=counts,
     )  # fmt: skip
     with telling(progress):
@@ -85,7 +83,8 @@ def _question(
         raise RequestError(f"--find {find}: name how chips are joined, as --system dgx-h100")
     if named.get("chip") is not None:
         raise RequestError(f"--chip with --find {find}: it has no use for it; name a --system")
-    request = StepRequest.of(function, target, (), named)
+    phases = {} if {"phase", "phases"} & named.keys() else {"phase": "training"}
+    request = StepRequest.of(function, target, (), {**phases, **named})
     joined = request.chip.system
     assert joined is not None  # the chip is that of a system
     prices = asking.own_numbers("price", price, [joined.chip])

@@ -60,7 +60,7 @@ def open_of(find: str) -> str:
 def settled(asked: Question, form: Form) -> Question:
     """The question with the execution that fits the phase, where none was asked for."""
     pricing = asked.request.pricing
-    check_groups([form.example] if form.regimes else [], asked.request.models)
+    check_groups(lambda: [form.example] if form.regimes else [], asked.request.models)
     if pricing.execution is not None or form.phase in ("prefill", "decode"):
         return asked
     models = pricing.executions(usual_execution(asked.job))

@@ -66,7 +66,7 @@ def roofline(
         for number, (source, sizes, job) in enumerate(jobs, 1):
             tell(f"step {number} of {len(jobs)}")
             graphs = dict(priced(job).graphs)
-            check_groups(graphs.values(), [model])
+            check_groups(graphs.values, [model])
             traced.append((source, sizes, graphs))
         rows = list(_rows(traced, _names(several, traced), chips, model))
     return Rooflines(tuple(rows), over)

@@ -28,7 +28,7 @@ from rooftrace.hardware.units import (
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.explaining import first_graph, sizes_of
 from rooftrace.reporting.gridfactors import factors_of, number_of_config
-from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests import StepRequest, readers
 from rooftrace.reporting.requests.calls import conditions_of, takes
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.stepforms import form_of, known_form
@@ -100,7 +100,7 @@ def sensitivity(
                 first, step.sizes, used, conditions, others, _refusals(step.job is not None)
             )
         else:
-            result = _grid(step, grid, used, model, response, log)
+            result = _grid(step, _with_executions(grid, pricing), used, model, response, log)
         if plot is not None:
             draw(result, Path(plot))
     return result
@@ -162,7 +162,7 @@ class _JobStep(_Step):
         self.precisions = job.precisions
         check_precisions(*self.precisions)
         job, graph = first_graph(job)
-        check_groups([graph], [model])
+        check_groups(lambda: [graph], [model])
         self.job = job
         if over is None:
             self.sizes = sizes_of(job, graph)
@@ -247,6 +247,16 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
         return range(max(1, size // 2), most * size + 1)
     eighths = (4, 5, 6, 7, 8, *((10, 12, 16) if most > 1 else ()))
     return tuple(size * part // 8 for part in eighths if size * part % 8 == 0)
+
+
+def _with_executions(grid: Mapping[str, Any], pricing: PricingOptions) -> Mapping[str, Any]:
+    """A grid; executions that it names are changed as the one that was asked for."""
+    levels = grid.get("execution")
+    if isinstance(levels, str):
+        levels = readers.words(levels)
+    return (
+        {**grid, "execution": replace(pricing, execution=levels).executions()} if levels else grid
+    )
 
 
 def _grid(

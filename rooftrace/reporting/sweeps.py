@@ -153,7 +153,9 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
         form = request.form or form_of(job, request.levels, request.most, seen)
         seen = None
         _check_names(form, request.levels)
-        check_groups([form.example], [each.execution for each in request.conditions])
+        check_groups(
+            partial(_some_graphs, form, request.levels), [c.execution for c in request.conditions]
+        )
         grid = points_of(form.names, request.levels)
         for conditions in request.conditions:
             case = SweepCase(form, conditions, settings)
@@ -190,6 +192,12 @@ def _tell_first(request: SweepRequest, sizes: str, graph: OpGraph) -> None:
             f"first step, {sizes}: {format_time(step.t_est)} on {chip.name}, "
             f"limited by {step.times.regime}"
         )
+
+
+def _some_graphs(form: Form, levels: Mapping[str, Sequence[int]]) -> list[OpGraph]:
+    if form.regimes:
+        return [form.example]
+    return [form.graph(**{name: levels[name][0] for name in form.names})]
 
 
 def _check_names(form: Form, levels: Mapping[str, Sequence[int]]) -> None:

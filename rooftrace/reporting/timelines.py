@@ -11,7 +11,6 @@ import numpy as np
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.planning import plan
-from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import estimate as estimate_source, priced_graphs
@@ -135,9 +134,8 @@ def steps_at(
     (model,), (chip,) = conditions_of(estimate_source, pricing, source)
     form = known_form(source)
     if form is not None:
-        precisions = pricing.dtype, pricing.weights_dtype, pricing.kv_dtype
-        graph = reprice(form.graph(**sizes), *precisions)
-        return {phase: estimate(plan(graph, model), chip)}
+        (conditions,) = pricing.conditions([model])
+        return {phase: estimate(conditions.plan(form.graph(**sizes)), chip)}
     named = {name: size for name, size in sizes.items() if name in SIZES}
     settings = {name: size for name, size in sizes.items() if name not in SIZES}
     if settings:

@@ -144,7 +144,11 @@ PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
     "--knobs": (("--knobs", "none"),),
     "--rewrite": (("--rewrite", "fused-gate-up"),),
     "--tf32": (("--tf32",),),
-    "--set": (("--set", "utilization.b_sat=4096"), ("--set", "kv_append=never")),
+    "--set": (
+        ("--set", "utilization.b_sat=4096"),
+        ("--set", "kv_append=never"),
+        ("--set", "config.n_embd=64"),
+    ),
     "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
     "--exchange": (("--exchange", "deepep"), ("--exchange", "deepep2")),
     "--what-if": (("--what-if", "stragglers=0.1"), ("--what-if", "straglers=0.1")),
@@ -423,10 +427,8 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         (
             EXPLORE,
             {
-                **{n: WORKLOAD[n] for n in ("--dtype", "--weights-dtype", "--kv-dtype")},
-                "--tf32": PRICING["--tf32"],
-                "--rules": PRICING["--rules"],
-                "--rewrite": PRICING["--rewrite"],
+                **{n: c for n, c in WORKLOAD.items() if n not in ("--phase", "--batch", "--kv")},
+                **PRICING,
                 "--over": (("--over", "kv=8"), ("--over", "device=1")),
                 "--chip": (("--chip", "l4"),),
                 "--execution": (("--execution", "eager"),),
@@ -594,6 +596,10 @@ CANNOT_CHANGE = {
         "--rewrite": "nothing of that kind is in this model",
     },
     ("explore", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
     ("trace", "deep.json"): {

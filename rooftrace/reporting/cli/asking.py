@@ -23,34 +23,31 @@ RULES = Option(
 )
 
 
-def asks(function: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def asks(
+    function: str, *, run_rules: bool = True, **helps: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A command with the options of a function of ours, and --rules.
 
     The command is called with `asked`: the arguments that were typed, by name, as the function
-    takes them.  Files of --rules have run then.  helps: what an option means here, by its name.
+    takes them.  Files of --rules have run then, unless it runs them itself.  helps: what an option
+    means here, by its name.
     """
     call = CALLS[function]
-    return with_options([*_worded(call, helps), RULES])
-
-
-def with_options(
-    options: Iterable[Option],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A command with these options, whose typed values it gets as `asked`, by name."""
-    told = {each.name: each for each in options}
+    told = {each.name: each for each in (*_worded(call, helps), RULES)}
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def called(*args: Any, **values: Any) -> Any:
             asked = typed(click.get_current_context(), told)
-            load_rules(asked.pop("rules", ()))
+            if run_rules:
+                load_rules(asked.pop("rules", ()))
             others = {name: value for name, value in values.items() if name not in told}
             return command(*args, asked=asked, **others)
 
-        made: Callable[..., Any] = called
-        for each in reversed(told.values()):
-            made = declared(each)(made)
-        return made
+        # As click.option does: options of a function are noted from the last to the first.
+        noted = vars(called).setdefault("__click_params__", [])
+        noted += [made(each) for each in reversed(told.values())]
+        return called
 
     return decorated
 
@@ -64,7 +61,7 @@ def typed(context: click.Context, options: Mapping[str, Option]) -> dict[str, An
     }
 
 
-def declared(option: Option) -> Callable[[Any], Any]:
+def made(option: Option) -> click.Option:
     """The option of click."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.required:
@@ -73,6 +70,8 @@ def declared(option: Option) -> Callable[[Any], Any]:
         how |= {"is_flag": True, "default": "/" in option.flag}
     elif option.words:
         how["type"] = click.Choice(option.words)
+    elif option.least is not None:
+        how["type"] = click.IntRange(min=option.least)
     elif option.kind is not str:
         how["type"] = option.kind
     if option.repeats:
@@ -81,7 +80,7 @@ def declared(option: Option) -> Callable[[Any], Any]:
         how["show_default"] = option.shown[1:-1]
     elif option.shown:
         how |= {"default": how.get("default", option.shown), "show_default": True}
-    return click.option(*option.spelled.split(" "), option.name, **how)
+    return click.Option([*option.spelled.split(" "), option.name], **how)
 
 
 def _worded(call: Call, helps: Mapping[str, str]) -> list[Option]:

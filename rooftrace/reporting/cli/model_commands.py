@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,15 +11,14 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.many_reports import check_many, report_many, several
 from rooftrace.reporting.cli.options import (
-    FIGURES,
     TARGET_HELP,
     Commas,
-    output_options,
     style_option,
     timeline_option,
 )
@@ -28,16 +26,13 @@ from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     console,
-    form_of,
     once,
     progress,
     told,
-    write_document,
-    write_text,
+    write_result,
     write_timeline,
 )
-
-_ON_STDOUT = ("json", "md", "csv", "html", "tex")
+from rooftrace.reporting.cli.written import Written, results
 
 
 @click.command(epilog=TARGET_HELP)
@@ -60,7 +55,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
     "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
 @style_option
-@timeline_option
+@timeline_option()
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -97,7 +92,7 @@ def report(
     with once():
         result = rt.report(targets[0], **asked)
     if out == "-":
-        click.echo(told(lambda: _text(result, (formats or ("json",))[0], style)), nl=False)
+        write_result(result, (formats or ("json",))[0], out, style=style)
         write_timeline(timeline, result, quiet=True)
         return
     _write(result, out, single, how, style)
@@ -106,16 +101,16 @@ def report(
 
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.text import renderable
+    from rooftrace.reporting.text import shown
 
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_document(out, single, told(lambda: _text(result, single, style)))
+        write_result(result, single, out, style=style)
     elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    console().print(told(lambda: renderable(result)))
+    console().print(told(lambda: shown(result, "rich")))
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
@@ -135,13 +130,13 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
-    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in _ON_STDOUT):
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
         asked = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
             f"--out -{asked}: stdout takes one format: --format json, md, csv, html or tex"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
-    single = ending in _ON_STDOUT
+    single = ending in TEXTS
     drawn = not single and out not in (None, "-") and not {*FIGURES}.isdisjoint(formats or FIGURES)
     tabled = ending == "tex" or "tex" in (formats or ())
     if style != "screen" and not drawn and not tabled:
@@ -197,21 +192,14 @@ def trace(target: str, out: str, asked: dict[str, Any]) -> None:
     show_default=True,
     help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
 )
-@output_options
-def compare(
-    target: str, peers: tuple[str, ...], form: str | None, out: str | None, asked: dict[str, Any]
-) -> None:
+@results("data")
+def compare(target: str, peers: tuple[str, ...], written: Written, asked: dict[str, Any]) -> None:
     """FLOPs of TARGET by other counters too, each difference itemised.
 
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.text import (
-        as_markdown,
-        comparisons_view,
-        renderable,
-        shown,
-    )
+    from rooftrace.reporting.text import comparisons_view
     from rooftrace.tracer.graphfiles import looks_saved
 
     if looks_saved(target):
@@ -220,28 +208,7 @@ def compare(
         )
     with once():
         comparisons = rt.compare(target, peers=peers, **asked)
-    shown_as = comparisons_view(target, comparisons)
-    form = form_of(form, out)
-    write_text(
-        form,
-        out,
-        lambda: renderable(shown_as),
-        lambda: shown(shown_as, _FORMS[form]) if form in _FORMS else as_markdown(shown_as),
-        lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
+    written.write(
+        comparisons_view(target, comparisons),
+        document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
     )
-
-
-_FORMS = {"html": "webpage", "tex": "latex"}
-
-
-def _text(result: Any, form: str, style: str) -> str:
-    """A report as one text: json, csv, html, tex or md."""
-    if form == "json":
-        return json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
-    if form == "csv":
-        return str(result.to_csv())
-    from rooftrace.reporting.text import as_markdown, shown
-
-    if form == "tex":
-        return str(shown(result, "latex", style=style))
-    return shown(result, "webpage") if form == "html" else as_markdown(result)

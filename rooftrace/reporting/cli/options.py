@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import click
 
-from rooftrace.costmodels.execution import REWRITES
-from rooftrace.errors import RequestError, hint
+from rooftrace._formats import FIGURES
+from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.outputs import Output
-from rooftrace.reporting.cli.scripted import priced_as_run
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.pipelines import SCHEDULES
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
@@ -33,59 +30,6 @@ class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         if isinstance(value, tuple):
             return value
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
-
-
-def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--chip, --execution, --target, --trust-targets: what measurements are of."""
-    return _with(
-        command,
-        click.option("--chip", required=True, help="The chip that the steps were measured on."),
-        click.option("--execution", default="eager", show_default=True, help=_HOW),
-        *_WHAT,
-    )
-
-
-def calibration_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--chip and --execution, which a run says itself, --target, --trust-targets."""
-    return _with(
-        command,
-        click.option(
-            "--chip",
-            help="The chip that the steps were measured on; default with --run: this device, "
-            "measured now.",
-        ),
-        click.option("--execution", help=f"{_HOW}  Default: eager."),
-        *_WHAT,
-    )
-
-
-_HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
-_WHAT = (
-    click.option(
-        "--target",
-        metavar="TARGET|TEMPLATE",
-        help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
-        "TARGET of each name in it, for example models.py:{target}.  A run of the suite needs "
-        "none.",
-    ),
-    click.option(
-        "--trust-targets",
-        is_flag=True,
-        help="Import and call what the file of measurements names: only for a file that you "
-        "trust as you trust code.",
-    ),
-)
-
-
-def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
-    """A command with these options, in this order."""
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-FIGURES = ("png", "svg", "pdf")
-"""Formats of figures."""
 
 
 class FigureFile(Output):
@@ -113,12 +57,11 @@ class TimelineFile(Output):
         return path
 
 
-timeline_option = click.option(
-    "--timeline",
-    type=TimelineFile(),
-    metavar="FILE.json.gz",
-    help="Write the predicted timeline of the steps there; it opens in ui.perfetto.dev.",
-)
+def timeline_option(help: str | bool = True) -> Callable[..., Any]:
+    """--timeline: the steps of the result."""
+    usual = "Write the predicted timeline of the steps there; it opens in ui.perfetto.dev."
+    told = help if isinstance(help, str) else usual
+    return click.option("--timeline", type=TimelineFile(), metavar="FILE.json.gz", help=told)
 
 
 def plot_option(help: str) -> Callable[..., Any]:
@@ -134,64 +77,3 @@ style_option = click.option(
     help="What figures are made for: paper is 7.2 in wide, paper-column 3.5 in, with type of 7 to "
     "9 points.",
 )
-
-
-def results(
-    *more: str, plot: str = "", style: bool = False, timeline: bool = True
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A command that writes a result: it gets `written`, what --format, --out and the rest say.
-
-    more: formats beside those of a text; plot: help of --plot, where there is a figure.
-    """
-
-    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def called(*args: Any, **values: Any) -> Any:
-            taken = {name: values.pop(name) for name in _OF_RESULTS if name in values}
-            return command(*args, written=Written(**taken), **values)
-
-        options = [
-            *([plot_option(plot)] if plot else []),
-            *([style_option] if style else []),
-            *([timeline_option] if timeline else []),
-            *_output("terminal", "md", "html", "tex", *more),
-        ]
-        return _with(called, *options)
-
-    return decorated
-
-
-_OF_RESULTS = ("form", "out", "plot", "style", "timeline")
-
-
-def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--format with csv, --out: one text or table, to the terminal or a file."""
-    return _with(command, *_output("terminal", "md", "html", "tex", "json", "csv"))
-
-
-def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--format, --out: one text, to the terminal or a file."""
-    return _with(command, *_output("terminal", "md", "html", "tex", "json"))
-
-
-def page_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--format without data, --out: a table of what comes along."""
-    return _with(command, *_output("terminal", "md", "html", "tex"))
-
-
-def _output(*forms: str) -> tuple[Callable[..., Any], ...]:
-    return (
-        click.option(
-            "--format",
-            "form",
-            type=click.Choice(forms),
-            help="Default: terminal, or by the ending of --out.",
-        ),
-        click.option(
-            "-o",
-            "--out",
-            type=Output(forms=forms),
-            metavar="FILE",
-            help="Write there instead of the terminal; - is stdout.",
-        ),
-    )

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.options import TARGET_HELP, plot_option, timeline_option
@@ -36,7 +37,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
     "goes on with the same command.",
 )
 @plot_option("Draw time over the first size.")
-@timeline_option
+@timeline_option()
 @click.option(
     "--save-form",
     type=Output(),
@@ -51,7 +52,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "tex", "json", "csv"]),
+    type=click.Choice(["terminal", *TEXTS]),
     default="terminal",
     show_default=True,
 )

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+from rooftrace.reporting.requests import readers
 from rooftrace.reporting.requests.options import Option, options_of
-from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
-from rooftrace.reporting.requests.questions import Explained, Explored, Moved, Ranges, Sought
+from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
+from rooftrace.reporting.requests.questions import (
+    Explained,
+    Explored,
+    Fitted,
+    Launched,
+    Measured,
+    Moved,
+    Ranges,
+    Sought,
+)
 from rooftrace.reporting.requests.workload import Lengths, Precisions, Workload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -34,11 +45,18 @@ class Call:
     several: tuple[str, ...] = ()
     usual: tuple[str, ...] = (USUAL,)
     one_phase: bool = True
+    without: tuple[str, ...] = ()  # options of its records that it has not
+    listed: tuple[str, ...] = ()  # sizes that may have several values
 
     def options(self) -> Iterator[Option]:
         """The options of all its records."""
         for record in self.records:
-            yield from options_of(record)
+            for each in options_of(record):
+                if each.name in self.listed:
+                    read = partial(readers.size_list, each.spelled)
+                    yield replace(each, kind=str, metavar="LIST", read=read)
+                elif each.name not in self.without:
+                    yield each
 
 
 _PRICED = (Workload, Precisions, ExecutionOptions)
@@ -46,13 +64,20 @@ _GRID = ("chip", "system", "execution", "dtype", "kv_dtype")
 _LISTED = (Workload, Lengths, Precisions, ExecutionOptions)
 CALLS: Mapping[str, Call] = {
     "best_mesh": Call(usual=(SERVED,)),
-    "calibrate": Call(usual=("eager",), one_phase=False),
+    "calibrate": Call(
+        records=(Measured, Fitted, *_PRICED),
+        usual=("eager",),
+        one_phase=False,
+        without=CHANGES,
+    ),
     "compare": Call(records=(Workload, Precisions), one_phase=False),
     "diff": Call(one_phase=False),
     "diff_measured": Call(one_phase=False),
     "estimate": Call(records=_LISTED),
     "explain": Call(records=(Explained, *_PRICED), several=("chip", "system")),
-    "explore": Call(records=(Explored, *_PRICED), usual=("serving",)),
+    "explore": Call(
+        records=(Explored, *_PRICED), usual=("serving",), without=("phases", "batch", "kv")
+    ),
     "graph_breaks": Call(usual=("compiled",)),
     "largest_batch": Call(several=("chip", "system"), one_phase=False),
     "report": Call(
@@ -61,14 +86,15 @@ CALLS: Mapping[str, Call] = {
         usual=("naive", USUAL),
         one_phase=False,
     ),
-    "roofline": Call(several=("chip", "system"), one_phase=False),
+    "roofline": Call(several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")),
     "sensitivity": Call(records=(Moved, *_PRICED)),
-    "run": Call(records=(ExecutionOptions,)),
+    "lock": Call(several=("chip", "execution"), one_phase=False),
+    "run": Call(records=(Launched, ExecutionOptions)),
     "scaling": Call(usual=(SERVED,)),
     "profile": Call(usual=("eager",)),
     "solve": Call(records=(Sought, *_PRICED), several=_GRID, usual=("serving",)),
     "summary": Call(usual=("eager",)),
-    "validate": Call(usual=("eager",), one_phase=False),
+    "validate": Call(records=(Measured, *_PRICED), usual=("eager",), one_phase=False),
     "sweep": Call(records=(Ranges, *_PRICED), several=_GRID),
     "priced_graphs": Call(records=(Workload, Lengths, Precisions), one_phase=False),
 }
@@ -114,14 +140,14 @@ def takes(function: Function) -> Function:
     mine = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     names = {parameter.name for parameter in mine}
-    records = CALLS[function.__name__].records
+    call = CALLS[function.__name__]
     added = [
         inspect.Parameter(
             each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
         )
-        for record in records
+        for record in call.records
         for each in fields(record)
-        if each.name not in names
+        if each.name not in {*names, *call.without}
     ]
     vars(function)["__signature__"] = signature.replace(parameters=[*mine, *added, *rest])
     return function

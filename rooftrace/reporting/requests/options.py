@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -26,6 +26,7 @@ class Option:
     words: Sequence[str] = ()
     shown: str = ""
     required: bool = False
+    least: int | None = None  # of a whole number
 
     @property
     def spelled(self) -> str:
@@ -47,10 +48,5 @@ def option(default: Any = None, *, help: str, **how: Any) -> Any:
 
 def options_of(record: type) -> tuple[Option, ...]:
     """The options of a record's fields."""
-    return tuple(_named(each) for each in fields(record) if "option" in each.metadata)
-
-
-def _named(each: Any) -> Option:
-    from dataclasses import replace
-
-    return replace(each.metadata["option"], name=each.name)
+    declared = {each.name: each.metadata.get("option") for each in fields(record)}
+    return tuple(replace(option, name=name) for name, option in declared.items() if option)

@@ -7,7 +7,7 @@ that prices, by a side of a diff and by a lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 USUAL_CHIP = "that of --knobs, else h200-sxm"
 _FIELDS = frozenset(each.name for each in fields(ExecutionModel)) - {"name"}
+
+
+CHANGES = ("knobs", "rewrites", "tf32", "exchange", "what_if", "factors")
+"""What changes an execution model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +121,7 @@ class PricingOptions(ExecutionOptions, Precisions):
         for name, value in (
             ("tf32", self.tf32), ("exchange", self.exchange), ("disturbances", self.what_if)
         ):  # fmt: skip
-            if value is not None:
+            if value:
                 changes[name] = value
         models = [execution_model(each, **changes) for each in named]
         plain = {name.replace("-", "_"): value for name, value in (self.factors or {}).items()}
@@ -173,8 +177,6 @@ class PricingOptions(ExecutionOptions, Precisions):
 
 PLAIN = PricingOptions()
 """Nothing is asked for."""
-CHANGES = ("knobs", "rewrites", "tf32", "exchange", "what_if", "factors")
-"""What changes an execution model."""
 
 
 def _of_execution(name: Any) -> bool:
@@ -190,15 +192,22 @@ def tell_borrowed(models: Iterable[ExecutionModel], chips: Sequence[Chip]) -> No
             tell(WARNING + text)
 
 
-def check_groups(graphs: Iterable[OpGraph], models: Iterable[ExecutionModel]) -> None:
-    """Raise RequestError for what is asked of steps of many processes where there is one."""
-    for model in models:
-        asked = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
-        asked += [f"exchange={model.exchange}"] if model.exchange != "as-run" else []
-        if asked and not any(graph.groups for graph in graphs):
+def of_many(model: ExecutionModel) -> list[str]:
+    """What an execution has that only steps of several processes have a use for, in words."""
+    asked = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
+    return asked + ([f"exchange={model.exchange}"] if model.exchange != "as-run" else [])
+
+
+def check_groups(graphs: Callable[[], Iterable[OpGraph]], models: Iterable[ExecutionModel]) -> None:
+    """Raise RequestError for what is asked of several processes where steps are of one.
+
+    graphs: makes those of the steps, where it matters.
+    """
+    for asked in map(of_many, models):
+        if asked and not any(graph.groups for graph in graphs()):
             raise RequestError(
-                f"{', '.join(asked)}: it is of steps of several processes, and this is of one; "
-                "name a mesh, as --mesh dp=4"
+                f"{', '.join(asked)} (--what-if, --exchange): it is of steps of several "
+                "processes, and this is of one; name a mesh, as --mesh dp=4"
             )
 
 

@@ -94,9 +94,7 @@ class Sought:
     ttft: float | str | None = option(
         help="Limit: time to the first token of the longest prompt of --mix.", metavar="TIME"
     )
-    step: float | str | None = option(
-        help="Limit: time of one step, of any phase.", metavar="TIME"
-    )
+    step: float | str | None = option(help="Limit: time of one step, of any phase.", metavar="TIME")
     mix: Any = option(
         help="Requests: tokens of prompt and output, with shares, for example "
         "2048:256@3,8192:1024.",
@@ -122,3 +120,81 @@ class Sought:
     kept_free: float = option(
         0.0, help="The share of the memory that stays free.", kind=float, shown="0.0"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """How a script is run."""
+
+    steps: int | None = option(
+        3,
+        help="End the script after so many training steps; after so many calls, if it trains "
+        "nothing.",
+        kind=int,
+        least=1,
+        shown="3",
+    )
+    ranks: int | None = option(help="Processes, where no launcher says.", kind=int, least=1)
+    rank: int = option(0, help="Which of them runs.", kind=int, least=0, shown="0")
+    boundary: str = option(
+        "auto",
+        help="What begins a turn: training steps and calls are found; a batch of a data loader; a "
+        "call of a module; the end of the optimizers' step; a range of torch.profiler or NVTX of "
+        "that name (step: a profiler's step()).",
+        metavar="auto|batch|call|optimizer|mark=NAME",
+        shown="auto",
+    )
+    clock: str = option(
+        "real",
+        help="The time that the script reads: of this machine, or what its steps take on the chip.",
+        words=("real", "simulated"),
+        shown="real",
+    )
+    scratch: str | None = option(
+        help="Folder in which files come to lie that the script writes.", metavar="DIR"
+    )
+    assume: Mapping[str, Any] | None = option(
+        help="What is taken for unknown values, as value=2.5.  Repeatable.",
+        metavar="KIND[@MODULE|@FILE:LINE]=VALUE", repeats=True, read=readers.assumptions,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured."""
+
+    target: Any = option(
+        help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
+        "TARGET of each name in it, for example models.py:{target}.  A run of the suite needs "
+        "none.",
+        metavar="TARGET|TEMPLATE",
+    )
+    trust_targets: bool = option(
+        False,
+        help="Import and call what the file of measurements names: only for a file that you "
+        "trust as you trust code.",
+        kind=bool,
+    )
+    counters: str | None = option(
+        help="DRAM bytes of a trace's kernels: a CSV of Nsight Compute (ncu) or of rocprof.",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What is fitted to measurements."""
+
+    counted_steps: int | None = option(
+        help="How many steps the totals of perf or LIKWID count.", kind=int
+    )
+    by_layer: bool = option(False, help="Also show the weight residency of each layer.", kind=bool)
+    start: Any = option(help="Knobs to begin with; default: typical ones.", metavar="FILE")
+    free: Sequence[str] | None = option(
+        help="Knobs to fit: pace (one factor on all), compute, memory, cache, overlap, launch, "
+        'dispatch, layout, tiling.split and its like, or the share of a class, such as '
+        '"mm.compute".  Default: as many as lower the error on what is left out by more than '
+        "chance.",
+        metavar="LIST", read=readers.words,
+    )  # fmt: skip
+    title: str = option("", help="What to call the result.")

@@ -48,7 +48,9 @@ class StepRequest:
         pricing, others = PricingOptions.parted(named)
         if "dtype" in call.several:
             others = {n: v for n, v in others.items() if n not in _PRECISIONS}
-        models, chips = conditions_of(function, pricing, source, phase=others.get("phase"))
+        phases = others.get("phases") or others.get("phase")
+        first = phases if isinstance(phases, str) else next(iter(phases or ()), None)
+        models, chips = conditions_of(function, pricing, source, phase=first)
         ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
         job = Job.of(function, source if traced is None else traced, args, others, **ours)
         if call.one_phase and len(job.phases or ()) > 1:
@@ -75,7 +77,7 @@ class StepRequest:
     def graphs(self) -> dict[str, OpGraph]:
         """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
         graphs = dict(priced(self.job).graphs)
-        check_groups(graphs.values(), self.models)
+        check_groups(graphs.values, self.models)
         return graphs
 
 

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.findings.diffs.conditions import FORMATS, parse_condition
 from rooftrace.hardware.units import format_time
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.revisions.origins import DiffOrigins
 
-_ROUNDING = 1e-12
-"""Seconds are sums of floats; repeats are added up in another order than layer by layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One quantity before and after (SI units)."""
-
-    before: float
-    after: float
-
-    @property
-    def delta(self) -> float:
-        """after - before; 0 where sums of the same parts differ by rounding only."""
-        delta = self.after - self.before
-        return 0.0 if abs(delta) <= _ROUNDING * abs(self.before) else delta
-
-    @property
-    def relative(self) -> float | None:
-        """delta / before; None where before is 0 and after is not."""
-        if self.before:
-            return self.delta / self.before
-        return 0.0 if not self.after else None
+NETWORK = ("communication", "exposed")
+"""Totals of steps of several processes: seconds of exchanges, and for which computing waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +109,7 @@ class PhaseDiff:
     """
 
     phase: str
-    totals: Mapping[str, Change]  # by name in METRICS, and in NETWORK for several processes
+    totals: Mapping[str, Change]  # by name in TOTALS, and in NETWORK for several processes
     modules: tuple[ModuleChange, ...]
     rows: tuple[DiffRow, ...] = ()
     held: tuple[HeldChange, ...] = ()
@@ -209,19 +189,13 @@ class Diff(Shown):
 
         Raises FailOnError for a condition that cannot be read.
         """
-        sentences = []
-        for metric, limit, relative, text in map(parse_condition, conditions):
-            for phase in self.phases:
-                change = phase.totals[metric]
-                growth = change.delta
-                if relative:
-                    growth = math.inf if change.relative is None else change.relative
-                if growth > limit:
-                    amount = f"{growth:+.2%}" if relative else f"+{FORMATS[metric](growth)}"
-                    sentences.append(
-                        f"{phase.phase}: {metric} grew by {amount}, more than {text!r} allows"
-                    )
-        return sentences
+        places = [(f"{phase.phase}: ", phase.totals) for phase in self.phases]
+        return broken(self.limits(conditions), TOTALS, places)
+
+    @staticmethod
+    def limits(conditions: Sequence[str]) -> list[Limit]:
+        """The limits that conditions say.  Raises FailOnError."""
+        return [Limit.parse(text, TOTALS, example="memory>1 GiB") for text in conditions]
 
     def __repr__(self) -> str:
         kind = "expected" if self.expected else "bound"
