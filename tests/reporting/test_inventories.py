@@ -15,7 +15,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.reporting.distributions import MOST, distributions
 from rooftrace.reporting.modeldump import _WITHOUT_USE
-from rooftrace.reporting.text import as_markdown
+from rooftrace.reporting.text.results import as_markdown
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
