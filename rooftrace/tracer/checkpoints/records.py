@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
 from rooftrace.tracer.checkpoints.conditions import checkpoint_limit
@@ -18,7 +19,7 @@ STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class Drift(Plain):
     """Norms over the elements that are finite on both sides, in double precision.
 
     The real and the imaginary part of a complex number count as two elements.
@@ -32,6 +33,8 @@ class Drift:
     largest: float  # absolute difference of an element
     left_out: int = 0  # elements that are not finite on one side at least
 
+    KEYS = "equal norm_before norm_after norm_difference relative cosine largest left_out"
+
     @property
     def relative(self) -> float | None:
         """The norm of the difference over the norm before; None where that is 0, and it changed."""
@@ -39,19 +42,9 @@ class Drift:
             return self.norm_difference / self.norm_before
         return 0.0 if not self.norm_difference else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; None for what is not finite."""
-        names = ("norm_before", "norm_after", "norm_difference", "relative", "cosine", "largest")
-        numbers = {name: getattr(self, name) for name in names}
-        return {
-            "equal": self.equal,
-            **{n: v if v is not None and math.isfinite(v) else None for n, v in numbers.items()},
-            "left_out": self.left_out,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLook:
+class TensorLook(Plain):
     """A tensor of one side, without its values."""
 
     dtype: str
@@ -61,9 +54,11 @@ class TensorLook:
     nans: int = 0
     infs: int = 0
 
+    KEYS = "dtype shape params=elements bytes nans infs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDiff:
+class TensorDiff(Plain):
     """One tensor before and after."""
 
     name: str  # after; that of a removed one is before
@@ -90,29 +85,8 @@ class TensorDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "before": _look(self.before),
-            "after": _look(self.after),
-            "renamed_from": self.renamed_from or None,
-            "renamed_by": self.renamed_by or None,
-            "drift": None if self.drift is None else self.drift.to_dict(),
-            "note": self.note,
-        }
-
-
-def _look(look: TensorLook | None) -> dict[str, Any] | None:
-    if look is None:
-        return None
-    return {
-        "dtype": look.dtype,
-        "shape": list(look.shape),
-        "params": look.elements,
-        "bytes": look.bytes,
-        "nans": look.nans,
-        "infs": look.infs,
-    }
+        renamed = {"renamed_from": self.renamed_from or None, "renamed_by": self.renamed_by or None}
+        return {**plain_record(self), **renamed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
