@@ -59,10 +59,10 @@ def _items(record: Any, keys: list[str]) -> Iterator[tuple[str, Any]]:
         elif key.startswith("**"):
             yield from plain(_read(record, key[2:])).items()
         else:
-            name, _, path = key.partition("=")
-            value = plain(_read(record, path or name.rstrip("?")))
-            if value or not name.endswith("?"):
-                yield name.rstrip("?"), value
+            name, _, path = key.rstrip("?").partition("=")
+            value = plain(_read(record, path or name))
+            if value or not key.endswith("?"):
+                yield name, value
 
 
 def _fields(record: Any) -> tuple[str, ...]:

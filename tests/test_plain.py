@@ -90,8 +90,8 @@ def test_every_key_of_a_record_can_be_read() -> None:
     for each in checked:
         fields = {field.name for field in dataclasses.fields(each)}  # type: ignore[arg-type]
         for key in each.KEYS.split():
-            name = key.removeprefix("**").partition("=")
-            first = (name[2] or name[0]).rstrip("?").split(".")[0]
+            name = key.removeprefix("**").rstrip("?").partition("=")
+            first = (name[2] or name[0]).split(".")[0]
             assert first == "*" or first in fields or hasattr(each, first), (each, key)
 
 

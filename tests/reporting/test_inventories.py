@@ -101,7 +101,7 @@ def test_a_diff_of_checkpoints(here: Path, run: Run) -> None:
 
 def test_conditions_on_checkpoints(here: Path, run: Run) -> None:
     ran = run("diff", "a.safetensors", "b.safetensors", "--fail-on", "drift>1%")
-    assert ran.code == 1 and "w: drift grew by 50.0 %" in ran.err
+    assert ran.code == 1 and "w: drift grew by +50.0 %" in ran.err
     assert run("diff", "a.safetensors", "b.safetensors", "--fail-on", "drift>60%").code == 0
     refused = run("diff", "a.safetensors", "b.safetensors", "--fail-on", "time>5%")
     assert refused.code == 2 and "one of drift, params" in refused.err

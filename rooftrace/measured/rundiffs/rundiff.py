@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
-from rooftrace.measured.rundiffs.limits import METRICS, written
+from rooftrace.measured.rundiffs.metrics import METRICS
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.limits import broken
 
 SCHEMA = "rooftrace.rundiff/1"
+_UNITS = {"second": "s", "byte": "byte", "count": "launches"}
+"""Units of metrics, as JSON names them."""
 NO_MODULE = "(no module)"
 """The name of the group of kernels whose module is not known."""
-_ROUNDING = 1e-9
-"""Seconds of a trace are differences of large times, as floats."""
-
-
 _NEXT_TO_NONE = 1e-3
 """Share of a prediction: ratios to a smaller difference say nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredChange(Plain):
+@dataclass(frozen=True, slots=True)
+class MeasuredChange(Change):
     """One measured quantity of a step before and after (SI units)."""
 
-    before: float
-    after: float
+    rounding: ClassVar[float] = 1e-9
+    """Seconds of a trace are differences of large times, as floats."""
+
     noise: float | None = None  # half the 95 % interval of the difference; None: not known
 
     KEYS = "before after delta relative noise within_noise"
-
-    @property
-    def delta(self) -> float:
-        """after - before; 0 where the two differ by rounding only."""
-        delta = self.after - self.before
-        return 0.0 if abs(delta) <= _ROUNDING * max(abs(self.before), abs(self.after)) else delta
-
-    @property
-    def relative(self) -> float | None:
-        """delta / before; None where before is 0 and after is not."""
-        if self.before:
-            return self.delta / self.before
-        return 0.0 if not self.after else None
 
     @property
     def within_noise(self) -> bool | None:
@@ -167,10 +155,11 @@ class RunDiff(Plain, Shown):
     operations: Mapping[str, MeasuredChange] | None = None  # s of operations alone, of two runs
 
     schema = SCHEMA
-    metrics = METRICS
-    KEYS = (
-        "schema before=names.0 after=names.1 kinds metrics only_before only_after steps operations"
-    )
+    KEYS = "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps operations"
+
+    @property
+    def _metrics(self) -> dict[str, str]:
+        return {name: _UNITS[metric.unit] for name, metric in METRICS.items()}
 
     @property
     def unchanged(self) -> bool:
@@ -187,27 +176,15 @@ class RunDiff(Plain, Shown):
 
         Raises FailOnError for a condition that cannot be read, and for a metric that no step has.
         """
-        from rooftrace.measured.rundiffs.limits import not_measured, parse_limit
+        places = [(f"{step.label}: measured ", step.totals) for step in self.steps]
+        return broken(self.limits(conditions), METRICS, places or [("", {})])
 
-        sentences = []
-        for metric, limit, relative, text in map(parse_limit, conditions):
-            if not any(metric in step.totals for step in self.steps):
-                raise not_measured(text, metric, {m for s in self.steps for m in s.totals})
-            for step in self.steps:
-                if metric not in step.totals:
-                    continue
-                change = step.totals[metric]
-                growth = change.delta
-                if relative:
-                    growth = math.inf if change.relative is None else change.relative
-                if growth > limit:
-                    amount = f"{growth:+.2%}" if relative else f"+{written(metric, growth)}"
-                    noise = " (within the noise of its steps)" if change.within_noise else ""
-                    sentences.append(
-                        f"{step.label}: measured {metric} grew by {amount}, more than {text!r} "
-                        f"allows{noise}"
-                    )
-        return sentences
+    @staticmethod
+    def limits(conditions: Sequence[str]) -> list[Limit]:
+        """The limits that conditions say.  Raises FailOnError."""
+        return [
+            Limit.parse(text, METRICS, "measured runs", example="idle>1 ms") for text in conditions
+        ]
 
     def __repr__(self) -> str:
         changes = [

@@ -10,7 +10,8 @@ from rooftrace.reporting.text.origins import origin_notes
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.findings.diffs import Change, Diff, changes
+    from rooftrace.costmodels.findings.diffs import Diff, changes
+    from rooftrace.tracer.changes import Change
 
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
 TIME = view.Column("time", units.signed(units.SECOND), "expected time")

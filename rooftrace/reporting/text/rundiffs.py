@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace.hardware.units import MISSING, format_time
-from rooftrace.measured.rundiffs import RunDiff, limits, rundiff
+from rooftrace.measured.rundiffs import RunDiff, metrics, rundiff
 from rooftrace.reporting.view import model as view, units, words
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
@@ -41,7 +41,7 @@ _ON_HOST = {
     "kernels": "calls of ops",
 }
 _REPLAYED = {"work": "ops, timed alone", "kernels": "calls of ops"}
-_UNITS = {"s": units.SECOND, "launches": units.NUMBER, "byte": units.CAPACITY}
+_UNITS = {"second": units.SECOND, "count": units.NUMBER, "byte": units.CAPACITY}
 _SIGNS = {
     "slower": ("slower", "bad"),
     "faster": ("faster", "good"),
@@ -117,7 +117,7 @@ def _parts(step: rundiff.StepDiff) -> Sequence[str]:
     """Figures that add up to the time of the step; none where its kernels were timed apart."""
     if not step.timed_inside:
         return ()
-    names = limits.PARTS if step.on_device else ("device", "idle")
+    names = metrics.PARTS if step.on_device else ("device", "idle")
     return [name for name in names if name in step.totals]
 
 
@@ -180,7 +180,7 @@ def _totals(step: rundiff.StepDiff, names: tuple[str, str]) -> view.Table:
 
 
 def _total(step: rundiff.StepDiff, name: str) -> dict[str, Any]:
-    change, unit = step.totals[name], _UNITS[limits.METRICS[name]]
+    change, unit = step.totals[name], _UNITS[metrics.METRICS[name].unit]
     predicted = step.prediction.totals.get(name) if step.prediction else None
     noise: Any = None
     if change.noise is not None:
