@@ -269,7 +269,7 @@ def enter_modules(recorder: Recorder, root: nn.Module) -> None:
 @contextlib.contextmanager
 def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
     """Record what runs inside, with its parts, on the meta device."""
-    recorder.own_step = True
+    recorder.entries.own_step = True
     with (
         stepping.noted(recorder, root) as learnt,
         recorder,
