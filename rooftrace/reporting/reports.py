@@ -21,7 +21,7 @@ from rooftrace.reporting.pages.files import check_folder
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.calls import takes
 from rooftrace.tracer.asking import Job
-from rooftrace.tracer.sources import at_batches
+from rooftrace.tracer.sizing import at_batches
 
 
 @takes

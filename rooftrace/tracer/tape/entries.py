@@ -40,7 +40,8 @@ class Entries:
     def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
         self.weakly = False  # the code, and not this, keeps tensors alive
-        self.own_step = False  # the code is a whole step: what nothing made is its input
+        # The code is a whole step: its ops tell its parts, and what nothing made is its input.
+        self.own_step = False
         self.numpy_read = False  # floats of the step were handed to numpy
         self.unread = False  # what is recorded becomes no graph
         self.leaves, self.real_of = Leaves(), _marked  # the latter: what one on meta stands for
