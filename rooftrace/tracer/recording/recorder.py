@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.patches import Scope, contexts, current_scope
+from rooftrace.tracer.patches import Scope, contexts
 from rooftrace.tracer.recording import finite, handover
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.compiling import uncompiled
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def here_recorded(self) -> bool:
         """Whether the running thread is recorded by this recorder, and by none inside of it."""
-        return current_scope() is self.scope
+        return Scope.current() is self.scope
 
     def before_call(self, module: nn.Module) -> None:
         """A module is called, in a thread that is recorded or in one that nobody records."""
