@@ -28,8 +28,11 @@ from rooftrace.costmodels.rewriting.marks import (
 )
 from rooftrace.costmodels.rewriting.places import Places, merged
 from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.costmodels.rewriting.written_attention import written_attentions
-from rooftrace.costmodels.rewriting.written_parts import WrittenAttention, WrittenMask
+from rooftrace.costmodels.rewriting.written_attention import (
+    WrittenAttention,
+    WrittenMask,
+    written_attentions,
+)
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor

@@ -12,7 +12,15 @@ from collections.abc import Callable, Collection
 
 from rooftrace.costmodels.rewriting.editing import operand
 from rooftrace.costmodels.rewriting.expert_products import ExpertLayer, emit
-from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Along, Number, Pat, match
+from rooftrace.costmodels.rewriting.matching import (
+    LAST,
+    LAST_OF_TOPK,
+    Along,
+    Number,
+    Pat,
+    Plain,
+    match,
+)
 from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.regions import times_rows
 from rooftrace.costmodels.rewriting.unused import with_matches
@@ -32,12 +40,12 @@ _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.s
 _LONGEST = 24
 """The most ops between the two products of an expert."""
 _ADDED = Pat("sum", "added", dim=Along(-3))
-_REPEATED = (Pat("repeat", "tokens", repeats="times"), Pat("expand", "tokens"))
+_REPEATED = (Pat("repeat", "tokens", repeats=Plain("times")), Pat("expand", "tokens"))
 _CHOSEN = Pat(
     "scatter",
     (Pat("zeros zeros_like new_zeros"), Pat("full full_like new_full", fill_value=Number("fill"))),
     dim=LAST,
-    index=Pat("topk", "ranked", k="k", dim=LAST_OF_TOPK, out=1, said="choice"),
+    index=Pat("topk", "ranked", k=Plain("k"), dim=LAST_OF_TOPK, out=1, said="choice"),
     src="scores",
 )
 """Scores of the chosen experts among those of all, which are a number."""
