@@ -6,9 +6,11 @@ one of these functions; what makes the text does not.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Control characters (C0, DEL, C1), what is invisible or turns the direction of writing, what ends
@@ -55,16 +57,26 @@ def from_cell(cell: str) -> str:
     return cell[1:] if _QUOTED.match(cell) else cell
 
 
-def to_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a CSV file, cell by cell."""
-    return {name: to_cell(value) for name, value in row.items()}
+def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records of equal keys as CSV; text that a spreadsheet would run as a formula is quoted."""
+    file = io.StringIO()
+    writer = None
+    for record in records:
+        if writer is None:
+            writer = csv.DictWriter(file, list(record), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow({name: to_cell(value) for name, value in record.items()})
+    return file.getvalue()
 
 
-def to_json(document: Any, *, indent: int | None = None) -> bytes:
-    """A document as JSON in UTF-8, in which characters that are not seen are escapes of JSON."""
+def to_json(document: Any, *, indent: int | None = None, ascii: bool = False) -> bytes:
+    """A document as JSON in UTF-8, in which characters that are not seen are escapes of JSON.
+
+    ascii: so are all that ASCII does not have.
+    """
     separators = None if indent is not None else (",", ":")
     text = json.dumps(
-        document, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False
+        document, indent=indent, separators=separators, ensure_ascii=ascii, allow_nan=False
     )
     return _NOT_LINES.sub(_json_escape, text).encode()
 

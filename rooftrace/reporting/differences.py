@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
-from rooftrace.costmodels.findings.diffs import Diff, parse_condition
+from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
 from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip
@@ -85,7 +84,7 @@ def diff(
     sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
         if bisect is not None:
-            parse_condition(bisect)
+            Diff.limits([bisect])
             return _difference(*bisect_range(*sides, bisect), names=names)
         with placed(sides) as places:
             made, other = run_sides(places)

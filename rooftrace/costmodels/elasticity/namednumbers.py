@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import attention_knobs
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs import Knobs, numbers
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import FACT_UNITS, Fact
@@ -59,13 +58,15 @@ class NamedNumbers:
         """Numbers of the execution and its knobs by name."""
         known = {
             f"execution.{name}": value
-            for name, value in _numbers(replace(self.execution, knobs=None)).items()
+            for name, value in numbers.numbers_of(replace(self.execution, knobs=None)).items()
         }
         if isinstance(self.execution.knobs, Knobs):
-            own = _numbers(replace(self.execution.knobs, residuals={}))
+            own = numbers.numbers_of(replace(self.execution.knobs, residuals={}))
             if own["pace"] == 1:
                 del own["pace"]  # that all of it is so much faster tells nothing
-            known |= {f"knobs.{_public(name)}": value for name, value in own.items()}
+            for name, value in own.items():
+                part, dot, rest = name.partition(".")
+                known[f"knobs.{'share' if part == 'shares' else part}{dot}{rest}"] = value
         return known
 
     @cached_property
@@ -104,7 +105,10 @@ class NamedNumbers:
             if parts[1] == "link":
                 return "byte/s" if parts[-1] == "bandwidth" else "second"
             return FACT_UNITS[parts[1]]
-        return "second" if name.rsplit(".", 1)[-1] in _SECONDS else ""
+        knobs = self.execution.knobs
+        of_knob = name.startswith("knobs.") and isinstance(knobs, Knobs)
+        facts = numbers.facts_of(knobs, _path(name)) if of_knob else None
+        return facts.unit if facts else ""
 
     def is_count(self, name: str) -> bool:
         """Whether a number is a whole one: multiprocessors, bits of a bus."""
@@ -125,54 +129,19 @@ class NamedNumbers:
                     raise UnknownNumberError(f"{name}={value!r}: expected a number above 0")
                 chip = chip.with_facts({name.removeprefix("chip."): value})
                 continue
-            path = name.split(".", 1)[1]
+            path = {_path(name): value}
             try:
                 if name.startswith("knobs."):
-                    execution = replace(execution, knobs=_with(execution.knobs, path, value))
+                    knobs = numbers.with_numbers(execution.knobs, path)
+                    execution = replace(execution, knobs=knobs)
                 else:
-                    execution = _with(execution, path, value)
+                    execution = numbers.with_numbers(execution, path)
             except ValueError as error:
                 raise UnknownNumberError(f"{name}={value:g}: {error}") from None
         return NamedNumbers(chip, execution)
 
 
-_SECONDS = frozenset({"launch", "dispatch", "view", "call", "split", "start", "combine", "prepare",
-                      "request"})  # fmt: skip
-"""Knobs that are seconds."""
-
-
-# -- records of numbers ----------------------------------------------------------------------------
-
-
-def _numbers(record: Any, before: str = "") -> dict[str, float]:
-    """The numbers of a record, of records in it, and of mappings of records."""
-    known: dict[str, float] = {}
-    for column in fields(record):
-        value, name = getattr(record, column.name), f"{before}{column.name}"
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            known[name] = value
-        elif is_dataclass(value):
-            known |= _numbers(value, f"{name}.")
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                if is_dataclass(item):
-                    known |= _numbers(item, f"{name}.{key}.")
-    return known
-
-
-def _with(record: Any, path: str, value: float) -> Any:
-    """A record with the number at a path replaced."""
-    if isinstance(record, Knobs) and path.startswith("share."):
-        path = f"shares.{path.removeprefix('share.')}"
-    first, _, rest = path.partition(".")
-    if not rest:
-        return replace(record, **{first: value})
-    inner = getattr(record, first)
-    if not isinstance(inner, Mapping):
-        return replace(record, **{first: _with(inner, rest, value)})
-    key, _, number = rest.rpartition(".")
-    return replace(record, **{first: {**inner, key: _with(inner[key], number, value)}})
-
-
-def _public(name: str) -> str:
-    return f"share.{name.removeprefix('shares.')}" if name.startswith("shares.") else name
+def _path(name: str) -> str:
+    """The path of a number in its record: "shares.mm.compute" of "knobs.share.mm.compute"."""
+    path = name.partition(".")[2]
+    return f"shares.{path.removeprefix('share.')}" if path.startswith("share.") else path

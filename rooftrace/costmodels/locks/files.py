@@ -13,7 +13,6 @@ from typing import Any
 from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._writing import write_bytes
-from rooftrace.costmodels.findings.diffs.conditions import FORMATS
 from rooftrace.costmodels.locks.records import (
     BY_MODULE,
     FORMAT,
@@ -24,6 +23,7 @@ from rooftrace.costmodels.locks.records import (
     LockError,
     MadeFrom,
 )
+from rooftrace.tracer.changes.metrics import TOTALS
 
 NAME = "costs.lock"
 _AGAIN = "`rooftrace lock` writes it anew"
@@ -75,7 +75,7 @@ def _sums_differ(costs: LockedCosts) -> str:
         total = costs.value(metric)
         modules = sum(module.value(metric) for module in costs.modules.values())
         if abs(modules - total) > 1e-9 * total:
-            show = FORMATS[metric]
+            show = TOTALS[metric].write
             return f"{metric} of its modules add up to {show(modules)}, the total is {show(total)}"
     return ""
 
@@ -136,7 +136,7 @@ def _costs(where: str, costs: LockedCosts) -> Iterator[str]:
     yield f"time = {to_toml(costs.time)}"
     for metric in ("flops", "bytes", "memory", "params", "kernels"):
         number = costs.value(metric)
-        said = f"  # {FORMATS[metric](number)}" if number >= 1000 else ""
+        said = f"  # {TOTALS[metric].write(number)}" if number >= 1000 else ""
         yield f"{metric} = {number}{said}"
     yield ""
     modules = {

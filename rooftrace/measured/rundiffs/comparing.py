@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
-from rooftrace.measured.rundiffs.limits import METRICS
+from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.measured.rundiffs.noise import noise_of
 from rooftrace.measured.rundiffs.pairs import KernelPair, paired
 from rooftrace.measured.rundiffs.rundiff import (

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.findings.comparing import diff_estimates
+from rooftrace.costmodels.findings.diffs import diff_estimates
 from rooftrace.hardware.chipfile import chips_called
-from rooftrace.hardware.units import format_time
-from rooftrace.measured.rundiffs.limits import METRICS, written
+from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.measured.rundiffs.rundiff import (
     NO_MODULE,
     GroupChange,
@@ -160,9 +159,7 @@ def _disagreement(measured: MeasuredChange, predicted: MeasuredChange, whole: fl
 def _signed(metric: str, value: float) -> str:
     if not value:
         return "0"
-    sign = "+" if value > 0 else "-"
-    amount = format_time(abs(value)) if METRICS[metric] == "s" else written(metric, abs(value))
-    return f"{sign}{amount}"
+    return f"{'+' if value > 0 else '-'}{METRICS[metric].write(abs(value))}"
 
 
 def chip_for(device: str) -> tuple[str | None, str]:

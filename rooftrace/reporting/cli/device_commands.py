@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.group_measuring import calibrate_groups, measure_groups
 from rooftrace.reporting.cli.options import (
-    FIGURES,
     TARGET_HELP,
     Commas,
     calibration_options,
@@ -114,19 +114,19 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
-    from rooftrace._outputs import MARKS
+    from rooftrace._outputs import TOML_MARK
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import devices, measure_chip
-    from rooftrace.reporting.text import renderable
+    from rooftrace.reporting.text import shown
 
     with progress():
         chip = measure_chip(device or devices.default_device(), budget, progress=tell)
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return
-    write_bytes(Path(str(out)), f"{MARKS['toml']}{dump_chip(chip)}".encode())
-    console().print(renderable(chip))
+    write_bytes(Path(str(out)), f"{TOML_MARK}{dump_chip(chip)}".encode())
+    console().print(shown(chip, "rich"))
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
@@ -269,7 +269,7 @@ def _measured_now(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "tex", "json"]),
+    type=click.Choice(["terminal", *names("page", "data")]),
     default="terminal",
     show_default=True,
 )

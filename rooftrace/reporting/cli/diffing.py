@@ -10,10 +10,9 @@ import click
 
 def check_priced(conditions: Sequence[str], targets: Sequence[str] | None) -> None:
     """Raise the error of an option that does not fit two graphs."""
-    from rooftrace.costmodels.findings.diffs import parse_condition
+    from rooftrace.costmodels.findings.diffs import Diff
 
-    for condition in conditions:
-        parse_condition(condition)
+    Diff.limits(conditions)
     if targets is not None:
         raise click.UsageError(
             f"--target {','.join(targets)}: it says what measured runs ran, and neither BEFORE nor "
@@ -34,10 +33,9 @@ def check_measured(
 
     job: what the targets are run with; options at their defaults are taken out of it.
     """
-    from rooftrace.measured.rundiffs import limits
+    from rooftrace.measured.rundiffs import RunDiff
 
-    for condition in conditions:
-        limits.parse_limit(condition)
+    RunDiff.limits(conditions)
     if targets is not None and not 1 <= len(targets) <= 2:
         raise click.UsageError("--target: expected one target, or two with a comma between them")
     changed = {"--tf32": tf32, "--knobs": knobs not in (None, "typical"), "--rewrite": rewrites}

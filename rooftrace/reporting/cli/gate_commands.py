@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from rooftrace._escapes import visible
+from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
 from rooftrace.reporting.cli.options import (
@@ -23,16 +24,15 @@ from rooftrace.reporting.cli.options import (
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
-from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_text
+from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_result
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import GateOutcome
     from rooftrace.costmodels.locks.settings import Settings
 
 _dry_run = click.option(
     "--dry-run", is_flag=True, help="List the code that would run, and the lock; run nothing."
 )
-FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
+FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
 
 @click.command(epilog=TARGET_HELP)
@@ -235,29 +235,10 @@ def check(
     with progress():
         cause = None if update else gates.causes_since(settings, before)
         result = checking.compare_locks(before, after, settings, strict=strict, cause=cause)
-    _write(result, form, out)
+    write_result(result, form, out)
     if update:
         if before != after:
             files.write_lock(settings.path, after)
         say(f"{_shown(settings)}: {'written' if before != after else 'nothing to update'}")
     elif result.failed:
         sys.exit(1)
-
-
-def _write(result: GateOutcome, form: str, out: str | None) -> None:
-    from rooftrace.reporting.text import renderable
-
-    write_text(form, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
-
-
-def _text(result: GateOutcome, form: str) -> str:
-    from rooftrace.reporting.gates import reports
-    from rooftrace.reporting.text import as_markdown, shown
-
-    if form == "tex":
-        return str(shown(result, "latex"))
-    if form == "github":
-        return reports.comment(result)
-    if form == "gitlab":
-        return reports.code_quality(result)
-    return reports.junit(result) if form == "junit" else as_markdown(result)

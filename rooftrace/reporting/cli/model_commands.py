@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.many_reports import check_many, report_many, several
 from rooftrace.reporting.cli.options import (
-    FIGURES,
     TARGET_HELP,
     Commas,
     chips_option,
@@ -36,7 +35,6 @@ from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     console,
-    form_of,
     load_executions,
     load_joined,
     load_rules,
@@ -44,12 +42,9 @@ from rooftrace.reporting.cli.shared import (
     progress,
     told,
     workload,
-    write_document,
-    write_text,
+    write_result,
     write_timeline,
 )
-
-_ON_STDOUT = ("json", "md", "csv", "html", "tex")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -138,7 +133,7 @@ def report(
     with once():
         result = rt.report(targets[0], **asked)
     if out == "-":
-        click.echo(told(lambda: _text(result, (formats or ("json",))[0], style)), nl=False)
+        write_result(result, (formats or ("json",))[0], out, style=style)
         write_timeline(timeline, result, quiet=True)
         return
     _write(result, out, single, how, style)
@@ -147,16 +142,16 @@ def report(
 
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.text import renderable
+    from rooftrace.reporting.text import shown
 
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_document(out, single, told(lambda: _text(result, single, style)))
+        write_result(result, single, out, style=style)
     elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    console().print(told(lambda: renderable(result)))
+    console().print(told(lambda: shown(result, "rich")))
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
@@ -176,13 +171,13 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
-    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in _ON_STDOUT):
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
         asked = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
             f"--out -{asked}: stdout takes one format: --format json, md, csv, html or tex"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
-    single = ending in _ON_STDOUT
+    single = ending in TEXTS
     drawn = not single and out not in (None, "-") and not {*FIGURES}.isdisjoint(formats or FIGURES)
     tabled = ending == "tex" or "tex" in (formats or ())
     if style != "screen" and not drawn and not tabled:
@@ -258,12 +253,7 @@ def compare(
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.text import (
-        as_markdown,
-        comparisons_view,
-        renderable,
-        shown,
-    )
+    from rooftrace.reporting.text import comparisons_view
     from rooftrace.tracer.graphfiles import looks_saved
 
     if looks_saved(target):
@@ -273,28 +263,9 @@ def compare(
     load_rules(rules)
     with once():
         comparisons = rt.compare(target, peers=peers, **workload(**request))
-    shown_as = comparisons_view(target, comparisons)
-    form = form_of(form, out)
-    write_text(
+    write_result(
+        comparisons_view(target, comparisons),
         form,
         out,
-        lambda: renderable(shown_as),
-        lambda: shown(shown_as, _FORMS[form]) if form in _FORMS else as_markdown(shown_as),
-        lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
+        document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
     )
-
-
-_FORMS = {"html": "webpage", "tex": "latex"}
-
-
-def _text(result: Any, form: str, style: str) -> str:
-    """A report as one text: json, csv, html, tex or md."""
-    if form == "json":
-        return json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
-    if form == "csv":
-        return str(result.to_csv())
-    from rooftrace.reporting.text import as_markdown, shown
-
-    if form == "tex":
-        return str(shown(result, "latex", style=style))
-    return shown(result, "webpage") if form == "html" else as_markdown(result)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from rooftrace._formats import FIGURES, Holds, names as names_of_formats
 from rooftrace.costmodels.execution import REWRITES
 from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.cli.outputs import Output
@@ -412,10 +413,6 @@ def executions_option(default: str = "efficient") -> Callable[..., Any]:
     return lambda command: option(priced_as_run(command))
 
 
-FIGURES = ("png", "svg", "pdf")
-"""Formats of figures."""
-
-
 class FigureFile(Output):
     """The path of a figure: PNG, SVG or PDF by its ending, which is checked before any work."""
 
@@ -466,20 +463,21 @@ style_option = click.option(
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format with csv, --out: one text or table, to the terminal or a file."""
-    return _with(command, *_output("terminal", "md", "html", "tex", "json", "csv"))
+    return _with(command, *_output("page", "data", "rows"))
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format, --out: one text, to the terminal or a file."""
-    return _with(command, *_output("terminal", "md", "html", "tex", "json"))
+    return _with(command, *_output("page", "data"))
 
 
 def page_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format without data, --out: a table of what comes along."""
-    return _with(command, *_output("terminal", "md", "html", "tex"))
+    return _with(command, *_output("page"))
 
 
-def _output(*forms: str) -> tuple[Callable[..., Any], ...]:
+def _output(*holds: Holds) -> tuple[Callable[..., Any], ...]:
+    forms = ("terminal", *names_of_formats(*holds))
     return (
         click.option(
             "--format",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import json
 import os
 import re
 import time
@@ -18,6 +17,7 @@ import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
+from rooftrace._formats import FORMATS
 from rooftrace._progress import WARNING, tell
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
@@ -152,37 +152,12 @@ def load_rules(paths: Sequence[str]) -> None:
             raise RulesFileError(f"--rules {where}: {type(error).__name__}: {error}") from error
 
 
-def write_text(
-    form: str,
-    out: str | None,
-    rendered: Callable[[], Any],
-    markdown: Callable[[], str],
-    document: Callable[[], Any],
-) -> None:
-    """A result to the terminal, or as JSON or another text to stdout or a file."""
-    from rooftrace._outputs import MADE_BY
-
-    if form == "terminal" and out in (None, "-"):
-        console().print(told(rendered))
-        return
-    if form == "json":
-        made = told(document)
-        made_by = {} if "schema" in made else MADE_BY
-        text = json.dumps({**made_by, **made}, indent=1, allow_nan=False) + "\n"
-    else:
-        text = told(markdown)
-    if out in (None, "-"):
-        click.echo(text, nl=False)
-    else:
-        write_document(str(out), "md" if form == "terminal" else form, text)
-
-
 def write_document(out: str, form: str, text: str) -> None:
     """A text to a file, with the mark by which a later command knows that it may replace it."""
-    from rooftrace._outputs import MARKS
     from rooftrace._writing import write_bytes
 
-    write_bytes(Path(out), f"{text}{MARKS.get(form, '')}".encode("utf-8", "backslashreplace"))
+    marked = f"{text}{FORMATS[form].mark}"
+    write_bytes(Path(out), marked.encode("utf-8", "backslashreplace"))
 
 
 def write_result(
@@ -196,22 +171,24 @@ def write_result(
 ) -> bool:
     """A result to the terminal, to stdout or to a file; whether it was the terminal.
 
-    form: terminal, md, html, tex, json or csv; None: as `form_of` says.  table: the text of csv;
+    form: "terminal" or one of FORMATS; None: as `form_of` says.  table: the text of csv;
     default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
     default that of `to_dict`.
     """
-    from rooftrace.reporting.text import as_markdown, renderable, shown
+    from rooftrace.reporting.text import shown
 
     form = form_of(form, out)
-    rows = table or (lambda: _csv_of(result.to_rows()))
-    texts = {
-        "csv": rows,
-        "html": lambda: shown(result, "webpage"),
-        "tex": lambda: shown(result, "latex", style=style),
-    }
-    text = texts.get(form, lambda: as_markdown(result))
-    write_text(form, out, lambda: renderable(result), text, document or (lambda: result.to_dict()))
-    return form == "terminal" and out in (None, "-")
+    if form == "terminal" and out in (None, "-"):
+        console().print(told(lambda: shown(result, "rich")))
+        return True
+    form = "md" if form == "terminal" else form
+    make = table if form == "csv" else None
+    text = told(make or (lambda: shown(result, form, style=style, document=document)))
+    if out in (None, "-"):
+        click.echo(text, nl=False)
+    else:
+        write_document(str(out), form, text)
+    return False
 
 
 def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
@@ -232,17 +209,6 @@ def form_of(form: str | None, out: str | None) -> str:
     if form is not None or out in (None, "-"):
         return form or "terminal"
     return form_by_ending(str(out))
-
-
-def _csv_of(rows: Sequence[dict[str, Any]]) -> str:
-    import csv
-    import io
-
-    table = io.StringIO()
-    writer = csv.DictWriter(table, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return table.getvalue()
 
 
 def console() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
@@ -97,7 +98,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "tex", "json", "csv"]),
+    type=click.Choice(["terminal", *TEXTS]),
     default="terminal",
     show_default=True,
 )

@@ -69,7 +69,7 @@ def diff_of_checkpoints(
     fail_on: tuple[str, ...],
 ) -> None:
     """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
-    from rooftrace.tracer.checkpoints import checkpoint_limit
+    from rooftrace.tracer.checkpoints import CheckpointDiff
 
     context = click.get_current_context()
     unused = [
@@ -84,8 +84,7 @@ def diff_of_checkpoints(
             f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
             "config.json to compare costs"
         )
-    for condition in fail_on:
-        checkpoint_limit(condition)
+    CheckpointDiff.limits(fail_on)
     result: Any
     with progress():
         result = rt.diff(before, after, names=names)

@@ -140,16 +140,16 @@ class Optimizers:
         outer: list[tuple[Any, str, str]] = []
 
         def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
-            if not recorder().here_recorded() or recorder().part == "optimizer":
+            if not recorder().here_recorded() or recorder().here.part == "optimizer":
                 return None
             with torch._C.DisableTorchFunction():
                 before()
                 tape = recorder()
                 _enter_states(tape, optimizer)
                 _note_gradients(tape, optimizer, learnt())
-            outer.append((optimizer, tape.part, tape.function))
+            outer.append((optimizer, tape.here.part, tape.here.function))
             self._made.add(optimizer)
-            tape.part, tape.function = "optimizer", type(optimizer).__name__
+            tape.here.part, tape.here.function = "optimizer", type(optimizer).__name__
             if args[1:] or kwargs.get("closure"):
                 return stepping.with_closures_outside(recorder, args, kwargs)
             return None
@@ -159,7 +159,7 @@ class Optimizers:
             tape = recorder()
             if not outer or outer[-1][0] is not optimizer or not tape.here_recorded():
                 return
-            _, tape.part, tape.function = outer.pop()
+            _, tape.here.part, tape.here.function = outer.pop()
             with torch._C.DisableTorchFunction():
                 self.note_step(optimizer)
             known = learnt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.findings.comparing.sides import Side
+from rooftrace.costmodels.findings.diffs.sides import Side
 from rooftrace.tracer.graph import Op, Tensor
 
 _PADDED = 0.1

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rooftrace.costmodels.findings.comparing.clusters import ROUNDING
-from rooftrace.costmodels.findings.comparing.edits import Edit
-from rooftrace.costmodels.findings.comparing.sides import Side, Sides
-from rooftrace.costmodels.findings.diffs import Change, changes
+from rooftrace.costmodels.findings.diffs import changes
+from rooftrace.costmodels.findings.diffs.clusters import ROUNDING
+from rooftrace.costmodels.findings.diffs.edits import Edit
+from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.tracer.changes import Change
 from rooftrace.tracer.graph import Op
 from rooftrace.tracer.paths import pattern_of
 

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from rooftrace.costmodels.findings.comparing.clusters import Cluster
-from rooftrace.costmodels.findings.comparing.edits import Edit, pairs_of
-from rooftrace.costmodels.findings.comparing.sides import Sides
-from rooftrace.costmodels.findings.comparing.wording import call
+from rooftrace.costmodels.findings.diffs.clusters import Cluster
+from rooftrace.costmodels.findings.diffs.edits import Edit, pairs_of
+from rooftrace.costmodels.findings.diffs.sides import Sides
+from rooftrace.costmodels.findings.diffs.wording import call
 from rooftrace.hardware.units import format_flop_rate, plural
 
 _FASTER = 0.1

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from rooftrace.costmodels.findings.comparing.causes import (
+from rooftrace.costmodels.findings.diffs import changes
+from rooftrace.costmodels.findings.diffs.causes import (
     RECOMPUTE,
     by_weight,
     cause_of,
@@ -21,18 +22,18 @@ from rooftrace.costmodels.findings.comparing.causes import (
     leading,
     tied,
 )
-from rooftrace.costmodels.findings.comparing.clusters import (
+from rooftrace.costmodels.findings.diffs.clusters import (
     OPTIMIZER,
     ROUNDING,
     Cluster,
     clusters_of,
     site,
 )
-from rooftrace.costmodels.findings.comparing.communication import hidden, mesh_words
-from rooftrace.costmodels.findings.comparing.edits import Edit, edits_of, op_of
-from rooftrace.costmodels.findings.comparing.modules import Whereabouts
-from rooftrace.costmodels.findings.comparing.sides import Side, Sides
-from rooftrace.costmodels.findings.diffs import Change, changes
+from rooftrace.costmodels.findings.diffs.communication import hidden, mesh_words
+from rooftrace.costmodels.findings.diffs.edits import Edit, edits_of, op_of
+from rooftrace.costmodels.findings.diffs.modules import Whereabouts
+from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.tracer.changes import Change
 from rooftrace.tracer.paths import pattern_of
 
 _COUNT = re.compile(r" x\d+")

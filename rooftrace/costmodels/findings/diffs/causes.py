@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from rooftrace.costmodels.findings.comparing.clusters import Cluster
-from rooftrace.costmodels.findings.comparing.communication import exchange_words
-from rooftrace.costmodels.findings.comparing.consequences import consequences
-from rooftrace.costmodels.findings.comparing.edits import (
+from rooftrace.costmodels.findings.diffs.clusters import Cluster
+from rooftrace.costmodels.findings.diffs.communication import exchange_words
+from rooftrace.costmodels.findings.diffs.consequences import consequences
+from rooftrace.costmodels.findings.diffs.edits import (
     Edit,
     differing_reads,
     op_of,
     pairs_of,
     tensor_of,
 )
-from rooftrace.costmodels.findings.comparing.sides import LayerCount, Sides
-from rooftrace.costmodels.findings.comparing.wording import call, difference, kind_of_call
+from rooftrace.costmodels.findings.diffs.sides import LayerCount, Sides
+from rooftrace.costmodels.findings.diffs.wording import call, difference, kind_of_call
 from rooftrace.hardware.units import listed
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from rooftrace.costmodels.findings.diffs import Change, changes
+from rooftrace.costmodels.findings.diffs import changes
 from rooftrace.costmodels.memory import Held, Memory
+from rooftrace.tracer.changes import Change
 
 
 def held_changes(

@@ -6,13 +6,15 @@ import os
 from collections.abc import Mapping
 
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.findings.comparing.communication import network_totals
-from rooftrace.costmodels.findings.comparing.edits import edits_of
-from rooftrace.costmodels.findings.comparing.held import held_changes
-from rooftrace.costmodels.findings.comparing.modules import Whereabouts, module_changes
-from rooftrace.costmodels.findings.comparing.rows import diff_rows
-from rooftrace.costmodels.findings.comparing.sides import Sides
-from rooftrace.costmodels.findings.diffs import Change, Diff, changes, conditions
+from rooftrace.costmodels.findings.diffs import changes
+from rooftrace.costmodels.findings.diffs.communication import network_totals
+from rooftrace.costmodels.findings.diffs.edits import edits_of
+from rooftrace.costmodels.findings.diffs.held import held_changes
+from rooftrace.costmodels.findings.diffs.modules import Whereabouts, module_changes
+from rooftrace.costmodels.findings.diffs.rows import diff_rows
+from rooftrace.costmodels.findings.diffs.sides import Sides
+from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -42,7 +44,7 @@ def diff_estimates(
     after: Mapping[str, Estimate],
     names: tuple[str, str] = ("before", "after"),
     eager: tuple[Mapping[str, Estimate], Mapping[str, Estimate]] | None = None,
-) -> Diff:
+) -> changes.Diff:
     """Compare estimates by phase.  Phases that only one side has are listed, not compared.
 
     eager: the same steps in eager mode, whose times stand beside each cause.  Raises ValueError
@@ -51,7 +53,7 @@ def diff_estimates(
     shared = [phase for phase in before if phase in after]
     sides = [tuple(side.values()) for side in (before, after)]
     priced = tuple(_priced(side or sides[1 - number]) for number, side in enumerate(sides))
-    return Diff(
+    return changes.Diff(
         names=names,
         chips=(priced[0][0], priced[1][0]),
         executions=(priced[0][1], priced[1][1]),
@@ -83,9 +85,9 @@ def _phase(
     before: Estimate, after: Estimate, eager: tuple[Estimate, Estimate] | None
 ) -> changes.PhaseDiff:
     first, second = _totals(before), _totals(after)
-    shown: tuple[str, ...] = conditions.METRICS
+    shown: tuple[str, ...] = tuple(TOTALS)
     if before.exchanges or after.exchanges:
-        shown = (*shown, *conditions.NETWORK)
+        shown = (*shown, *changes.NETWORK)
     sides = Sides(before, after)
     places, edits = Whereabouts(sides), edits_of(sides)
     rows = diff_rows(sides, places, edits, Sides(*eager) if eager else None)

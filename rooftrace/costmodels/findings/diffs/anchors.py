@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rooftrace.costmodels.findings.matching.flow import Flow
+from rooftrace.costmodels.findings.diffs.flow import Flow
 
 Anchor = tuple[str, int | str]
 """How a kernel is tied to something, and to what: the number of a kernel, or a name."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from rooftrace.costmodels.findings.comparing.sides import Side, Sides
-from rooftrace.costmodels.findings.matching import Pair, Read, in_any_order
+from rooftrace.costmodels.findings.diffs.flow import Read, in_any_order
+from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.tracer.changes.aligning import Pair
 from rooftrace.tracer.graph import Op, Tensor
 
 
@@ -50,7 +51,7 @@ def edits_of(sides: Sides) -> list[Edit]:
     return edits + [Edit(op, None, times) for op, times in sorted(matching.removed.items())]
 
 
-def _differs(sides: Sides, pair: Pair) -> bool:
+def _differs(sides: Sides, pair: Pair[int]) -> bool:
     """Whether the two of a pair work on other tensors, or cost something else for themselves."""
     before, after = sides.before, sides.after
     if before.flow.exact(pair.before) != after.flow.exact(pair.after):
@@ -63,7 +64,7 @@ def _differs(sides: Sides, pair: Pair) -> bool:
     return any(first.bytes(wire) != second.bytes(wire) for wire in ("hbm", "link"))
 
 
-def _of_pair(sides: Sides, pair: Pair, gone: Collection[int], new: Collection[int]) -> Edit:
+def _of_pair(sides: Sides, pair: Pair[int], gone: Collection[int], new: Collection[int]) -> Edit:
     """The edit of a changed pair: a root unless edited kernels made all that differs."""
     edit = Edit(pair.before, pair.after, pair.times)
     differing = list(differing_reads(sides, pair.before, pair.after))

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.findings.comparing.edits import Edit, differing_reads, op_of, pairs_of
-from rooftrace.costmodels.findings.comparing.sides import Side, Sides
+from rooftrace.costmodels.findings.diffs.edits import Edit, differing_reads, op_of, pairs_of
+from rooftrace.costmodels.findings.diffs.sides import Side, Sides
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.findings.comparing.edits import Edit, pairs_of
-from rooftrace.costmodels.findings.comparing.sides import ExchangeFacts, Sides
+from rooftrace.costmodels.findings.diffs.edits import Edit, pairs_of
+from rooftrace.costmodels.findings.diffs.sides import ExchangeFacts, Sides
 from rooftrace.hardware.units import format_traffic
 
 _SHOWN = 4

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.findings.matching import Flow, Matching, match
+from rooftrace.costmodels.findings.diffs.flow import Flow
+from rooftrace.costmodels.findings.diffs.matching import Matching, match
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import engines
 from rooftrace.tracer.graph import Op, OpGraph
