@@ -87,8 +87,10 @@ def _beside(
     root: str,
 ) -> tuple[GroupChange, ...]:
     """Groups with the predicted seconds of their kernels; those only predicted come last."""
-    sums = (_seconds(estimate.rows, names_of, root) for estimate in estimates)
-    predicted = {name: MeasuredChange(*pair) for name, *pair in union(*sums, 0.0)}
+    first, second = (_seconds(estimate.rows, names_of, root) for estimate in estimates)
+    predicted = {
+        name: MeasuredChange(before, after) for name, before, after in union(first, second, 0.0)
+    }
     nothing = MeasuredChange(before=0.0, after=0.0)
     beside = [replace(g, predicted=predicted.pop(g.name, nothing)) for g in groups]
     beside += [

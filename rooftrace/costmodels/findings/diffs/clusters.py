@@ -155,7 +155,8 @@ class _Joining:
                 inside[self.together.find(owner)].append(edit)
         for root, rows in self._members().items():
             if root in inside or self._differs(rows):
-                yield Cluster(*_numbers(rows), tuple(inside.get(root, ())))
+                before, after = _numbers(rows)
+                yield Cluster(before, after, tuple(inside.get(root, ())))
 
     def _differs(self, rows: Sequence[Node]) -> bool:
         """Whether some rows cost something else on the two sides."""
