@@ -24,7 +24,7 @@ from rooftrace.reporting.pages import Report, build_report, conditions
 from rooftrace.reporting.pages.files import check_folder
 from rooftrace.tracer.asking import Job, Options, Request
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources import at_batches
+from rooftrace.tracer.sizing import at_batches
 
 if TYPE_CHECKING:
     from rooftrace.measured.fit import Calibration

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._escapes import toml_key
+from rooftrace._plain import Plain
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
@@ -60,7 +61,7 @@ USUAL = "usual"
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(Plain):
     """Calibrated constants of one chip, and the measurements that they come from."""
 
     title: str

@@ -21,7 +21,7 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.costmodels.rewriting.places import Places, StoragePlace
+from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref
@@ -207,7 +207,7 @@ def _several(view: Tensor, whole: Tensor) -> int:
 def _part(places: Places, op: Op) -> _Part | None:
     """A product of which a part can be made: its weight is read by nothing else."""
     graph = places.graph
-    if any(r.then or r.every for r in op.reads):
+    if beside(op):
         return None
     if any(op.arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None

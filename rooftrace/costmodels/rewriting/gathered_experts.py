@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
+from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -108,7 +108,7 @@ def _match(places: Places, op: Op) -> _Gathered | None:
     plain = isinstance(indices, tuple) and len(indices) == 1 and taken.arguments.get("dim", 0) == 0
     if not plain or not isinstance(index, Ref) or len(values[weight].shape) != 3:
         return None
-    chosen = straight(places, index.id)
+    chosen = places.straight(index.id)
     if values[chosen].elements != rows or places.graph.owner(weight).role != "weights":
         return None
     if values[weight].shape[2 if turned else 1] != width:
@@ -129,7 +129,7 @@ def _copied(places: Places, value: int) -> tuple[Op, bool] | None:
     """The op that copies the weights of an expert for each row, and whether they are turned."""
     turned = False
     while True:
-        value = straight(places, value)
+        value = places.straight(value)
         op = places.made_by(value)
         if op is None:
             return None
@@ -145,7 +145,7 @@ def _copied(places: Places, value: int) -> tuple[Op, bool] | None:
 def _tokens(places: Places, value: int) -> tuple[int, int]:
     """What rows are repeated of, and how often each; themselves, once, where they are not."""
     values = places.graph.values
-    repeated = straight(places, value)
+    repeated = places.straight(value)
     op = places.made_by(repeated)
     wide = values[repeated]
     if op is None or op.name != "aten.expand" or len(wide.shape) < 3 or wide.stride[1]:

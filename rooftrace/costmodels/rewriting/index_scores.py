@@ -13,14 +13,12 @@ from functools import partial
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.expert_kernels import times_rows
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import (
     can_be_one,
     ops_between,
     own_storage,
-    shaped,
-    straight,
+    times_rows,
 )
 from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Argument, Ref
@@ -82,8 +80,8 @@ def _match(places: Places, total: Op) -> _Scores | None:
     batch, length, width = values[key].shape
     rows, heads, _ = values[operand(product, "self").id].shape
     sizes = (batch, rows // batch, heads)
-    query = shaped(places, operand(product, "self").id, (*sizes, width))
-    weights = shaped(places, added[1], sizes)
+    query = places.shaped(operand(product, "self").id, (*sizes, width))
+    weights = places.shaped(added[1], sizes)
     together = values[total.outputs[0]].elements == rows * length
     if query is None or weights is None or not together:
         return None
@@ -104,7 +102,7 @@ def _added(places: Places, total: Op) -> tuple[int, int] | None:
         weighs = shape[1] == 1 and shape[2] > 1
         return (operand(total, "mat2").id, source) if weighs else None
     heads = total.arguments.get("dim") in ((2,), (-2,), 2, -2) and len(shape) == 4
-    split = times_rows(places, straight(places, source)) if heads else None
+    split = times_rows(places, places.straight(source)) if heads else None
     return None if split is None or total.arguments.get("keepdim", False) else split
 
 
@@ -113,7 +111,7 @@ def _headed(places: Places, value: int) -> tuple[Op, float] | None:
     they are cut off below zero."""
     scale, cut = 1.0, False
     while True:
-        op = places.made_by(straight(places, value))
+        op = places.made_by(places.straight(value))
         if op is None:
             return None
         number = op.arguments.get("other")
@@ -131,15 +129,15 @@ def _headed(places: Places, value: int) -> tuple[Op, float] | None:
 def _key(places: Places, value: int) -> int | None:
     """The keys [B, L, D] that a value has turned round, the same ones for every query."""
     values = places.graph.values
-    value = straight(places, value)
+    value = places.straight(value)
     op = places.made_by(value)
     if op is not None and op.name == "aten.expand":
         if len(values[value].shape) != 4 or values[value].stride[1]:
             return None
-        value = straight(places, op.inputs[0])
+        value = places.straight(op.inputs[0])
         op = places.made_by(value)
     turns = {op.arguments.get(name) for name in ("dim0", "dim1")} if op is not None else set()
     if op is None or op.name != "aten.transpose" or turns not in ({-1, -2}, {1, 2}):
         return None
     shape = values[op.inputs[0]].shape
-    return straight(places, op.inputs[0], shape) if len(shape) == 3 else None
+    return places.straight(op.inputs[0], shape) if len(shape) == 3 else None

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import beside
+from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref

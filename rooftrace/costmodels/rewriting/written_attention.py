@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from rooftrace.costmodels.rewriting.editing import operand
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.written_parts import (
     COPIES,
     LONGEST_CHAIN,
@@ -139,7 +139,7 @@ class _AttentionReader(SoftmaxReader):
         written = self.written
         if written.mask is not None or written.softcap or written.scales:
             raise Differs
-        if any(ref.then or ref.every for ref in op.reads):
+        if beside(op):
             raise Differs
         hides, fill = False, None
         if name == "aten.add":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rooftrace.costmodels.rewriting.editing import operand
-from rooftrace.costmodels.rewriting.places import Places, merged
+from rooftrace.costmodels.rewriting.places import Places, beside, merged
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op
 
@@ -78,7 +78,7 @@ class ScorePath:
             op = self.places.made_by(value)
             if op is None or op.repeats != self.last.repeats or op.part != "forward":
                 raise Differs
-            if any(ref.then or ref.every for ref in op.reads):
+            if beside(op):
                 raise Differs
             self.written.inner.add(op.id)
             if op.kind != "view":

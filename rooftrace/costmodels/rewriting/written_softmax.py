@@ -6,7 +6,7 @@ import math
 
 from rooftrace.costmodels.rewriting.editing import operand
 from rooftrace.costmodels.rewriting.marks import UNFUSED
-from rooftrace.costmodels.rewriting.places import StoragePlace
+from rooftrace.costmodels.rewriting.places import StoragePlace, beside
 from rooftrace.costmodels.rewriting.written_parts import (
     COPIES,
     LONGEST_CHAIN,
@@ -104,7 +104,7 @@ class SoftmaxReader(ScorePath):
             if math.prod(here.shape) == heads and sum(n > 1 for n in here.shape) == (heads > 1):
                 return Ref(value)
             op = self.places.made_by(value)
-            if op is None or op.kind != "view" or any(r.then or r.every for r in op.reads):
+            if op is None or op.kind != "view" or beside(op):
                 raise Differs
             value = op.inputs[0]
 

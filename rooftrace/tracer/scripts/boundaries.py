@@ -152,7 +152,7 @@ class BoundaryFinder(Finder):
                 self._stop()
             self._unnamed = not self._roots.met
             self._begin(OpenTurn(kind, label), None)
-            self._stage.recorder.after_backward = False
+            self._stage.recorder.here.after_backward = False
 
     def _has_run_enough(self, kind: str) -> bool:
         if self._boundary.at == "auto":
@@ -182,7 +182,7 @@ class BoundaryFinder(Finder):
             if not turn.calls and not self._stage.recorder.has_ops:  # nothing ran on the device
                 self._turn, self._loaded = None, turn.loaded
                 return
-            differentiated = turn.backwards or self._stage.recorder.after_backward
+            differentiated = turn.backwards or self._stage.recorder.here.after_backward
             trained = differentiated or self._optimizers.steps
             turn.kind = TRAINING if trained else INFERENCE
         super()._finish(turn)

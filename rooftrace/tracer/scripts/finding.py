@@ -209,7 +209,7 @@ class Finder(TurnsOfThreads):
         turn = self._turn
         if turn is not None:
             self._note_backward(turn)
-            self._stage.recorder.after_backward = False
+            self._stage.recorder.here.after_backward = False
             brought = self._stage.recorder.brought_bytes
             if not self._is_counted(turn) and self._kinds.goes_on(
                 turn, module, (args, kwargs), brought
