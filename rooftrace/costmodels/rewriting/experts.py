@@ -23,7 +23,7 @@ from rooftrace.costmodels.rewriting.matching import (
 )
 from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.regions import times_rows
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -58,14 +58,7 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     infinity before a sigmoid or softmax), and what lies between the products must keep zeros zero
     where the tokens are weighed before them.
     """
-    places = Places(graph)
-    layers = {}
-    for op in graph.ops:
-        if op.name == "aten.sum" and op.part == "forward":
-            match = _match(places, op)
-            if match is not None:
-                layers[op.id] = match
-    return with_matches(graph, layers, emit)
+    return rewritten(graph, ("aten.sum",), _match, emit)
 
 
 # -- what is there ---------------------------------------------------------------------------------
@@ -76,6 +69,7 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     added = operand(total, "self").id
     result, terms = graph.values[out], graph.values[added]
     plain = result.dtype == terms.dtype and result.storage == out and len(terms.shape) == 3
+    plain = plain and total.part == "forward"
     if not plain or match(places, out, _ADDED) is None:
         return None
     experts, tokens, _ = terms.shape

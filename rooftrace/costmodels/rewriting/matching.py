@@ -139,7 +139,8 @@ class _Matching:
     def _given(self, op: Op, item: Argument, wanted: Pattern, words: Words) -> Words | None:
         """Match what an op was given."""
         if isinstance(wanted, Along):
-            return words if dim_of(self.places, op, wanted.default) == wanted.dim else None
+            item = wanted.default if item is None else item
+            return words if dim_of(self.places, op, item) == wanted.dim else None
         if isinstance(wanted, Number):
             number = number_of(self.places, item)
             return None if number is None else {**words, wanted.word: number}
@@ -151,11 +152,11 @@ class _Matching:
             for each, pattern in zip(listed, wanted, strict=False):
                 found = None if found is None else self._given(op, each, pattern, found)
             return found
-        if isinstance(item, Ref):
-            return self.value(item.id, wanted, words)
         if type(wanted) is tuple:
             tries = (self._given(op, item, each, words) for each in wanted)
             return next((made for made in tries if made is not None), None)
+        if isinstance(item, Ref):
+            return self.value(item.id, wanted, words)
         return words if item == wanted else None
 
 
@@ -164,10 +165,15 @@ def name_of(op: Op) -> str:
     return op.name.removeprefix("aten.").removesuffix("_")
 
 
-def dim_of(places: Places, op: Op, default: int | None = None) -> int | None:
-    """The only dimension along which an op works, counted from the last one: -1; None for several,
-    or where it does not say."""
-    dims = op.arguments.get("dim", default)
+def swapped(pattern: Pattern) -> Pat:
+    """A value with its last two dimensions the other way round."""
+    either = Along(-1), Along(-2)
+    return Pat("transpose", pattern, dim0=either, dim1=either, said="swap")
+
+
+def dim_of(places: Places, op: Op, dims: Argument) -> int | None:
+    """The one dimension of an op's operand that it was given, counted from the last one: -1; None
+    for several, or none."""
     dims = dims if isinstance(dims, tuple) else (dims,)
     rank = len(places.graph.values[op.inputs[0]].shape)
     if len(dims) != 1 or not isinstance(dims[0], int):

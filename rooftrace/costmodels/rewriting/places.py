@@ -193,6 +193,11 @@ def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int |
     return step * min(max(first + size if first < 0 else first, 0), size)
 
 
+def same_steps(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether strides are the same; those of dimensions of one element say nothing."""
+    return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
+
+
 def merged(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     """Sizes and strides with those that continue each other put together: the order of elements."""
     merged: list[tuple[int, int]] = []

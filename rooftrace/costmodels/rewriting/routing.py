@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace as with_fields
-from functools import partial
 from typing import Any
-
-from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Number, Pat, Plain, match
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.regions import apart, can_be_one, ops_between
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -100,20 +97,12 @@ def fuse_routing(graph: OpGraph) -> tuple[OpGraph, int]:
     The top k must run over the columns of a product with weights, and the experts that it names
     must say which rows are read; no score in between may be read by anything else.
     """
-    places = Places(graph)
-    routers = {
-        op.id: router
-        for op in graph.ops
-        if op.name == "aten.topk" and (router := _match(places, op)) is not None
-    }
-    gone = {number for router in routers.values() for number in router.inside}
-    return with_matches(graph, routers, partial(_emit, places), gone)
+    return rewritten(graph, ("aten.topk",), _match, _emit)
 
 
 def _emit(places: Places, edit: Editor, router: _Routing) -> None:
     values, weights = edit.values, router.weights
-    for value in own_storage(places, weights):
-        values[value] = replace(values[value], storage=weights)
+    apart(places, edit, weights, weights)
     groups, kept, best, fill = router.groups
     arguments: dict[str, Argument] = {
         "logits": Ref(router.logits),
