@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining import quantities, scaling
@@ -61,7 +62,7 @@ class ExplainedKernel:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Explanation(Shown):
+class Explanation(Plain, Shown):
     """Where the numbers of a step, or of some of its kernels, come from.
 
     sizes: by name, as asked.  kernels: those that were asked for, most time first.  step: the whole
@@ -81,24 +82,11 @@ class Explanation(Shown):
     sweeps: tuple[SizeSweep, ...]
     estimate: Estimate
 
+    KEYS = "title phase sizes chip=chip.name execution knobs op kernels step sweeps"
+
     def __repr__(self) -> str:
         what = f"{len(self.kernels)} kinds of kernels" if self.step is None else "the step"
         return short(self, f"{self.title}, {self.phase} on {self.chip.name}: {what}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the estimate, for JSON."""
-        return {
-            "title": self.title,
-            "phase": self.phase,
-            "sizes": dict(self.sizes),
-            "chip": self.chip.name,
-            "execution": self.execution,
-            "knobs": self.knobs,
-            "op": self.op,
-            "kernels": [asdict(kernel) for kernel in self.kernels],
-            "step": None if self.step is None else asdict(self.step),
-            "sweeps": [asdict(sweep) for sweep in self.sweeps],
-        }
 
 
 def explained(

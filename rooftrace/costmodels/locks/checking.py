@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.locks.budgets import (
     SAME,
@@ -43,7 +44,7 @@ class _Moved(Change):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
+class Shift(Plain):
     """A cost that moved beyond a limit, or moved where no budget holds it."""
 
     place: StepKey
@@ -55,6 +56,12 @@ class Shift:
     budget: str = ""  # its key in [tool.rooftrace.budgets]; "": none holds it
     modules: tuple[ModuleShift, ...] = ()  # which of them moved, most first
     causes: tuple[str, ...] = ()  # sentences of who knows the former code
+
+    KEYS = "**place._asdict metric module before after relative budget limit=_limit modules causes"
+
+    @property
+    def _limit(self) -> str | None:
+        return self.limit.text if self.budget else None
 
     @property
     def relative(self) -> float | None:
@@ -100,7 +107,7 @@ Cause: TypeAlias = Callable[[Shift], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOutcome(Shown):
+class GateOutcome(Plain, Shown):
     """What a check says.  `failed` is its verdict."""
 
     lock: str  # name of the file
@@ -147,42 +154,15 @@ class GateOutcome(Shown):
     def __repr__(self) -> str:
         return short(self, self.verdict())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: SI numbers, relative changes as fractions."""
-        return {
-            "schema": "rooftrace.check/1",
-            "lock": self.lock,
-            "failed": self.failed,
-            "verdict": self.verdict(),
-            "over": [_plain(shift) for shift in self.over],
-            "under": [_plain(shift) for shift in self.under],
-            "other": [_plain(shift) for shift in self.other],
-            "stale": list(self.stale),
-            "versions": list(self.versions),
-            "sources": {name: list(files) for name, files in self.sources.items()},
-            "steps": [
-                {**place._asdict(), **{metric: costs.value(metric) for metric in TOTALS}}
-                for place, costs in self.after.places().items()
-            ],
-        }
+    @property
+    def _steps(self) -> list[dict[str, Any]]:
+        return [
+            {**place._asdict(), **{metric: costs.value(metric) for metric in TOTALS}}
+            for place, costs in self.after.places().items()
+        ]
 
-
-def _plain(shift: Shift) -> dict[str, Any]:
-    return {
-        **shift.place._asdict(),
-        "metric": shift.metric,
-        "module": shift.module,
-        "before": shift.before,
-        "after": shift.after,
-        "relative": shift.relative,
-        "budget": shift.budget,
-        "limit": shift.limit.text if shift.budget else None,
-        "modules": [
-            {"path": m.path, "before": m.before, "after": m.after, "ops": dict(m.ops)}
-            for m in shift.modules
-        ],
-        "causes": list(shift.causes),
-    }
+    schema = "rooftrace.check/1"
+    KEYS = "schema lock failed verdict over under other stale versions sources steps=_steps"
 
 
 def compare_locks(

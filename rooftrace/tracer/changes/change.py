@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rooftrace._plain import Plain
+
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(Plain):
     """One quantity before and after (SI units)."""
 
     rounding: ClassVar[float] = 1e-12
@@ -15,6 +17,8 @@ class Change:
 
     before: float
     after: float
+
+    KEYS = "before after delta relative"
 
     @property
     def delta(self) -> float:

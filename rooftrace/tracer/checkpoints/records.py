@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
 from rooftrace.tracer.changes import Change, Limit
@@ -25,7 +26,7 @@ METRICS: Metrics = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class Drift(Plain):
     """Norms over the elements that are finite on both sides, in double precision.
 
     The real and the imaginary part of a complex number count as two elements.
@@ -39,6 +40,8 @@ class Drift:
     largest: float  # absolute difference of an element
     left_out: int = 0  # elements that are not finite on one side at least
 
+    KEYS = "equal norm_before norm_after norm_difference relative cosine largest left_out"
+
     @property
     def relative(self) -> float | None:
         """The norm of the difference over the norm before; None where that is 0, and it changed."""
@@ -46,19 +49,9 @@ class Drift:
             return self.norm_difference / self.norm_before
         return 0.0 if not self.norm_difference else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; None for what is not finite."""
-        names = ("norm_before", "norm_after", "norm_difference", "relative", "cosine", "largest")
-        numbers = {name: getattr(self, name) for name in names}
-        return {
-            "equal": self.equal,
-            **{n: v if v is not None and math.isfinite(v) else None for n, v in numbers.items()},
-            "left_out": self.left_out,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLook:
+class TensorLook(Plain):
     """A tensor of one side, without its values."""
 
     dtype: str
@@ -68,9 +61,11 @@ class TensorLook:
     nans: int = 0
     infs: int = 0
 
+    KEYS = "dtype shape params=elements bytes nans infs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDiff:
+class TensorDiff(Plain):
     """One tensor before and after."""
 
     name: str  # after; that of a removed one is before
@@ -97,42 +92,27 @@ class TensorDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "before": _look(self.before),
-            "after": _look(self.after),
-            "renamed_from": self.renamed_from or None,
-            "renamed_by": self.renamed_by or None,
-            "drift": None if self.drift is None else self.drift.to_dict(),
-            "note": self.note,
-        }
-
-
-def _look(look: TensorLook | None) -> dict[str, Any] | None:
-    if look is None:
-        return None
-    return {
-        "dtype": look.dtype,
-        "shape": list(look.shape),
-        "params": look.elements,
-        "bytes": look.bytes,
-        "nans": look.nans,
-        "infs": look.infs,
-    }
+        renamed = {"renamed_from": self.renamed_from or None, "renamed_by": self.renamed_by or None}
+        return {**plain_record(self), **renamed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigDiff:
+class ConfigDiff(Plain):
     """The fields of two config.json that differ, and what they do to the parameters."""
 
     fields: tuple[tuple[str, str, str], ...]  # path of the key, JSON before, JSON after
     parameters: ParameterDiff | None  # of the models of both, built on meta
     note: str = ""  # why there are none
 
+    KEYS = "fields=_fields parameters note"
+
+    @property
+    def _fields(self) -> list[dict[str, str]]:
+        return [dict(zip(("key", "before", "after"), each, strict=True)) for each in self.fields]
+
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointDiff(Shown):
+class CheckpointDiff(Plain, Shown):
     """What changed from one checkpoint to another."""
 
     names: tuple[str, str]
@@ -197,27 +177,12 @@ class CheckpointDiff(Shown):
         text = f"{' -> '.join(self.names)}: {', '.join(counts) or plural(0, 'tensor')}"
         return short(self, f"{text}; drift {format_share(self.relative)}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: norms as they are, relative changes as fractions."""
-        config = self.config
-        return {
-            "schema": "rooftrace.checkpoints/1",
-            "before": self.names[0],
-            "after": self.names[1],
-            "params": list(self.params),
-            "bytes": list(self.bytes),
-            "relative": self.relative,
-            "counts": {status: len(self.of(status)) for status in STATUSES},
-            "notes": list(self.notes),
-            "config": None
-            if config is None
-            else {
-                "fields": [
-                    {"key": key, "before": before, "after": after}
-                    for key, before, after in config.fields
-                ],
-                "parameters": None if config.parameters is None else config.parameters.to_dict(),
-                "note": config.note,
-            },
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
-        }
+    @property
+    def _counts(self) -> dict[str, int]:
+        return {status: len(self.of(status)) for status in STATUSES}
+
+    schema = "rooftrace.checkpoints/1"
+    KEYS = (
+        "schema before=names.0 after=names.1 params bytes relative counts=_counts notes config "
+        "tensors"
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.tracer.changes import Change, Limit
 from rooftrace.tracer.changes.aligning import union
@@ -33,7 +33,7 @@ class ModuleParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterDiff(Shown):
+class ParameterDiff(Plain, Shown):
     """What changed in the parameters from one model to another."""
 
     names: tuple[str, str]
@@ -41,6 +41,9 @@ class ParameterDiff(Shown):
     bytes: tuple[int, int]
     modules: tuple[ModuleParameters, ...]  # those that differ, largest change first
     unchanged: int  # paths that have the same parameters on both sides
+
+    schema = "rooftrace.parameters/1"
+    KEYS = "schema before=names.0 after=names.1 params bytes unchanged_paths=unchanged modules"
 
     def violations(self, conditions: Sequence[str]) -> list[str]:
         """A sentence for each condition ("params>1%", "bytes>1 GiB") that does not hold.
@@ -54,26 +57,6 @@ class ParameterDiff(Shown):
     def __repr__(self) -> str:
         (before, after), names = self.params, " -> ".join(self.names)
         return short(self, f"{names}: {before:,} -> {after:,} parameters ({after - before:+,})")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: counts and bytes before and after."""
-        return {
-            "schema": "rooftrace.parameters/1",
-            "before": self.names[0],
-            "after": self.names[1],
-            "params": list(self.params),
-            "bytes": list(self.bytes),
-            "unchanged_paths": self.unchanged,
-            "modules": [
-                {
-                    "path": row.path,
-                    "modules": list(row.modules),
-                    "params": list(row.params),
-                    "shapes": [list(side) for side in row.shapes],
-                }
-                for row in self.modules
-            ],
-        }
 
 
 def compare_parameters(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rooftrace.tracer.patches.scopes import current_scope
+from rooftrace.tracer.patches.scopes import Scope
 
 _CHANGED = threading.Condition()
 _CLAIMED: dict[int, Counter[int]] = {}  # how often each owner claimed an object, by identity
@@ -21,7 +21,7 @@ def claimed(objects: Sequence[Any]) -> Iterator[None]:
     A trace sets training flags, gradients and the like of a module on meta.  Traces inside of the
     trace that has an object may claim it too, also those of threads that it started.
     """
-    scope = current_scope()
+    scope = Scope.current()
     owner = threading.get_ident() if scope is None else scope.owner
     keys = {id(item) for item in objects}
     with _CHANGED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rooftrace.tracer.patches import contexts, current_scope
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.recording.autocast import set_aside
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.recording.threads import Follower, taken_over
@@ -46,20 +46,14 @@ def lead_here(new: Handed, first: Callable[[], None], ended: Callable[[], Handed
     first: is called before it does.  ended: is called at the end of what the thread does; it
     returns the recorder that is on then.  False where no recorder follows this thread.
     """
-    scope = current_scope()
-    around = None if scope is None else scope.around
 
     def begin() -> Callable[[], None]:
         first()
-        if around is not None:
-            around.enter()
         new.__enter__()
         return end
 
     def end() -> None:
         give_way(ended(), None)
-        if around is not None:
-            around.leave()
 
     with contexts.exchanging(_is_recording), set_aside():
         return taken_over(begin)

@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.patches import Scope, contexts, current_scope
+from rooftrace.tracer.patches import Scope, contexts
 from rooftrace.tracer.recording import finite, handover
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.compiling import uncompiled
@@ -54,9 +54,9 @@ class Recorder(TorchDispatchMode, Tape):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
 
     record=False keeps only the values that are known (to build modules).  own_step: the code is a
-    whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
-    (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
-    of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
+    whole step of the user's (see `Entries`).  roll_loops: run only a few turns of each scan (see
+    rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first of
+    equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
     first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run;
     None for the one that is installed.  After use, `close` takes our tags off tensors that
     outlive the capture.
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode, Tape):
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record)
-        self.own_step = own_step
+        self.entries.own_step = own_step
         self.repeat_calls = repeat_calls
         self.failed_in: tuple[str, str] | None = None  # path and class of the module that failed
         self.failed_op: tuple[Exception, str] | None = None  # an error, and the op that raised it
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def here_recorded(self) -> bool:
         """Whether the running thread is recorded by this recorder, and by none inside of it."""
-        return current_scope() is self.scope
+        return Scope.current() is self.scope
 
     def before_call(self, module: nn.Module) -> None:
         """A module is called, in a thread that is recorded or in one that nobody records."""

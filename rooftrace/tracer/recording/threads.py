@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.tracer.patches import Scope, contexts, current_scope, original_of, replaced
+from rooftrace.tracer.patches import Scope, contexts, original_of, replaced
 from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.source import source_line
@@ -208,7 +208,7 @@ class Threads:
         """Begin to record this thread; returns what ends that, None if there is nothing to do."""
         tape, ident = self._tape, threading.get_ident()
         with tape.lock:
-            if not tape.live or ident in self._threads.idents or current_scope() is not None:
+            if not tape.live or ident in self._threads.idents or Scope.current() is not None:
                 return None
             self._threads.idents.add(ident)
             self._threads.entered += 1

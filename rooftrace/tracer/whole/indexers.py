@@ -16,15 +16,8 @@ def _index_scores(
     return torch.einsum("bsh,bshl->bsl", weights.to(dtype), (heads * scale).relu())
 
 
-def _index_scores_meta(
-    query: Tensor, key: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
-    return query.new_empty((*query.shape[:2], key.shape[1]), dtype=dtype)
-
-
 define(
     "index_scores(Tensor query, Tensor key, Tensor weights, float scale, ScalarType dtype) "
     "-> Tensor",
-    Meta=_index_scores_meta,
     CPU=_index_scores,
 )

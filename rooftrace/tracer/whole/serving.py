@@ -96,7 +96,7 @@ define(
     Meta=_packed_latent_meta,
     CPU=_packed_latent,
 )
-define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
+define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", CPU=_append)
 define(
     "coalesce(Tensor indices, Tensor values, int[] size, int count) -> (Tensor, Tensor)",
     Meta=_coalesce_meta,
