@@ -220,8 +220,7 @@ _USED = ("seqused_k", "seqlen_k")
 def _packed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
     """Learn how many sequences have how many queries and keys; unknown ones count as equally long,
     by assumption."""
-    names = (argument.name for argument in call.func._schema.arguments)
-    passed = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    passed = call.named
     starts, ends, used = (_passed(passed, *names) for names in (_QUERIES, _KEYS, _USED))
     if starts is None:
         return None

@@ -98,9 +98,8 @@ def _as_tensors(call: Call) -> list[Any]:
 def _to_wait_for(call: Call) -> Any:
     """What a collective without a meta kernel returns, to wait for: what a barrier of its group
     does."""
-    names = [argument.name for argument in call.func._schema.arguments]
     barrier: Any = torch.ops.c10d.barrier.default
-    return barrier(torch.empty(1), call.args[names.index("process_group")], [], timeout=-1)
+    return barrier(torch.empty(1), call.named["process_group"], [], timeout=-1)
 
 
 def _ctc_loss(tape: Tape, scores: Tensor, targets: Tensor, _: Any, lengths: Any) -> Any:
