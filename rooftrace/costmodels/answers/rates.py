@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.batchtiming import BatchTimes, PlanColumns, time_columns
 from rooftrace.costmodels.planforms import Points
@@ -21,7 +22,7 @@ _STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeededRate:
+class NeededRate(Plain):
     """One rate of a chip, and the value at which computing becomes what limits a step.
 
     fact: "memory_bandwidth", "flops" (all peaks together) or "link".  now, needed: byte/s, for
@@ -38,6 +39,8 @@ class NeededRate:
     by_totals: float | None
     why: str = ""
 
+    KEYS = "fact engine now needed factor step by_totals why"
+
     @property
     def factor(self) -> float | None:
         """The needed value over today's."""
@@ -45,7 +48,7 @@ class NeededRate:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RatesAnswer(Shown):
+class RatesAnswer(Plain, Shown):
     """What limits a step on a chip, and the rates at which computing would."""
 
     title: str
@@ -60,22 +63,10 @@ class RatesAnswer(Shown):
     rates: tuple[NeededRate, ...]
     rests: tuple[str, ...]
 
+    KEYS = "title chip **sizes limiter share seconds step intensity ridge rates rests_on=rests"
+
     def __repr__(self) -> str:
         return short(self, f"{self.title} on {self.chip}: limited by {self.limiter}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "title": self.title, "chip": self.chip, **self.sizes, "limiter": self.limiter,
-            "share": self.share, "seconds": self.seconds, "step": self.step,
-            "intensity": self.intensity, "ridge": self.ridge,
-            "rates": [
-                {"fact": r.fact, "engine": r.engine, "now": r.now, "needed": r.needed,
-                 "factor": r.factor, "step": r.step, "by_totals": r.by_totals, "why": r.why}
-                for r in self.rates
-            ],
-            "rests_on": list(self.rests),
-        }  # fmt: skip
 
 
 def needed_rates(

@@ -10,7 +10,6 @@ order of elementwise ops need no templates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
@@ -21,6 +20,7 @@ from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
 from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -48,20 +48,11 @@ def _replaced(graph: OpGraph, delta: bool) -> tuple[OpGraph, int]:
         if rule is not None and taken.isdisjoint(op.id for op in rule.ops):
             taken |= {op.id for op in rule.ops}
             rules.append(_with_cache(wiring, rule))
-    if not rules:
-        return graph, 0
-    editor = Editor(graph)
-    places = {_place(wiring, rule).id: rule for rule in rules}
+    there = {place.id: (place, rule) for rule in rules for place in [_place(wiring, rule)]}
     gone = {op.id for rule in rules for op in rule.dropped}
     made = {out for op in graph.ops if op.id in gone for out in op.outputs}
     gone |= {i for i in wiring.unused if not made.isdisjoint(graph.ops[i].inputs)}
-    for op in graph.ops:
-        if op.id in places:
-            _emit(editor, places[op.id], op)
-        if op.id not in gone:
-            editor.ops.append(op)
-    times = sum(math.prod(graph.repeats[r].count for r in _outside(rule)) for rule in rules)
-    return editor.done(), times
+    return with_matches(graph, there, _emit, gone)
 
 
 # -- the ends --------------------------------------------------------------------------------------
@@ -125,9 +116,10 @@ def _place(wiring: StateWiring, rule: StateRule) -> Op:
 # -- the new op ------------------------------------------------------------------------------------
 
 
-def _emit(editor: Editor, rule: StateRule, like: Op) -> None:
+def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
     """The op of a rule, and the views that make of its results what others read."""
-    like = replace(editor.kernel_for(like), steps={}, holds=())
+    place, rule = there
+    like = replace(editor.kernel_for(place), steps={}, holds=())
     batch, tokens, heads, width, columns = rule.sizes
     target, arguments = _called(editor, rule, like)
     out, last, into = rule.out.value, rule.chain.last, rule.into

@@ -21,8 +21,8 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.costmodels.rewriting.places import Places, StoragePlace
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -160,14 +160,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
         for alike in _alike(places, parts):
             groups[alike[0].product.id] = alike
             taken |= {part.product.id for part in alike}
-    if not groups:
-        return graph, 0
-    edit = Editor(graph)
-    edit.rewrite(groups, partial(_emit, edit, places), dropped=taken)
-    result = edit.done()
-    return without_left_behind(result, graph), sum(
-        graph.times(parts[0].product) for parts in groups.values()
-    )
+    return with_matches(graph, groups, partial(_emit, places), taken)
 
 
 def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
@@ -207,7 +200,7 @@ def _several(view: Tensor, whole: Tensor) -> int:
 def _part(places: Places, op: Op) -> _Part | None:
     """A product of which a part can be made: its weight is read by nothing else."""
     graph = places.graph
-    if any(r.then or r.every for r in op.reads):
+    if beside(op):
         return None
     if any(op.arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
@@ -278,7 +271,7 @@ def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
     return tuple(stride) if reach < columns else None
 
 
-def _emit(edit: Editor, places: Places, parts: list[_Part]) -> None:
+def _emit(places: Places, edit: Editor, parts: list[_Part]) -> None:
     """The product of all parts, and its columns as the results of the parts."""
     like, values = parts[0].product, edit.values
     widths = [values[part.product.outputs[0]].shape[1] for part in parts]

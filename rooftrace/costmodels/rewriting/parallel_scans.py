@@ -25,7 +25,15 @@ from rooftrace.costmodels.rewriting.indexing import (
     plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.recurrences import decay_of, fuse, in_roles, scans, summed
+from rooftrace.costmodels.rewriting.recurrences import (
+    axes_of,
+    exponent,
+    fuse,
+    in_roles,
+    operands,
+    scans,
+    summed,
+)
 from rooftrace.costmodels.rewriting.scans import Scan, clamped, finished
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -187,20 +195,13 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     (total, (y, queries, n)) = sums[0]
     last = [_final(walker, entered, op, dims, dim) for op in reads if op is not total]
     last = [value for value in dict.fromkeys(last)]
-    exp = walker.maker(walker.source(ReadValue(decay, dims)).value)
-    if exp is None or exp.name != "aten.exp" or None in last or len(last) > 1:
+    exp = exponent(walker, ReadValue(decay, dims))
+    if exp is None or None in last or len(last) > 1:
         return None
-    exponent = ReadValue(exp.inputs[0], walker.source(ReadValue(decay, dims)).dims)
-    pieces = walker.apart(
-        walker.source(ReadValue(entered, dims)),
-        lambda f: n not in f.axes or f.axes <= queries.axes,
-    )
-    keys = [piece for piece in pieces if n in piece.axes]
-    factors = decay_of(walker, exponent, [piece for piece in pieces if n not in piece.axes])
-    if factors is None or len(keys) != 1:
+    factors = operands(walker, exp, ReadValue(entered, dims), queries, n)
+    if factors is None:
         return None
     names: Names = {dim: [(Atom(dim, 1, shape[dim]), Atom("t", 1, shape[dim]))]}
-    factors |= {"B": keys[0], "C": queries}
     by_token = {name: renamed(f, names) for name, f in factors.items()}
     called_y = renamed(y, names)
     if called_y is None or any(f is None for f in by_token.values()):
@@ -210,7 +211,7 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
         a.size for d in clamped(walker, known["x"]).dims for a in d.atoms if a.axis == "t"
     )
     after = ReadValue(entered, tuple(d for i, d in enumerate(dims) if i != dim))
-    scan = in_roles(walker, known, called_y, after, n, tokens, graph.ops[total.id])
+    scan = in_roles(walker, known, called_y, after, axes_of(after), n, tokens, graph.ops[total.id])
     if scan is None or any(value is not None and tokens != shape[dim] for value in last):
         return None
     return finished(walker, _with_last(walker, scan, last, after))

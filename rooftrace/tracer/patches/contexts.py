@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.patches.scopes import Scope, current_scope
+from rooftrace.tracer.patches.scopes import Scope
 
 _dispatch: Any = _python_dispatch
 _functions: Any = overrides
@@ -205,7 +205,7 @@ def claimed(objects: Sequence[Any]) -> Iterator[None]:
     A trace sets training flags, gradients and the like of a module on meta.  Traces inside of the
     trace that has an object may claim it too, also those of threads that it started.
     """
-    scope = current_scope()
+    scope = Scope.current()
     owner = threading.get_ident() if scope is None else scope.owner
     keys = {id(item) for item in objects}
     with _CHANGED:

@@ -93,15 +93,19 @@ def with_closures_outside(
 @contextlib.contextmanager
 def foreach_on_meta() -> Iterator[None]:
     """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
-    homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
-    name = "_get_foreach_kernels_supported_devices"
     with contextlib.ExitStack() as undo:
-        for home in homes:
-            if hasattr(home, name):
-                original = original_of(home, name)
-                also = functools.partial(_also_meta, original)
-                undo.enter_context(replaced(home, {name: also}))
+        for home, names in on_meta():
+            undo.enter_context(replaced(home, names))
         yield
+
+
+def on_meta() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules and their functions by which `foreach_on_meta` holds."""
+    name = "_get_foreach_kernels_supported_devices"
+    for module in ("torch.utils._foreach_utils", Optimizer.__module__):
+        home = sys.modules[module]
+        if hasattr(home, name):
+            yield home, {name: functools.partial(_also_meta, original_of(home, name))}
 
 
 def _also_meta(devices: Callable[[], list[str]]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
@@ -45,7 +45,7 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
     Raises IndexError for known indices outside of what they point into, as a CPU does.
     """
     _check_range(values, call)
-    scope = current_scope()
+    scope = Scope.current()
     if call.name in _SOFTMAX and scope is not None and scope.apart:
         facts["unfused_attention"] = scope.apart
     fact = FACTS.get(call.name)

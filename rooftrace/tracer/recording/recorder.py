@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.patches import Scope, contexts, current_scope
+from rooftrace.tracer.patches import Scope, contexts
 from rooftrace.tracer.recording import finite, threads
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.compiling import uncompiled
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def here_recorded(self) -> bool:
         """Whether the running thread is recorded by this recorder, and by none inside of it."""
-        return current_scope() is self.scope
+        return Scope.current() is self.scope
 
     def before_call(self, module: nn.Module) -> None:
         """A module is called, in a thread that is recorded or in one that nobody records."""

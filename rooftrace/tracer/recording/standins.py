@@ -18,7 +18,7 @@ from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.emulation import handles
-from rooftrace.tracer.patches import contexts, current_scope, original_of, replaced, shared
+from rooftrace.tracer.patches import Scope, contexts, original_of, replaced, shared
 from rooftrace.tracer.source import spec_after
 from rooftrace.tracer.tensors import trees
 
@@ -37,7 +37,7 @@ class _PlainImports:
 def _plainly(loader: Any) -> Callable[[Any], None]:
     def exec_module(module: Any) -> None:
         vars(loader).pop("exec_module", None)
-        if current_scope() is None:  # a thread of somebody else imports it
+        if Scope.current() is None:  # a thread of somebody else imports it
             loader.exec_module(module)
             return
         with contexts.plainly():
@@ -168,7 +168,7 @@ class _OursToIgnore:
 
     def match(self, text: str) -> bool:
         """Whether a warning of this text is not to be shown."""
-        return current_scope() is not None and text.startswith(_NOT_OURS)
+        return Scope.current() is not None and text.startswith(_NOT_OURS)
 
 
 _NOT_OURS = (

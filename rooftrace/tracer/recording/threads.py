@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.tracer.patches import Scope, contexts, current_scope, original_of, replaced
+from rooftrace.tracer.patches import Scope, contexts, original_of, replaced
 from rooftrace.tracer.recording.autocast import carried_here, set_aside
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.source import source_line
@@ -208,7 +208,7 @@ class Threads:
         """Begin to record this thread; returns what ends that, None if there is nothing to do."""
         tape, ident = self._tape, threading.get_ident()
         with tape.lock:
-            if not tape.live or ident in self._threads.idents or current_scope() is not None:
+            if not tape.live or ident in self._threads.idents or Scope.current() is not None:
                 return None
             self._threads.idents.add(ident)
             self._threads.entered += 1
@@ -272,20 +272,14 @@ def lead_here(new: Handed, first: Callable[[], None], ended: Callable[[], Handed
     first: is called before it does.  ended: is called at the end of what the thread does; it
     returns the recorder that is on then.  False where no recorder follows this thread.
     """
-    scope = current_scope()
-    around = None if scope is None else scope.around
 
     def begin() -> Callable[[], None]:
         first()
-        if around is not None:
-            around.enter()
         new.__enter__()
         return end
 
     def end() -> None:
         give_way(ended(), None)
-        if around is not None:
-            around.leave()
 
     with contexts.exchanging(_is_recording), set_aside():
         return taken_over(begin)

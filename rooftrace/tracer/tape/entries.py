@@ -153,8 +153,7 @@ class Entries:
         self._tags.mark(tensor, tag)
         reference = _held(tensor, self.weakly)
         self._tensors.append(reference)
-        key = trees.bytes_of(tensor)
-        if self.first_of(key) is None:
+        if self.first_of(key := trees.bytes_of(tensor)) is None:
             self._first[key] = reference
 
     def storage_of(self, tensor: Tensor) -> int | None:
