@@ -57,10 +57,10 @@ def run(
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
-    from rooftrace.tracer.launching import get_ready
+    from rooftrace.tracer.launching import ownprocess
 
     _check(clock, steps)
-    get_ready()
+    ownprocess.get_ready()
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 

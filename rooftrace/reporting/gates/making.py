@@ -25,7 +25,7 @@ from rooftrace.reporting import in_precisions, priced
 from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources.apart import Traced, trace_forked
+from rooftrace.tracer.sources.apart import Traced, trace_each_apart
 
 _MODEL_LIBRARIES = ("diffusers", "peft", "timm", "torchaudio", "torchvision", "transformers")
 """Libraries that bring modules: a model that imports one has other costs with another release."""
@@ -111,7 +111,7 @@ def _traced(jobs: Sequence[Job]) -> list[Traced | None]:
     Cost rules that the code of a target brings stay in the process that ran it, so this one has to
     run it too.
     """
-    made = trace_forked(jobs, _at_once())
+    made = trace_each_apart(jobs, _at_once())
     return [None if each is None or each.rules else each for each in made]
 
 

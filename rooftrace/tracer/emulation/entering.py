@@ -55,7 +55,8 @@ def emulate(
         for place, some in _wherever_bound(answers) if home is _cuda else [(home, answers)]:
             put(place, some)
     extensions.watch_imports()
-    Calls(pinned).__enter__()
+    entered: Any = Calls(pinned)
+    entered.__enter__()  # for as long as the process lives
     for fact in device.guessed:
         here.assume(
             f"device {fact}",

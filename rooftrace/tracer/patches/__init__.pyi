@@ -4,7 +4,4 @@ from rooftrace.tracer.patches.replacing import (
     put as put,
     replaced as replaced,
 )
-from rooftrace.tracer.patches.scopes import (
-    Scope as Scope,
-    current_scope as current_scope,
-)
+from rooftrace.tracer.patches.scopes import Scope as Scope

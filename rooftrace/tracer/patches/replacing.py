@@ -19,7 +19,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from rooftrace.tracer.patches.contexts import plainly
-from rooftrace.tracer.patches.scopes import current_scope
+from rooftrace.tracer.patches.scopes import Scope
 
 _ABSENT: Any = object()
 """Stands for an attribute that is not there."""
@@ -43,7 +43,7 @@ class _Guard:
 
     def chosen(self) -> Any:
         """What stands for the name in the running thread."""
-        scope = current_scope()
+        scope = Scope.current()
         if scope is None or not self.count:  # somebody may keep a reference to what was there
             return self.instead
         return scope.replacements.get((id(self.home), self.name), self.instead)
@@ -66,7 +66,7 @@ _GUARDS: dict[tuple[int, str], _Guard] = {}
 @contextlib.contextmanager
 def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
     """Inside, these attributes of a module or a class are others for the threads of this scope."""
-    scope = current_scope()
+    scope = Scope.current()
     assert scope is not None, "a replacement belongs to a scope"
     _dynamo_imported()
     keys = {(id(home), name): value for name, value in replacements.items()}

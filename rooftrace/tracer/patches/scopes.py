@@ -34,6 +34,11 @@ class Scope:
         self.owner: int = threading.get_ident() if outer is None else outer.owner
         self.kept: dict[str, Any] = {}
 
+    @staticmethod
+    def current() -> Scope | None:
+        """The scope to which the running thread belongs; None for one that nobody records."""
+        return _thread.current
+
     @contextlib.contextmanager
     def replacing(self, values: Mapping[tuple[int, str], Any]) -> Iterator[None]:
         """Inside, these values stand for their names in the threads of this scope."""
@@ -76,8 +81,3 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def current_scope() -> Scope | None:
-    """The scope to which the running thread belongs; None for a thread that nobody records."""
-    return _thread.current
