@@ -155,7 +155,10 @@ class RunDiff(Plain, Shown):
     operations: Mapping[str, MeasuredChange] | None = None  # s of operations alone, of two runs
 
     schema = SCHEMA
-    KEYS = "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps operations"
+    KEYS = (
+        "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps "
+        "operations"
+    )
 
     @property
     def _metrics(self) -> dict[str, str]:
