@@ -255,7 +255,7 @@ def test_weights_that_a_checkpoint_declares_are_not_changed_by_another_change(
 def test_guidance_as_a_frame_and_as_text(decode: OpGraph) -> None:
     told = guidance_of(decode, "efficient")
     frame = told.to_frame()
-    assert tuple(frame.columns) == WhatIf.KEYS.split()
+    assert list(frame.columns) == WhatIf.KEYS.split()
     assert len(frame) == len(told.options) + (told.together is not None)
     assert str(told).startswith(f"1. {told.options[0].action}: ")
     assert "first: " in repr(told)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.studies import Compared
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.hardware.units import (
     format_flops,
@@ -37,46 +38,23 @@ compiler makes; the last is several of these at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf(Plain):
+class WhatIf(Plain, Compared):
     """A step with one thing changed, beside the step without the change; both are estimates."""
 
     lever: Annotated[str, ("enum", LEVERS)]  # what is changed
     action: str  # what to do, a sentence
     option: str  # what asks rooftrace for the same; empty where nothing does
     needs: str  # what it assumes or costs
-    before: Estimate
-    after: Estimate
     at_most: bool = False  # whether the gain is an upper bound
 
     KEYS = (
         "lever action option t_before t_after gain share at_most acts_on needs rests_on peak fits"
     )
 
-    @property
-    def t_before(self) -> float:
-        """Seconds of the step without the change."""
-        return self.before.t_est
-
-    @property
-    def t_after(self) -> float:
-        """Seconds of the step with it."""
-        return self.after.t_est
-
-    @property
-    def gain(self) -> float:
-        """Seconds that the step gets shorter."""
-        return self.t_before - self.t_after
-
-    @property
-    def share(self) -> float:
-        """The gain over the seconds of the step without the change."""
-        return self.gain / self.t_before if self.t_before else 0.0
-
     @cached_property
     def acts_on(self) -> Annotated[str, ("enum", REGIMES)]:
         """The regime that loses most seconds: compute, hbm, network or launch."""
-        before, after = self.before.times.regime_seconds, self.after.times.regime_seconds
-        return ranked({name: before[name] - after[name] for name in before})[0]
+        return ranked(self.regime_seconds)[0]
 
     @cached_property
     def rests_on(self) -> str:

@@ -62,7 +62,8 @@ def _by_ends(pairing: Pairing[str], keys: Sequence[Mapping[str, Hashable]]) -> N
     """
     deepest = max((name.count(".") + 1 for left in pairing.left for name in left), default=0)
     for steps in range(deepest, 0, -1):
-        pairing.by(*(partial(_ending, side, steps) for side in keys), alone=True)
+        before, after = (partial(_ending, side, steps) for side in keys)
+        pairing.by(before, after, alone=True)
 
 
 def _ending(keys: Mapping[str, Hashable], steps: int, name: str) -> Hashable:
