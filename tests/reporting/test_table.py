@@ -6,7 +6,7 @@ import pytest
 
 from rooftrace.costmodels.timing.timings import step_times
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.text import as_text, renderable
+from rooftrace.reporting.text.results import as_text, renderable
 from rooftrace.reporting.view import words
 from tests.reporting.report_support import ROPE, made_report
 

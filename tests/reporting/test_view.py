@@ -13,8 +13,8 @@ from rooftrace.reporting.sections.checking import SectionError
 from rooftrace.reporting.sections.report_json import report_schema
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.sections.shapes import Key, Many, Object, schema_of
-from rooftrace.reporting.text import as_markdown, as_text
 from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.reporting.view import as_page, model as view, units
 from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
 from tests.reporting.report_support import made_report

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.allocating.caching import CachingAllocator
 from rooftrace.costmodels.allocating.replaying import program
@@ -15,7 +15,7 @@ from rooftrace.tracer.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+class Reserved(Plain):
     """Bytes that a process takes of a GPU, as PyTorch's caching allocator would hand them out.
 
     allocated and reserved are what `torch.cuda.max_memory_allocated` and `max_memory_reserved`
@@ -47,18 +47,6 @@ class Reserved:
     def process(self) -> int:
         """All bytes of the process: what is reserved, and the context."""
         return self.reserved + self.context
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for the report; bytes."""
-        return {
-            "tensors": self.tensors,
-            "allocated": self.allocated,
-            "allocated_least": self.allocated_least,
-            "reserved": self.reserved,
-            "reserved_expandable": self.reserved_expandable,
-            "workspaces": dict(self.workspaces),
-            "context": self.context,
-        }
 
 
 def reserve(graph: OpGraph, chip: Chip, tensors: int, unmade: Collection[int] = ()) -> Reserved:

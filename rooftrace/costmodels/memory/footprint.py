@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain, plain, plain_record
 from rooftrace._shown import short, some
 from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
 from rooftrace.costmodels.memory import sharing
@@ -39,7 +40,7 @@ _WRITTEN_OUT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(Plain):
     """Equal tensors that are alive at the peak."""
 
     role: str
@@ -52,21 +53,6 @@ class Held:
     saved: bool  # whether forward made it and backward reads it
     count: int = 1
     bytes: int = 0  # of all `count` together
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for the report."""
-        return {
-            "role": self.role,
-            "module": self.module,
-            "op": self.op,
-            "part": self.part,
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "saved": self.saved,
-            "count": self.count,
-            "bytes": self.bytes,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +129,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Memory(Plain):
     """Bytes alive over a step.
 
     The peaks of the single roles need not add up to the peak of all: they may be at other moments.
@@ -193,22 +179,14 @@ class Memory:
 
     def to_dict(self, most: int = 10) -> dict[str, Any]:
         """Plain dict for the report, with the `most` largest tensors and modules of the peak."""
-        return {
-            "weights": self.weights,
-            "kv": self.kv,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations_peak": self.activations_peak,
-            "peak": self.peak,
-            "at_peak": dict(self.at_peak),
-            "saved_at_peak": self.saved,
-            "optimizer_temporaries_at_peak": self.optimizer_temporaries,
-            "gathered_at_peak": self.gathered,
-            "buffers_at_peak": self.buffers,
-            "where": self.where,
-            "tensors": [held.to_dict() for held in self.tensors[:most]],
-            "modules": self.by_block()[:most],
-        }
+        largest = {"tensors": plain(self.tensors[:most]), "modules": self.by_block()[:most]}
+        return {**plain_record(self, self.KEYS), **largest}
+
+    KEYS = (
+        "weights kv gradients optimizer activations_peak peak at_peak saved_at_peak=saved "
+        "optimizer_temporaries_at_peak=optimizer_temporaries gathered_at_peak=gathered "
+        "buffers_at_peak=buffers where"
+    )
 
 
 def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:

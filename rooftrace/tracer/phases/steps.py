@@ -28,7 +28,10 @@ from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import lending, stepping
-from rooftrace.tracer.phases.attempts import OwnBackwardError, attempted
+from rooftrace.tracer.phases.attempts import (
+    OwnBackwardError as OwnBackwardError,
+    attempted,
+)
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
@@ -139,11 +142,6 @@ def trace_step(
                 "build the modules under `with torch.device('meta'):` and pass those"
             ) from error
         return _traced_step(step, args, kwargs, options, name)
-
-
-def runs_backward(error: RequestError) -> bool:
-    """Whether a phase is refused as its code calls backward, so that its call is a step."""
-    return isinstance(error, OwnBackwardError)
 
 
 def _traced_step(
@@ -271,7 +269,7 @@ def enter_modules(recorder: Recorder, root: nn.Module) -> None:
 @contextlib.contextmanager
 def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
     """Record what runs inside, with its parts, on the meta device."""
-    recorder.own_step = True
+    recorder.entries.own_step = True
     with (
         stepping.noted(recorder, root) as learnt,
         recorder,
