@@ -23,6 +23,7 @@ _ANY = re.compile(f"[{_UNSEEN}]")
 _NOT_LINES = re.compile(f"(?!\n)[{_UNSEEN}]")
 _FORMULA = re.compile(r"'*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
 _QUOTED = re.compile(r"'+[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IN_A_NAME = re.compile(r"[^\w.-]+")
 
 
@@ -85,13 +86,27 @@ def _json_escape(character: re.Match[str]) -> str:
     return json.dumps(character[0])[1:-1]
 
 
-def to_toml(text: str) -> str:
-    """Text as a basic string of TOML, in which characters that are not seen are its escapes.
+def to_toml(value: Any) -> str:
+    """A value in TOML's notation; text as a basic string whose unseen characters are its escapes.
 
     TOML has no lone surrogates: they become visible.
     """
-    plain = text.encode("utf-8", "backslashreplace").decode()
-    return _ANY.sub(_toml_escape, json.dumps(plain, ensure_ascii=False))
+    if isinstance(value, str):
+        plain = value.encode("utf-8", "backslashreplace").decode()
+        return _ANY.sub(_toml_escape, json.dumps(plain, ensure_ascii=False))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{toml_key(name)} = {to_toml(item)}" for name, item in value.items())
+        return f"{{ {inside} }}"
+    return str(value)
+
+
+def toml_key(name: str) -> str:
+    """A name as a key of TOML."""
+    return name if _BARE.fullmatch(name) else to_toml(name)
 
 
 def _toml_escape(character: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.tracer.values import distinct
 from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
-from rooftrace.tracer.values.drawing import drawn
+from rooftrace.tracer.values.choices import drawn
 from tests.releases import with_implementations
 
 

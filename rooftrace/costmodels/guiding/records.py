@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.studies import Compared
 from rooftrace.costmodels.timing.timings import ranked
 from rooftrace.hardware.units import (
     format_flops,
@@ -36,42 +37,19 @@ compiler makes; the last is several of these at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf:
+class WhatIf(Compared):
     """A step with one thing changed, beside the step without the change; both are estimates."""
 
     lever: str  # one of LEVERS
     action: str  # what to do, a sentence
     option: str  # what asks rooftrace for the same; empty where nothing does
     needs: str  # what it assumes or costs
-    before: Estimate
-    after: Estimate
     at_most: bool = False  # whether the gain is an upper bound
-
-    @property
-    def t_before(self) -> float:
-        """Seconds of the step without the change."""
-        return self.before.t_est
-
-    @property
-    def t_after(self) -> float:
-        """Seconds of the step with it."""
-        return self.after.t_est
-
-    @property
-    def gain(self) -> float:
-        """Seconds that the step gets shorter."""
-        return self.t_before - self.t_after
-
-    @property
-    def share(self) -> float:
-        """The gain over the seconds of the step without the change."""
-        return self.gain / self.t_before if self.t_before else 0.0
 
     @cached_property
     def acts_on(self) -> str:
         """The regime that loses most seconds: compute, hbm, network or launch."""
-        before, after = self.before.times.regime_seconds, self.after.times.regime_seconds
-        return ranked({name: before[name] - after[name] for name in before})[0]
+        return ranked(self.regime_seconds)[0]
 
     @cached_property
     def rests_on(self) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rooftrace._escapes import to_toml
+from rooftrace._escapes import toml_key
 from rooftrace._plain import Plain
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
@@ -47,6 +47,7 @@ from rooftrace.costmodels.knobs.numbers import (
 )
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
+from rooftrace.hardware.facttables import toml_sections
 
 SCHEMA = "rooftrace.knobs/1"
 _SHIPPED = Path(__file__).parent / "fitted"
@@ -326,41 +327,23 @@ def shipped_knobs() -> tuple[str, ...]:
 
 def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
-    data = knobs.to_dict()
+    data = _rounded(knobs.to_dict())
     shares, residuals = data.pop("share"), data.pop("residuals", {})
-    sections = ("source", "tiling", "attention", "engines")
-    names = [name for name in sections if isinstance(data.get(name), Mapping)]
+    ordered = ("source", "tiling", "attention", "engines")
+    names = [name for name in ordered if isinstance(data.get(name), Mapping)]
     tables = {name: data.pop(name) for name in names}
     if "traffic" in data:
         tables["traffic"] = data.pop("traffic")
         tables["traffic.factors"] = tables["traffic"].pop("factors")
-    lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]
-    for name, ends in residuals.items():
-        lines += ["", f"[residuals.{_key(name)}]", *(f"{k} = {_toml(v)}" for k, v in ends.items())]
-    if shares:
-        lines += ["", "[share]"]
-        lines += [f"{_key(name)} = {_toml(share)}" for name, share in shares.items()]
-    return "\n".join(lines) + "\n"
+    sections = [("", data), *((f"[{name}]", table) for name, table in tables.items())]
+    sections += [(f"[residuals.{toml_key(name)}]", ends) for name, ends in residuals.items()]
+    return toml_sections([*sections, ("[share]", shares)] if shares else sections)
 
 
-def _key(name: str) -> str:
-    plain = name.replace("_", "").replace("-", "").isalnum() and name.isascii()
-    return name if plain else _toml(name)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return to_toml(value)
+def _rounded(value: Any) -> Any:
+    """A value with six digits in each of its numbers."""
     if isinstance(value, float):
-        return "inf" if value == math.inf else repr(float(f"{value:.6g}"))
-    if isinstance(value, int):
-        return str(value)
+        return float(f"{value:.6g}")
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    raise TypeError(f"{value!r} has no TOML form")
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -91,13 +91,7 @@ class Walker:
                 self.readers[value].append(op)
         self._edges: set[int] = set()
         """Values that an op outside of a repeat reads of its last iteration."""
-        values = self.graph.values
-        self._written = {
-            values[i].storage
-            for op in self.graph.kernels()
-            for i in op.outputs
-            if values[i].storage != i
-        }
+        self._written = set(places.writers)
 
     def settled(self, storages: set[int]) -> None:
         """From here on, values of these storages are read as they are once all was written."""

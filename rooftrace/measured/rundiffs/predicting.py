@@ -18,6 +18,7 @@ from rooftrace.measured.rundiffs.rundiff import (
     StepDiff,
     ratio_of,
 )
+from rooftrace.tracer.changes.aligning import union
 from rooftrace.tracer.paths import pattern_of
 
 NEAR = (0.5, 2.0)
@@ -86,20 +87,17 @@ def _beside(
     root: str,
 ) -> tuple[GroupChange, ...]:
     """Groups with the predicted seconds of their kernels; those only predicted come last."""
-    sums = [_seconds(estimate.rows, names_of, root) for estimate in estimates]
-    here = {group.name for group in groups}
-    beside = [replace(group, predicted=_of(sums, group.name)) for group in groups]
+    first, second = (_seconds(estimate.rows, names_of, root) for estimate in estimates)
+    predicted = {
+        name: MeasuredChange(before, after) for name, before, after in union(first, second, 0.0)
+    }
     nothing = MeasuredChange(before=0.0, after=0.0)
+    beside = [replace(g, predicted=predicted.pop(g.name, nothing)) for g in groups]
     beside += [
-        GroupChange(name=name, time=nothing, count=nothing, predicted=_of(sums, name))
-        for name in dict.fromkeys((*sums[0], *sums[1]))
-        if name not in here
+        GroupChange(name=name, time=nothing, count=nothing, predicted=change)
+        for name, change in predicted.items()
     ]
     return tuple(beside)
-
-
-def _of(sums: Sequence[Mapping[str, float]], name: str) -> MeasuredChange:
-    return MeasuredChange(before=sums[0].get(name, 0.0), after=sums[1].get(name, 0.0))
 
 
 def _seconds(

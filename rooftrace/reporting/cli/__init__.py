@@ -42,6 +42,9 @@ from rooftrace.reporting.cli.solve_command import solve
 from rooftrace.reporting.cli.sweep_commands import sweep
 from rooftrace.reporting.cli.system_commands import systems
 from rooftrace.reporting.cli.weight_commands import inventory
+from rooftrace.reporting.requests.options import options_of
+from rooftrace.reporting.requests.pricing import ExecutionOptions
+from rooftrace.reporting.requests.workload import Workload
 
 __all__ = ["cli", "main", "run"]
 
@@ -152,8 +155,12 @@ def _end_orderly() -> None:
             signal.signal(number, end)
 
 
-_OPTIONS = {"inputs": "input", "phases": "phase", "repeats": "no-repeats"}
-"""Options whose names are not those of the arguments."""
+_OPTIONS = {"repeats": "no-repeats"} | {
+    each.name: each.spelled.removeprefix("--")
+    for each in (*options_of(Workload), *options_of(ExecutionOptions))
+    if each.name != "repeats"
+}
+"""Options by the names of arguments."""
 
 
 def _message(error: BaseException) -> str:

@@ -42,18 +42,19 @@ class Pairing(Generic[T]):
     def by(
         self,
         before: Callable[[T], Hashable],
-        after: Callable[[T], Hashable] | None = None,
+        after: Callable[[T], Hashable],
+        *,
         alone: bool = False,
     ) -> None:
         """Pair what has the same key, the first with the first; a key of None pairs nothing.
 
-        after: the key of things of the second side, where that is another function.  alone: only
-        what alone has its key on its side.
+        before, after: give the key of a thing of either side.  alone: only what alone has its key
+        on its side.
         """
         keys = {item: before(item) for item in self.left[0]}
         queues: dict[Hashable, deque[T]] = defaultdict(deque)
         for item in self.left[1]:
-            queues[(after or before)(item)].append(item)
+            queues[after(item)].append(item)
         counts = Counter(keys.values()) if alone else {}
         for item, key in keys.items():
             if key is None or key not in queues:

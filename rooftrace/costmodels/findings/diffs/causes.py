@@ -184,8 +184,7 @@ def tied(sides: Sides) -> list[str]:
     names = [{*map(pattern_of, parameters(graph))} for graph in graphs]
     texts: dict[str, None] = {}
     for pair in sides.matching.pairs:
-        reads = (sides[n].flow.reads[op] for n, op in enumerate((pair.before, pair.after)))
-        for a, b in zip(*reads, strict=False):
+        for a, b in sides.reads(pair.before, pair.after):
             if a.origin < 0 and b.origin < 0:
                 old = pattern_of(graphs[0].values[-1 - a.origin].name)
                 new = pattern_of(graphs[1].values[-1 - b.origin].name)

@@ -47,80 +47,16 @@ class Sets:
 
 def clusters_of(sides: Sides, edits: Sequence[Edit]) -> list[Cluster]:
     """The clusters in which something changed; edits of one line of the code are in one cluster."""
-    together = Sets()
-    for pair in sides.matching.pairs:
-        _join(together, [*_rows(sides, 0, pair.before), *_rows(sides, 1, pair.after)])
-    owners: dict[tuple[int, int], Hashable] = {}
-    for edit in edits:
-        nodes = [node for side, op in edit.ops for node in _rows(sides, side, op)]
-        _join(together, nodes)
-        owners |= {place: nodes[0] for place in edit.ops if nodes}
-    _join_by_flow(together, sides, edits, owners)
-    _join_by_readers(together, sides, owners)
-    _join_by_lines(together, sides, edits, owners)
-    _take_in(together, sides, edits, owners)
-    return list(_changed(together, sides, edits, owners))
+    joining = _Joining(sides, edits)
+    joining.by_flow()
+    joining.by_readers()
+    joining.by_lines()
+    joining.take_in()
+    return list(joining.changed())
 
 
-def _rows(sides: Sides, side: int, op: int) -> list[tuple[int, int]]:
-    return [(side, row) for row in sides[side].rows_of.get(op, ())]
-
-
-def _join(together: Sets, nodes: Sequence[Hashable]) -> None:
-    for node in nodes[1:]:
-        together.join(nodes[0], node)
-
-
-def _join_by_flow(
-    together: Sets,
-    sides: Sides,
-    edits: Sequence[Edit],
-    owners: Mapping[tuple[int, int], Hashable],
-) -> None:
-    """Join an edit with the edits that made what it reads, or that read the same changed tensor.
-
-    An optimizer reads all parameters: it would join whatever there is.
-    """
-    for edit in edits:
-        if op_of(sides, edit).part == OPTIMIZER:
-            continue
-        outside = set()
-        for _, op, partner in pairs_of([edit]):
-            for _, first, second in differing_reads(sides, op, partner):
-                outside |= {(0, first.origin), (1, second.origin)}
-        for side, op in edit.ops:
-            for read in sides[side].flow.reads[op]:
-                place = side, read.origin
-                if place in owners or place in outside:
-                    together.join(owners[side, op], owners.get(place, place))
-
-
-def _join_by_readers(
-    together: Sets,
-    sides: Sides,
-    owners: Mapping[tuple[int, int], Hashable],
-) -> None:
-    """Join edits of either side that make the same tensor of a kernel which did not change."""
-    for pair in sides.matching.pairs:
-        ops = (sides.before, pair.before), (sides.after, pair.after)
-        reads = zip(*(side.flow.reads[op] for side, op in ops), strict=False)
-        for a, b in reads:
-            if (0, a.origin) in owners and (1, b.origin) in owners:
-                together.join(owners[0, a.origin], owners[1, b.origin])
-
-
-def _join_by_lines(
-    together: Sets,
-    sides: Sides,
-    edits: Sequence[Edit],
-    owners: Mapping[tuple[int, int], Hashable],
-) -> None:
-    """Join the clusters whose first edits stand in one line: equal layers, forward and backward."""
-    for edit in edits:
-        if edit.is_root:
-            for side, op in edit.ops:
-                place = site(sides[side], op)
-                together.join(owners[side, op], ("line", side, place))
+Node = tuple[int, int]
+"""A row of an estimate, or an op of a graph: its side, and its number."""
 
 
 def site(side: Side, op: int) -> tuple[str, str]:
@@ -131,69 +67,107 @@ def site(side: Side, op: int) -> tuple[str, str]:
     return ("", node.source) if node.source else (node.name, pattern_of(node.module))
 
 
-def _take_in(
-    together: Sets,
-    sides: Sides,
-    edits: Sequence[Edit],
-    owners: Mapping[tuple[int, int], Hashable],
-) -> None:
-    """Join groups that cost something else without an edit of their own to an edit beside."""
-    edited = {together.find(owner) for owner in owners.values()}
-    for rows in _members(together, sides).values():
-        node = next(iter(rows))
-        if together.find(node) in edited or not _delta(sides, rows):
-            continue
-        for side, row in rows:
-            place = next(_edits_beside(sides[side], side, row, owners), None)
+class _Joining:
+    """Rows of both sides, put together step by step; owners: by edited op, one of its rows."""
+
+    def __init__(self, sides: Sides, edits: Sequence[Edit]) -> None:
+        self.sides, self.edits, self.together = sides, edits, Sets()
+        self.owners: dict[Node, Hashable] = {}
+        for pair in sides.matching.pairs:
+            self._join([*self._rows(0, pair.before), *self._rows(1, pair.after)])
+        for edit in edits:
+            nodes = [node for side, op in edit.ops for node in self._rows(side, op)]
+            self._join(nodes)
+            self.owners |= {place: nodes[0] for place in edit.ops if nodes}
+
+    def _rows(self, side: int, op: int) -> list[Node]:
+        return [(side, row) for row in self.sides[side].rows_of.get(op, ())]
+
+    def _join(self, nodes: Sequence[Hashable]) -> None:
+        for node in nodes[1:]:
+            self.together.join(nodes[0], node)
+
+    def by_flow(self) -> None:
+        """Join an edit with those that made what it reads, or that read the same changed tensor.
+
+        An optimizer reads all parameters: it would join whatever there is.
+        """
+        for edit in self.edits:
+            if op_of(self.sides, edit).part == OPTIMIZER:
+                continue
+            outside = set()
+            for _, op, partner in pairs_of([edit]):
+                for _, first, second in differing_reads(self.sides, op, partner):
+                    outside |= {(0, first.origin), (1, second.origin)}
+            for side, op in edit.ops:
+                for read in self.sides[side].flow.reads[op]:
+                    place = side, read.origin
+                    if place in self.owners or place in outside:
+                        self.together.join(self.owners[side, op], self.owners.get(place, place))
+
+    def by_readers(self) -> None:
+        """Join edits of either side that make the same tensor of a kernel which did not change."""
+        for pair in self.sides.matching.pairs:
+            for first, second in self.sides.reads(pair.before, pair.after):
+                made = (0, first.origin), (1, second.origin)
+                if all(place in self.owners for place in made):
+                    self._join([self.owners[place] for place in made])
+
+    def by_lines(self) -> None:
+        """Join clusters whose first edits stand in one line: equal layers, forward and backward."""
+        for edit in self.edits:
+            if edit.is_root:
+                for side, op in edit.ops:
+                    line = "line", side, site(self.sides[side], op)
+                    self.together.join(self.owners[side, op], line)
+
+    def take_in(self) -> None:
+        """Join groups that cost something else without an edit of their own to an edit beside."""
+        edited = {self.together.find(owner) for owner in self.owners.values()}
+        for rows in self._members().values():
+            if self.together.find(rows[0]) in edited or not self._differs(rows):
+                continue
+            place = next((p for row in rows for p in self._edits_beside(*row)), None)
             if place is not None:
-                together.join(owners[place], node)
-                break
+                self.together.join(self.owners[place], rows[0])
+
+    def _edits_beside(self, number: int, row: int) -> Iterator[Node]:
+        side = self.sides[number]
+        for op in side.estimate.rows[row].ops:
+            if op in side.flow.reads:
+                made = (read.origin for read in side.flow.reads[op])
+                near = (*made, *side.flow.readers.get(op, ()))
+                yield from ((number, other) for other in near if (number, other) in self.owners)
+
+    def _members(self) -> Mapping[Hashable, list[Node]]:
+        members: dict[Hashable, list[Node]] = defaultdict(list)
+        for side in range(2):
+            for row in range(len(self.sides[side].estimate.rows)):
+                members[self.together.find((side, row))].append((side, row))
+        return members
+
+    def changed(self) -> Iterator[Cluster]:
+        """The clusters that have an edit, or cost something else."""
+        inside: dict[Hashable, list[Edit]] = defaultdict(list)
+        for edit in self.edits:
+            owner = next((self.owners[p] for p in edit.ops if p in self.owners), None)
+            if owner is not None:
+                inside[self.together.find(owner)].append(edit)
+        for root, rows in self._members().items():
+            if root in inside or self._differs(rows):
+                before, after = _numbers(rows)
+                yield Cluster(before, after, tuple(inside.get(root, ())))
+
+    def _differs(self, rows: Sequence[Node]) -> bool:
+        """Whether some rows cost something else on the two sides."""
+        time, *counts = self.sides.costs(*_numbers(rows)).values()
+        larger = max(time.before, time.after)
+        return abs(time.after - time.before) > ROUNDING * larger or any(
+            count.before != count.after for count in counts
+        )
 
 
-def _edits_beside(
-    side: Side, number: int, row: int, owners: Mapping[tuple[int, int], Hashable]
-) -> Iterator[tuple[int, int]]:
-    flow = side.flow
-    for op in side.estimate.rows[row].ops:
-        if op in flow.reads:
-            near = (*(read.origin for read in flow.reads[op]), *flow.readers.get(op, ()))
-            yield from ((number, other) for other in near if (number, other) in owners)
-
-
-def _members(together: Sets, sides: Sides) -> Mapping[Hashable, dict[tuple[int, int], None]]:
-    members: dict[Hashable, dict[tuple[int, int], None]] = defaultdict(dict)
-    for side in range(2):
-        for row in range(len(sides[side].estimate.rows)):
-            members[together.find((side, row))][side, row] = None
-    return members
-
-
-def _changed(
-    together: Sets,
-    sides: Sides,
-    edits: Sequence[Edit],
-    owners: Mapping[tuple[int, int], Hashable],
-) -> Iterator[Cluster]:
-    inside: dict[Hashable, list[Edit]] = defaultdict(list)
-    for edit in edits:
-        owner = next((owners[place] for place in edit.ops if place in owners), None)
-        if owner is not None:
-            inside[together.find(owner)].append(edit)
-    for root, rows in _members(together, sides).items():
-        if root in inside or _delta(sides, rows):
-            yield Cluster(
-                tuple(row for side, row in rows if side == 0),
-                tuple(row for side, row in rows if side == 1),
-                tuple(inside.get(root, ())),
-            )
-
-
-def _delta(sides: Sides, rows: Mapping[tuple[int, int], None]) -> bool:
-    """Whether some rows cost something else on the two sides."""
-    sums = [[0.0, 0, 0, 0], [0.0, 0, 0, 0]]
-    for side, number in rows:
-        row = sides[side].estimate.rows[number]
-        parts = (row.timing.t_device, row.bytes, row.flops, row.count)
-        sums[side] = [a + b for a, b in zip(sums[side], parts, strict=True)]
-    (first, *counts), (second, *others) = sums
-    return counts != others or abs(second - first) > ROUNDING * max(first, second)
+def _numbers(rows: Sequence[Node]) -> Iterator[tuple[int, ...]]:
+    """The numbers of the rows of either side."""
+    for number in range(2):
+        yield tuple(row for side, row in rows if side == number)

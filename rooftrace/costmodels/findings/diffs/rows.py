@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -155,21 +155,8 @@ def _row(
         count=sum(modules.values()),
         before=before,
         after=after,
-        **_sums(sides, cluster.before, cluster.after),
+        **sides.costs(cluster.before, cluster.after),
     )
-
-
-def _sums(sides: Sides, before: Iterable[int], after: Iterable[int]) -> dict[str, Change]:
-    rows = [
-        [sides[number].estimate.rows[row] for row in numbers]
-        for number, numbers in enumerate((before, after))
-    ]
-    return {
-        "time": Change(*(sum(row.timing.t_device for row in side) for side in rows)),
-        "bytes": Change(*(sum(row.bytes for row in side) for side in rows)),
-        "flops": Change(*(sum(row.flops for row in side) for side in rows)),
-        "kernels": Change(*(sum(row.count for row in side) for side in rows)),
-    }
 
 
 def _modules(sides: Sides, places: Whereabouts, edits: Sequence[Edit]) -> Mapping[str, int]:
@@ -259,7 +246,7 @@ def _with_eager(
             row = _row(sides, called, cluster, eager, other.edits)
         else:
             row = _row(sides, places, cluster, sides, cluster.edits)
-        time = _sums(eager, other.before, other.after)["time"]
+        time = eager.costs(other.before, other.after)["time"]
         is_free = abs(row.time.delta) <= ROUNDING * row.time.before and not row.kernels.delta
         fused = "; fused away" if is_free and time.delta else ""
         rows.append(replace(row, cause=row.cause + fused, eager=time))

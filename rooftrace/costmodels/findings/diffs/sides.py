@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.findings.diffs.flow import Flow
+from rooftrace.costmodels.findings.diffs.flow import Flow, Read
 from rooftrace.costmodels.findings.diffs.matching import Matching, match
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import engines
+from rooftrace.tracer.changes import Change
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -126,6 +127,23 @@ class Sides:
 
     def __getitem__(self, number: int) -> Side:
         return self.after if number else self.before
+
+    def costs(self, before: Iterable[int], after: Iterable[int]) -> dict[str, Change]:
+        """What rows of the two sides cost together, by the names of the fields of a `DiffRow`."""
+        rows = [
+            [self[number].estimate.rows[row] for row in numbers]
+            for number, numbers in enumerate((before, after))
+        ]
+        return {
+            "time": Change(*(sum(row.timing.t_device for row in side) for side in rows)),
+            "bytes": Change(*(sum(row.bytes for row in side) for side in rows)),
+            "flops": Change(*(sum(row.flops for row in side) for side in rows)),
+            "kernels": Change(*(sum(row.count for row in side) for side in rows)),
+        }
+
+    def reads(self, before: int, after: int) -> Iterator[tuple[Read, Read]]:
+        """What a kernel of either side reads, argument by argument."""
+        return zip(self.before.flow.reads[before], self.after.flow.reads[after], strict=False)
 
     @cached_property
     def partners(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
