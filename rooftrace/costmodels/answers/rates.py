@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.batchtiming import BatchTimes, PlanColumns, time_columns
 from rooftrace.costmodels.planforms import Points
 from rooftrace.costmodels.sweeping import SweepCase
+from rooftrace.costmodels.timing.steps import StepAmounts
+from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_step
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
@@ -84,8 +85,8 @@ def needed_rates(
     """The answer at one place.  Raises MissingPeakError where the chip cannot run it."""
     points = Points({name: _column(sizes[name]) for name in case.form.names})
     ((plan, _),) = case.form.plans(points, case.conditions)
-    columns = plan.columns(points, plan.cache_of(chip))
-    now = time_columns(columns, chip)
+    sized = plan.step(points, plan.cache_of(chip))
+    now = time_step(sized, chip)
     regimes = _regimes(now)
     limiter = max(regimes, key=lambda name: regimes[name])
     moved = float(plan.bytes(points)[0])
@@ -96,21 +97,21 @@ def needed_rates(
         share=regimes[limiter] / step if step else 0.0, seconds=regimes, step=step,
         intensity=flops / moved if moved else None,
         ridge=float(now.peak[0]) / chip.memory_bandwidth.value,
-        rates=tuple(_rates(columns, chip, now)), rests=rests,
+        rates=tuple(_rates(sized, chip, now)), rests=rests,
     )  # fmt: skip
 
 
-def _rates(columns: PlanColumns, chip: Chip, now: BatchTimes) -> Iterator[NeededRate]:
+def _rates(sized: StepAmounts, chip: Chip, now: TimesOverPoints) -> Iterator[NeededRate]:
     compute, hbm, net = (float(t[0]) for t in (now.t_comp, now.t_hbm, now.t_net))
     bandwidth = chip.memory_bandwidth.value
     yield _needed(
-        columns, chip, "memory_bandwidth", "", bandwidth, rising=True,
+        sized, chip, "memory_bandwidth", "", bandwidth, rising=True,
         by_totals=bandwidth * hbm / compute if compute else None,
     )  # fmt: skip
     peak = float(now.peak[0])
     engine = f"{now.peak_precisions[int(now.peak_place[0])]}" if now.peak_precisions else ""
     yield _needed(
-        columns, chip, "flops", engine, peak, rising=False,
+        sized, chip, "flops", engine, peak, rising=False,
         by_totals=peak * compute / max(hbm, net) if max(hbm, net) else None,
     )  # fmt: skip
     links = [link.bandwidth.value for link in chip.links]
@@ -123,13 +124,13 @@ def _rates(columns: PlanColumns, chip: Chip, now: BatchTimes) -> Iterator[Needed
         )  # fmt: skip
         return
     yield _needed(
-        columns, chip, "link", "", max(links), rising=True,
+        sized, chip, "link", "", max(links), rising=True,
         by_totals=max(links) * net / compute if compute else None,
     )  # fmt: skip
 
 
 def _needed(
-    columns: PlanColumns,
+    sized: StepAmounts,
     chip: Chip,
     fact: str,
     engine: str,
@@ -142,9 +143,9 @@ def _needed(
 
     rates = _rates_of(chip, fact)
 
-    def times(factor: float) -> BatchTimes:
+    def times(factor: float) -> TimesOverPoints:
         changed = chip.with_facts({name: value * factor for name, value in rates.items()})
-        return time_columns(columns, changed)
+        return time_step(sized, changed)
 
     def computing(factor: float) -> bool:
         regimes = _regimes(times(factor))
@@ -166,7 +167,7 @@ def _needed(
     return NeededRate(**known, needed=now * good, step=step)
 
 
-def _regimes(times: BatchTimes) -> dict[str, float]:
+def _regimes(times: TimesOverPoints) -> dict[str, float]:
     return {name: float(times.regime_seconds[name][0]) for name in REGIMES}
 
 

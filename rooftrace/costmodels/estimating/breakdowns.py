@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimating.rows import Row
-from rooftrace.costmodels.timing import StepTimes
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.hardware.units import format_flops, format_time, format_traffic
 from rooftrace.tracer.paths import pattern_of
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rooftrace.costmodels.timing import Communication, StepTimes
+from rooftrace.costmodels.timing.exchanges import Communication
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.tracer.collectives import replicas_of
 from rooftrace.tracer.graph import OpGraph
 

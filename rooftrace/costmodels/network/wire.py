@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from rooftrace.hardware.systems.records import COLLECTIVES
 
@@ -60,9 +61,7 @@ def _share(kind: str, units: int, inside: int) -> float:
     return others  # all_to_all, gather, scatter
 
 
-def level_bytes(
-    kind: str, nbytes: float, counts: Sequence[int], *, ring: bool = False
-) -> list[float]:
+def level_bytes(kind: str, nbytes: Any, counts: Sequence[int], *, ring: bool = False) -> list[Any]:
     """Bytes that each rank sends over each level, from the inside out.
 
     counts: the ranks, then how many units of each level they stand in: (16, 2, 1).  ring: how NCCL
