@@ -214,7 +214,7 @@ class Walker:
         if name == "aten.expand":
             return self.aligned(op.inputs[0], dims).dims
         if name in ("aten.permute", "aten.transpose", "aten.t"):
-            order = _order(op, len(shape))
+            order = order_of(op, len(shape))
             return tuple(dims[order.index(d)] for d in range(len(shape)))
         dim = arguments.get("dim", 0)
         if name == "aten.select" and isinstance(dim, int):
@@ -269,7 +269,7 @@ class Walker:
         return (ReadValue(op.inputs[0], read),)
 
 
-def _order(op: Op, rank: int) -> list[int]:
+def order_of(op: Op, rank: int) -> list[int]:
     """Which dimension of the operand each dimension of a permuted view is."""
     order = list(range(rank))
     if op.name == "aten.permute":
