@@ -19,10 +19,10 @@ from rooftrace.costmodels.explaining import plan_at
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import LAST
-from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
+from rooftrace.costmodels.planforms import Conditions, PlanForm
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.studies import Study, UnknownNumberError, Variant
-from rooftrace.costmodels.sweeping import Form, evaluated
+from rooftrace.costmodels.sweeping import Form
 from rooftrace.costmodels.timing import time_plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
@@ -56,15 +56,12 @@ def elasticities(
     numbers = dict(zip(form.names, form.numbers(own), strict=True))
     study = Study.of_form(form, numbers, chip, conditions)
     step = study.step
-    conditions = replace(conditions, execution=step.execution)
     rows = []
     for each in (form, *others):
-        here = each.numbers({name: sizes[name] for name in each.names})
-        planned = plan_at(each, here, conditions)
-        rows += [
-            _by_size(each, planned, here, place, study, conditions, refusals)
-            for place in range(len(each.names))
-        ]
+        here = {name: sizes[name] for name in each.names}
+        along = replace(study, form=each, sizes=here)
+        planned = plan_at(each, each.numbers(here), replace(conditions, execution=step.execution))
+        rows += [_by_size(along, planned, name, refusals) for name in each.names]
     rows += _by_numbers(study)
     knobs = study.numbers.execution.knobs
     return Elasticities(
@@ -72,7 +69,7 @@ def elasticities(
         phase=form.phase,
         sizes=dict(sizes),
         chip=chip.name,
-        execution=conditions.execution.name,
+        execution=step.execution.name,
         knobs=knobs.title if isinstance(knobs, Knobs) else "",
         flops=step.flops,
         bytes=step.bytes_hbm,
@@ -147,19 +144,18 @@ def _elasticity(ratio: float, factor: float) -> float | None:
     return 0.0 if ratio == 1 else math.log(ratio) / math.log(factor)
 
 
+def _timed(planned: Plan, chip: Chip) -> dict[str, float]:
+    times = time_plan(planned, chip).step
+    return {"t_est": times.t_est, "t_bound": times.t_bound, "bytes_hbm": planned.bytes.total}
+
+
 # -- sizes -----------------------------------------------------------------------------------------
 
 
 def _by_size(
-    form: Form,
-    planned: PlanForm,
-    numbers: Sequence[int],
-    place: int,
-    study: Study,
-    conditions: Conditions,
-    refusals: tuple[type[Exception], ...],
+    study: Study, planned: PlanForm, name: str, refusals: tuple[type[Exception], ...]
 ) -> Elasticity:
-    size, step = numbers[place], study.step
+    size, step = study.sizes[name], study.step
     wanted: dict[str, float] = {"+1": size + 1, "x1.1": round(size * 1.1), "x2": 2 * size}
     if wanted["x1.1"] <= size + 1:
         del wanted["x1.1"]
@@ -174,12 +170,12 @@ def _by_size(
     }
 
     def after(value: float) -> Totals:
-        points = {
-            name: [int(value) if other == place else number]
-            for other, (name, number) in enumerate(zip(form.names, numbers, strict=True))
+        other, chip = study.planned(Variant(sizes={name: int(value)}))
+        return {
+            **_timed(other, chip),
+            "flops": other.total.flops(),
+            "peak_memory": other.memory.peak,
         }
-        table = evaluated(form, Points(points), [step.chip], conditions)
-        return {name: table[name][0] for name in before}
 
     def refused(error: Exception) -> str:
         return f"the model does not take it: {str(error).splitlines()[0]:.120}"
@@ -187,17 +183,19 @@ def _by_size(
     tried = _finite_steps(wanted, before, after, refused, refusals)
     steps = tuple(step for step, _ in tried)
 
+    numbers = tuple(study.sizes.values())
+    place = list(study.sizes).index(name)
     known = slopes.known_slope(planned, place)
     exact = [
-        slope(planned, numbers, place) if known else _slope(tried, name, before, size)
-        for name, slope in (
+        slope(planned, numbers, place) if known else _slope(tried, total, before, size)
+        for total, slope in (
             ("flops", slopes.flops_slope),
             ("bytes_hbm", slopes.bytes_slope),
             ("peak_memory", slopes.peak_slope),
         )
     ]
     return Elasticity(
-        name=form.names[place],
+        name=name,
         kind="size",
         value=size,
         unit="count",
@@ -260,13 +258,7 @@ def _by_number(study: Study, name: str, value: float, note: str) -> Elasticity:
     before = {"t_est": step.t_est, "t_bound": step.t_bound, "bytes_hbm": step.bytes_hbm}
 
     def after(number: float) -> Totals:
-        planned, chip = study.planned(Variant(numbers={name: number}))
-        times = time_plan(planned, chip).step
-        return {
-            "t_est": times.t_est,
-            "t_bound": times.t_bound,
-            "bytes_hbm": planned.bytes.total,
-        }
+        return _timed(*study.planned(Variant(numbers={name: number})))
 
     refusals = (UnknownNumberError, MissingPeakError, OverflowError)
     values = {} if note else _values(value, study.numbers.is_count(name))

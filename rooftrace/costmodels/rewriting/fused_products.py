@@ -107,9 +107,10 @@ def _behind(
             if op is None or seen.get(op.id, through + 1) <= between:
                 continue
             seen[op.id] = between
-            written = () if only_way else _writes_into(places, value)
+            written = () if only_way else places.writers.get(graph.values[value].storage, ())
+            copied = (o for o in written if o.name == "aten.copy_")  # part by part
             sources = [
-                i for o in (op, *written) for i in o.inputs if graph.values[i].role != "weights"
+                i for o in (op, *copied) for i in o.inputs if graph.values[i].role != "weights"
             ]
             if op.name in _ANY_PRODUCT:
                 reached[op.id] = min(between, reached.get(op.id, between))
@@ -120,16 +121,6 @@ def _behind(
                 following += [(source, between) for source in sources]
         front = following
     return reached
-
-
-def _writes_into(places: Places, value: int) -> list[Op]:
-    """The ops that write into a new tensor, part by part."""
-    storage, values = places.graph.values[value].storage, places.graph.values
-    return [
-        op
-        for op in places.readers[storage]
-        if op.name == "aten.copy_" and any(values[i].storage == storage for i in op.outputs)
-    ]
 
 
 # -- one product -----------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def parallel_scans(walker: Walker) -> Iterator[Scan]:
 
 def _scan(walker: Walker, entered: int) -> Scan | None:
     values = walker.graph.values
-    added = [walker.places.made_by(op.inputs[-1]) for op in _writes(walker, entered)]
+    added = [walker.places.made_by(op.inputs[-1]) for op in walker.places.writers[entered]]
     read = {values[i].storage for op in added if op is not None for i in op.inputs}
     decays = {d for d in read - {entered} if values[d].shape == values[entered].shape}
     if len(decays) != 1 or len(values[entered].shape) < 2:
@@ -90,15 +90,6 @@ def _scan(walker: Walker, entered: int) -> Scan | None:
     return None
 
 
-def _writes(walker: Walker, storage: int) -> list[Op]:
-    values = walker.graph.values
-    return [
-        op
-        for op in walker.places.readers[storage]
-        if op.kind == "kernel" and any(values[i].storage == storage != i for i in op.outputs)
-    ]
-
-
 def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
     """Whether ops in place make of each token the sum over all tokens before it."""
     graph, values = walker.graph, walker.graph.values
@@ -108,7 +99,7 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
         decay: [_Span("a", t, t) for t in range(tokens)],
     }
     made: dict[int, list[_Span]] = {}
-    writes = [op.id for storage in spans for op in _writes(walker, storage)]
+    writes = [op.id for storage in spans for op in walker.places.writers[storage]]
     begin = max(graph.producers.get(storage, -1) for storage in spans) + 1
     touched = {op.id for storage in spans for op in walker.places.readers[storage]}
     for op in graph.ops[begin : max(writes) + 1]:
@@ -187,7 +178,7 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     values, graph = walker.graph.values, walker.graph
     shape = values[entered].shape
     dims = tuple(full(d, n) for d, n in enumerate(shape))
-    last_write = max(op.id for op in _writes(walker, entered))
+    last_write = max(op.id for op in walker.places.writers[entered])
     reads = [op for op in _behind(walker, entered) if op.id > last_write]
     sums = [(op, made) for op in reads if (made := summed(walker, entered, op)) is not None]
     if len(sums) != 1:

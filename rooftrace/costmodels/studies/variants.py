@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.costmodels.studies.namednumbers import NamedNumbers
-from rooftrace.costmodels.sweeping import Form
 from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import OpGraph
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.planforms import Conditions
+    from rooftrace.costmodels.sweeping import Form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,5 +186,4 @@ class Study:
 
 def _same_kernels(model: ExecutionModel, other: ExecutionModel) -> bool:
     """Whether two execution models make the same kernels of a graph, with the same bytes."""
-    other = replace(other, name=model.name, dispatch=model.dispatch)
-    return Conditions(model).of_plans == Conditions(other).of_plans
+    return replace(other, name=model.name, dispatch=model.dispatch).untimed == model.untimed
