@@ -10,7 +10,8 @@ from typing import Annotated, Any, overload
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimating.rows import Row
-from rooftrace.costmodels.timing import StepTimes, timings
+from rooftrace.costmodels.timing import timings
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.hardware.units import format_flops, format_time, format_traffic
 from rooftrace.tracer.paths import pattern_of
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rooftrace._plain import Positive
-from rooftrace.costmodels.timing import Communication, StepTimes
+from rooftrace.costmodels.timing.exchanges import Communication
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.tracer.collectives import replicas_of
 from rooftrace.tracer.graph import OpGraph
 
