@@ -13,6 +13,8 @@ from rooftrace._formats import FIGURES, TEXTS, USUAL
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, is_ours
 from rooftrace.reporting.reports import report
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.reporting.rooflinesteps import FIGURE, PAGE, Reports, names_of
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def reports(
     from rooftrace.reporting.pages import files as written
 
     _check(targets)
+    conditions_of(report, PricingOptions.parted(asked)[0])
     used = USUAL if formats is None else tuple(formats)
     written.check_formats(used)
     folders = names_of(targets)

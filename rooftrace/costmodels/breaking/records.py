@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.studies import Compared
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.tracer.dynamo import PlacedStep
 from rooftrace.tracer.dynamo.records import Cause, Recompiled
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BreakCost(Plain):
-    """One line at which compiled code ends, and the step without it: both steps are estimates."""
+class BreakCost(Plain, Compared):
+    """One line at which compiled code ends: the step as it breaks, and without this line's breaks.
+
+    All other breaks stay; both steps are estimates.
+    """
 
     cause: Cause
     cuts: int  # how many stretches of the module's call begin for it
     singles: int  # kernels of the module's call that Python runs one by one for it
-    before: Estimate  # the step as it breaks
-    after: Estimate  # the step without this line's breaks; all others stay
 
     KEYS = (
         "kind=cause.kind reason=cause.reason source=cause.source module=cause.module "
@@ -32,31 +34,9 @@ class BreakCost(Plain):
     )
 
     @property
-    def gain(self) -> float:
-        """Seconds that the step gets shorter without it."""
-        return self.before.t_est - self.after.t_est
-
-    @property
-    def share(self) -> float:
-        """The gain over the seconds of the step as it breaks."""
-        return self.gain / self.before.t_est if self.before.t_est else 0.0
-
-    @property
-    def kernels(self) -> int:
-        """Kernels that the step has more, because they cannot fuse across it."""
-        return self.before.kernels - self.after.kernels
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that go through HBM because of it."""
-        return self.before.bytes_hbm - self.after.bytes_hbm
-
-    @property
     def launch(self) -> float:
         """Seconds of launching that it exposes."""
-        seconds = (e.times.regime_seconds["launch"] for e in (self.before, self.after))
-        before, after = seconds
-        return before - after
+        return self.regime_seconds["launch"]
 
 
 @dataclass(frozen=True, kw_only=True)

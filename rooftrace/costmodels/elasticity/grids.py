@@ -16,10 +16,10 @@ import numpy as np
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.elasticity.namednumbers import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.factorial import Factorial, factorial
 from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.sweeping import Form, evaluated
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.errors import RequestError, hint

@@ -177,6 +177,12 @@ class ExecutionModel(Plain):
         return self.knobs.traffic if holds else None
 
     @property
+    def untimed(self) -> ExecutionModel:
+        """This execution without constants that only times depend on: its plans are the same."""
+        knobs = self.knobs if self.traffic is not None else None
+        return replace(self, knobs=knobs, utilization=Utilization())
+
+    @property
     def outside(self) -> ExecutionModel:
         """How runs what is not compiled: of a mixed step that is eager."""
         return replace(self, fusion="none", dispatch="eager") if self.dispatch == "mixed" else self

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace as with_fields
 from functools import partial
 
-from msgspec.structs import replace
-
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.expert_rows import (
@@ -27,13 +25,18 @@ from rooftrace.costmodels.rewriting.expert_rows import (
     taking,
     unmasked,
 )
-from rooftrace.costmodels.rewriting.gathered_experts import ALIGN, PRODUCT, ungather_experts
+from rooftrace.costmodels.rewriting.gathered_experts import (
+    PRODUCT,
+    aligned,
+    product_of,
+    ungather_experts,
+)
 from rooftrace.costmodels.rewriting.matching import Along, Pat, Words, match, name_of
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import (
+    apart,
     can_be_one,
     ops_between,
-    own_storage,
     times_rows,
 )
 from rooftrace.costmodels.rewriting.unused import without_left_behind
@@ -87,66 +90,58 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     places = Places(graph)
     if not any(op.name == "aten._grouped_mm" for op in graph.ops):
         return graph, gathered
-    layers = [match for op in graph.ops if (match := _match(places, op)) is not None]
+    layers = [layer for op in graph.ops if (layer := _match(places, op)) is not None]
     if not layers:
         return graph, gathered
     edit = Editor(graph)
     order: dict[int, tuple[Ref, Ref]] = {}
     emits = {}
-    for match in layers:
-        for index, first in enumerate(match.firsts):
-            emits[first.op.id] = partial(_first, edit, places, match, first, order, index == 0)
-        emits[match.end.id] = partial(_last, edit, match, order)
-    gone = {number for match in layers for number in match.inside}
+    for layer in layers:
+        for index, first in enumerate(layer.firsts):
+            emits[first.op.id] = partial(_first, edit, places, layer, first, order, index == 0)
+        emits[layer.end.id] = partial(_last, edit, layer, order)
+    gone = {number for layer in layers for number in layer.inside}
     edit.rewrite(emits, lambda emit: emit(), dropped=gone)
     result = without_left_behind(edit.done(), graph)
-    return result, gathered + sum(graph.times(match.end) for match in layers)
+    return result, gathered + sum(graph.times(layer.end) for layer in layers)
 
 
 # -- what stands in their place --------------------------------------------------------------------
 
 
 def _first(
-    edit: Editor, places: Places, match: _Experts, first: _Product,
+    edit: Editor, places: Places, layer: _Experts, first: _Product,
     order: dict[int, tuple[Ref, Ref]], begins: bool,
 ) -> None:  # fmt: skip
     """A product with what the tokens of each expert are; before the first, which they are."""
     if begins:
-        rows, like = edit.values[match.chosen].elements, first.op
-        experts = edit.values[operand(like, "mat2").id].shape[0]
-        made = [edit.value((n,), "int32", "activations", like.repeats) for n in (rows, experts)]
-        arguments: dict[str, Argument] = {"chosen": Ref(match.chosen), "experts": experts}
-        edit.emit(like, ALIGN, arguments, tuple(made))
-        order[match.end.id] = Ref(made[0]), Ref(made[1])
-    for value in own_storage(places, first.out):
-        edit.values[value] = replace(edit.values[value], storage=first.out)
-    tokens = _whole(edit, first.op, match.tokens)
-    _product(edit, first, tokens, order[match.end.id], match.count, first.out)
+        experts = edit.values[operand(first.op, "mat2").id].shape[0]
+        order[layer.end.id] = aligned(edit, first.op, layer.chosen, experts)
+    apart(places, edit, first.out, first.out)
+    tokens = _whole(edit, first.op, layer.tokens)
+    _product(edit, first, tokens, order[layer.end.id], layer.count, first.out)
 
 
-def _last(edit: Editor, match: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
+def _last(edit: Editor, layer: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
     """The product that puts its rows back, and the sum over the experts of a token."""
-    second, end, values = match.second, match.end, edit.values
-    like, total = values[second.op.outputs[0]], values[match.out]
-    alone = match.count == 1 and total.dtype == like.dtype
-    out = match.out if alone else edit.value(like.shape, like.dtype, like.role, end.repeats)
+    second, end, values = layer.second, layer.end, edit.values
+    like, total = values[second.op.outputs[0]], values[layer.out]
+    alone = layer.count == 1 and total.dtype == like.dtype
+    out = layer.out if alone else edit.value(like.shape, like.dtype, like.role, end.repeats)
     _product(edit, second, operand(second.op, "self"), order[end.id], 1, out)
     if not alone:
         dtype = f"dtype:{total.dtype}"
-        arguments: dict[str, Argument] = {"rows": Ref(out), "k": match.count, "dtype": dtype}
-        edit.emit(end, COMBINE, arguments, (match.out,))
+        arguments: dict[str, Argument] = {"rows": Ref(out), "k": layer.count, "dtype": dtype}
+        edit.emit(end, COMBINE, arguments, (layer.out,))
 
 
 def _product(
-    edit: Editor, match: _Product, rows: Ref, order: tuple[Ref, Ref], share: int, out: int
+    edit: Editor, product: _Product, rows: Ref, order: tuple[Ref, Ref], share: int, out: int
 ) -> None:
-    like = match.op
-    arguments: dict[str, Argument] = {
-        "rows": rows, "mat2": operand(like, "mat2"), "order": order[0], "offs": order[1],
-        "bias": None if match.bias is None else Ref(match.bias),
-        "scores": None if match.scores is None else Ref(match.scores), "share": share,
-    }  # fmt: skip
+    like = product.op
+    weight, bias, scores = operand(like, "mat2"), product.bias, product.scores
     facts = {name: fact for name, fact in like.facts.items() if name != "fallback"}
+    arguments = product_of(rows, weight, order, share, bias, scores)
     edit.emit(like, PRODUCT, arguments, (out,), facts=facts)
 
 

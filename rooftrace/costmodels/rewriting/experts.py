@@ -12,10 +12,18 @@ from collections.abc import Callable, Collection
 
 from rooftrace.costmodels.rewriting.editing import operand
 from rooftrace.costmodels.rewriting.expert_products import ExpertLayer, emit
-from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Along, Number, Pat, match
+from rooftrace.costmodels.rewriting.matching import (
+    LAST,
+    LAST_OF_TOPK,
+    Along,
+    Number,
+    Pat,
+    Plain,
+    match,
+)
 from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.regions import times_rows
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -32,12 +40,12 @@ _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.s
 _LONGEST = 24
 """The most ops between the two products of an expert."""
 _ADDED = Pat("sum", "added", dim=Along(-3))
-_REPEATED = (Pat("repeat", "tokens", repeats="times"), Pat("expand", "tokens"))
+_REPEATED = (Pat("repeat", "tokens", repeats=Plain("times")), Pat("expand", "tokens"))
 _CHOSEN = Pat(
     "scatter",
     (Pat("zeros zeros_like new_zeros"), Pat("full full_like new_full", fill_value=Number("fill"))),
     dim=LAST,
-    index=Pat("topk", "ranked", k="k", dim=LAST_OF_TOPK, out=1, said="choice"),
+    index=Pat("topk", "ranked", k=Plain("k"), dim=LAST_OF_TOPK, out=1, said="choice"),
     src="scores",
 )
 """Scores of the chosen experts among those of all, which are a number."""
@@ -50,14 +58,7 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     infinity before a sigmoid or softmax), and what lies between the products must keep zeros zero
     where the tokens are weighed before them.
     """
-    places = Places(graph)
-    layers = {}
-    for op in graph.ops:
-        if op.name == "aten.sum" and op.part == "forward":
-            match = _match(places, op)
-            if match is not None:
-                layers[op.id] = match
-    return with_matches(graph, layers, emit)
+    return rewritten(graph, ("aten.sum",), _match, emit)
 
 
 # -- what is there ---------------------------------------------------------------------------------
@@ -68,6 +69,7 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     added = operand(total, "self").id
     result, terms = graph.values[out], graph.values[added]
     plain = result.dtype == terms.dtype and result.storage == out and len(terms.shape) == 3
+    plain = plain and total.part == "forward"
     if not plain or match(places, out, _ADDED) is None:
         return None
     experts, tokens, _ = terms.shape

@@ -25,7 +25,7 @@ from rooftrace.costmodels.rewriting.latent_products import (
     emit,
     first_column,
 )
-from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.costmodels.rewriting.places import Places, beside, same_steps
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.asking import RequestLengths
@@ -132,7 +132,7 @@ def _is_flash_layout(out: Tensor) -> bool:
         return False
     _, heads, queries, width = out.shape
     wanted = (queries * heads * width, width, heads * width, 1)
-    return all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride, wanted, strict=True))
+    return same_steps(out.shape, out.stride, wanted)
 
 
 def _is_shared(rope: Tensor) -> bool:
@@ -196,7 +196,7 @@ def _projection(places: Places, attention: Op, value: int) -> Projection | None:
     batch, heads, length, width = place.shape
     apart = place.stride[1]
     wanted = (length * columns, apart, columns, 1)
-    fits = all(n == 1 or a == b for n, a, b in zip(place.shape, place.stride, wanted, strict=True))
+    fits = same_steps(place.shape, place.stride, wanted)
     weight = operand(product, "mat2")
     last = place.offset + (heads - 1) * apart + width
     if (

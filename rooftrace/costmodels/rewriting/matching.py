@@ -6,7 +6,7 @@ another one; matched, it says which values `x` and `y` are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op
 
 Pattern = Any
-"""Of what an op is given: a Pat; a word, which names what is there, the same wherever it stands; a
-Number or Along; a tuple of patterns of which one holds; a list of patterns, for a list; or the
+"""Of what an op is given: a Pat; a word, which names a value, the same wherever it stands; Number,
+Plain or Along; a tuple of patterns of which one holds; a list of patterns, for a list; or the
 constant that it has to be."""
 Words = Mapping[str, Any]
 """What the words of a pattern name: values by their ids, numbers, and ops."""
@@ -35,6 +35,12 @@ _DEFAULTS = {
 
 class Number(NamedTuple):
     """A number, also as a tensor of one element, which a word names."""
+
+    word: str
+
+
+class Plain(NamedTuple):
+    """What is no tensor, which a word names; None where an op was not given it."""
 
     word: str
 
@@ -74,27 +80,31 @@ def match(
     pattern: Pattern,
     words: Words | None = None,
     shape: tuple[int, ...] | None = None,
+    accept: Callable[[str, int], bool] = lambda word, value: True,
 ) -> Words | None:
     """What the words of a pattern name where it made a value; None where something else did.
 
     words: what some of them have to name.  shape: views are passed as far as values have it.
+    accept: whether a word may name a value.
     """
-    return _Matching(places, shape).value(value, pattern, words or {})
+    return _Matching(places, shape, accept).value(value, pattern, words or {})
 
 
 class _Matching:
-    def __init__(self, places: Places, shape: tuple[int, ...] | None) -> None:
-        self.places, self.values, self.shape = places, places.graph.values, shape
+    def __init__(
+        self, places: Places, shape: tuple[int, ...] | None, accept: Callable[[str, int], bool]
+    ) -> None:
+        self.places, self.shape, self.accept = places, shape, accept
 
     def value(self, value: int, pattern: Pattern, words: Words) -> Words | None:
         """Match a value."""
-        if isinstance(pattern, tuple) and not isinstance(pattern, Along):
+        if type(pattern) is tuple:
             tries = (self.value(value, each, words) for each in pattern)
             return next((made for made in tries if made is not None), None)
         if isinstance(pattern, str):
             known = words.get(pattern, value)
             same = self.places.straight(known) == self.places.straight(value)
-            return {pattern: value, **words} if same else None
+            return {pattern: value, **words} if same and self.accept(pattern, value) else None
         if not isinstance(pattern, Pat):
             return None
         for behind in self.places.behind(value, self.shape):
@@ -129,23 +139,24 @@ class _Matching:
     def _given(self, op: Op, item: Argument, wanted: Pattern, words: Words) -> Words | None:
         """Match what an op was given."""
         if isinstance(wanted, Along):
-            return words if dim_of(self.places, op, wanted.default) == wanted.dim else None
+            item = wanted.default if item is None else item
+            return words if dim_of(self.places, op, item) == wanted.dim else None
         if isinstance(wanted, Number):
             number = number_of(self.places, item)
             return None if number is None else {**words, wanted.word: number}
+        if isinstance(wanted, Plain):
+            return None if isinstance(item, Ref) else {**words, wanted.word: item}
         if isinstance(wanted, list):
             listed = item if isinstance(item, tuple) and len(item) == len(wanted) else ()
             found: Words | None = words if listed else None
             for each, pattern in zip(listed, wanted, strict=False):
                 found = None if found is None else self._given(op, each, pattern, found)
             return found
-        if isinstance(item, Ref):
-            return self.value(item.id, wanted, words)
-        if isinstance(wanted, tuple):
+        if type(wanted) is tuple:
             tries = (self._given(op, item, each, words) for each in wanted)
             return next((made for made in tries if made is not None), None)
-        if isinstance(wanted, str):
-            return {**words, wanted: item}
+        if isinstance(item, Ref):
+            return self.value(item.id, wanted, words)
         return words if item == wanted else None
 
 
@@ -154,10 +165,15 @@ def name_of(op: Op) -> str:
     return op.name.removeprefix("aten.").removesuffix("_")
 
 
-def dim_of(places: Places, op: Op, default: int | None = None) -> int | None:
-    """The only dimension along which an op works, counted from the last one: -1; None for several,
-    or where it does not say."""
-    dims = op.arguments.get("dim", default)
+def swapped(pattern: Pattern) -> Pat:
+    """A value with its last two dimensions the other way round."""
+    either = Along(-1), Along(-2)
+    return Pat("transpose", pattern, dim0=either, dim1=either, said="swap")
+
+
+def dim_of(places: Places, op: Op, dims: Argument) -> int | None:
+    """The one dimension of an op's operand that it was given, counted from the last one: -1; None
+    for several, or none."""
     dims = dims if isinstance(dims, tuple) else (dims,)
     rank = len(places.graph.values[op.inputs[0]].shape)
     if len(dims) != 1 or not isinstance(dims[0], int):

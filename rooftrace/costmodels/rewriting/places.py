@@ -86,15 +86,19 @@ class Places:
         across += [then.value for then in beside if then is not None]
         return frozenset(values[i].storage for i in across)
 
+    @cached_property
+    def writers(self) -> dict[int, list[Op]]:
+        """Storage -> the kernels that write into it once it is there, in order."""
+        writers: dict[int, list[Op]] = defaultdict(list)
+        for op in self.graph.kernels():
+            for storage in {self.graph.values[i].storage for i in op.outputs} - {*op.outputs}:
+                writers[storage].append(op)
+        return writers
+
     def overwritten(self, value: int, first: int, last: int) -> bool:
         """Whether an op between two ops, by their ids, writes into the storage of a value."""
-        values = self.graph.values
-        storage = values[value].storage
-        return any(
-            op.kind == "kernel" and any(values[i].storage == storage for i in op.outputs)
-            for op in self.readers[storage]
-            if first < op.id < last
-        )
+        writers = self.writers.get(self.graph.values[value].storage, ())
+        return any(first < op.id < last for op in writers)
 
     def made_by(self, value: int) -> Op | None:
         """The op that made a value; None for what comes from outside."""
@@ -191,6 +195,11 @@ def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int |
     if not isinstance(first, int):
         return None
     return step * min(max(first + size if first < 0 else first, 0), size)
+
+
+def same_steps(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether strides are the same; those of dimensions of one element say nothing."""
+    return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
 
 
 def merged(tensor: Tensor) -> tuple[tuple[int, int], ...]:

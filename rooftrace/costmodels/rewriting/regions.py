@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from msgspec.structs import replace
+
+from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.tracer.graph import Op
 
 
 def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
@@ -75,9 +80,18 @@ def can_be_one(
     )
 
 
-def own_storage(places: Places, value: int) -> list[int]:
-    """The values that lie where this one does: with it they get a storage of their own."""
-    return places.members[places.graph.values[value].storage]
+def apart(places: Places, edit: Editor, value: int, storage: int) -> None:
+    """Let a value, and all that lies where it does, lie in another storage."""
+    for member in places.members[places.graph.values[value].storage]:
+        edit.values[member] = replace(edit.values[member], storage=storage)
+
+
+def stands_for(places: Places, edit: Editor, like: Op, made: Ref, value: int) -> None:
+    """Let a value be a view of a new one that has its elements in order."""
+    shape = edit.values[value].shape
+    apart(places, edit, value, made.id)
+    viewed: dict[str, Argument] = {"self": made, "shape": shape}
+    edit.emit(like, "aten.reshape.default", viewed, (value,), kind="view")
 
 
 def times_rows(places: Places, value: int) -> tuple[int, int] | None:

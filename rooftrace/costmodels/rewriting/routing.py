@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace as with_fields
-from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Number, Pat, match
+from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Number, Pat, Plain, match
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.regions import apart, can_be_one, ops_between
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -38,7 +35,7 @@ _SCORES = {
 }
 """What is made of all logits of a token."""
 _BEST = (
-    Pat("sum", Pat("topk", "parts", k="best", dim=LAST_OF_TOPK), dim=LAST),
+    Pat("sum", Pat("topk", "parts", k=Plain("best"), dim=LAST_OF_TOPK), dim=LAST),
     Pat("max amax", "parts", dim=LAST),
 )
 """What groups of experts are chosen by: a sum of their best scores, or the best one."""
@@ -48,7 +45,7 @@ _KEPT = Pat(
         "scatter",
         Pat("zeros zeros_like new_zeros"),
         dim=LAST,
-        index=Pat("topk", _BEST, k="kept", dim=LAST_OF_TOPK, out=1),
+        index=Pat("topk", _BEST, k=Plain("kept"), dim=LAST_OF_TOPK, out=1),
         value=1,
     ),
     said="mask",
@@ -100,20 +97,12 @@ def fuse_routing(graph: OpGraph) -> tuple[OpGraph, int]:
     The top k must run over the columns of a product with weights, and the experts that it names
     must say which rows are read; no score in between may be read by anything else.
     """
-    places = Places(graph)
-    routers = {
-        op.id: router
-        for op in graph.ops
-        if op.name == "aten.topk" and (router := _match(places, op)) is not None
-    }
-    gone = {number for router in routers.values() for number in router.inside}
-    return with_matches(graph, routers, partial(_emit, places), gone)
+    return rewritten(graph, ("aten.topk",), _match, _emit)
 
 
 def _emit(places: Places, edit: Editor, router: _Routing) -> None:
     values, weights = edit.values, router.weights
-    for value in own_storage(places, weights):
-        values[value] = replace(values[value], storage=weights)
+    apart(places, edit, weights, weights)
     groups, kept, best, fill = router.groups
     arguments: dict[str, Argument] = {
         "logits": Ref(router.logits),

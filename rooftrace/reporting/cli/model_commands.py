@@ -14,57 +14,30 @@ import rooftrace as rt
 from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.many_reports import check_many, report_many, several
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
-    chips_option,
-    exchange_option,
-    executions_option,
-    output_options,
-    pricing_options,
-    requests_options,
-    rules_option,
     style_option,
-    system_option,
     timeline_option,
-    what_if_option,
-    workload_options,
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     console,
-    load_executions,
-    load_joined,
-    load_rules,
     once,
     progress,
     told,
-    workload,
     write_result,
     write_timeline,
 )
+from rooftrace.reporting.cli.written import Written, results
 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("targets", metavar="TARGET...", nargs=-1)
-@workload_options
-@requests_options
-@pricing_options
-@chips_option("Chips by name or TOML path; times are those of the first.")
-@system_option
-@executions_option("naive,efficient")
-@what_if_option
-@exchange_option
-@click.option(
-    "--set",
-    "factors",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A field of every execution model, for example weight_residency.moe=2, "
-    "utilization.b_sat=64 or kv_append=as-run.  Repeatable.",
-)
+@asks("report", chip="Chips by name or TOML path; times are those of the first.")
 @click.option(
     "--out",
     type=Output(folder=True, table=True),
@@ -82,7 +55,7 @@ from rooftrace.reporting.cli.shared import (
     "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
 @style_option
-@timeline_option
+@timeline_option()
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -90,22 +63,12 @@ from rooftrace.reporting.cli.shared import (
 )
 def report(
     targets: tuple[str, ...],
-    chips: tuple[str, ...],
-    systems: tuple[str, ...],
-    executions: tuple[str, ...],
-    exchange: str,
     out: str | None,
     formats: tuple[str, ...] | None,
     style: str,
     timeline: str | None,
     max_batch: bool,
-    tf32: bool,
-    rules: tuple[str, ...],
-    knobs: str | None,
-    rewrites: tuple[str, ...],
-    disturbances: dict[str, float] | None,
-    factors: tuple[str, ...],
-    **request: Any,
+    asked: dict[str, Any],
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out.
 
@@ -120,13 +83,9 @@ def report(
     many = several(targets)
     if many:
         check_many(targets, out, single)
-    loaded = load_joined(chips, systems)
-    models = load_executions(executions, tf32, knobs, rewrites, disturbances, factors)
-    models = [rt.execution_model(model, exchange=exchange) for model in models]
-    load_rules(rules)
     if out not in (None, "-") and not single and not many:
         check_folder(Path(str(out)), **how)
-    asked = {"chip": loaded, "execution": models, "max_batch": max_batch, **workload(**request)}
+    asked = {"max_batch": max_batch, **asked}
     if many:
         report_many(targets, out, formats, style, timeline, asked)
         return
@@ -196,9 +155,7 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
-@workload_options
-@requests_options
-@rules_option
+@asks("priced_graphs")
 @click.option(
     "-o",
     "--out",
@@ -207,11 +164,10 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     metavar="FILE",
     help="graph.json or graph.json.gz; - is stdout.",
 )
-def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None:
+def trace(target: str, out: str, asked: dict[str, Any]) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
-    load_rules(rules)
     with once():
-        graphs = rt.priced_graphs(target, **workload(**request))
+        graphs = rt.priced_graphs(target, **asked)
         if out != "-":
             tell(f"writing {out}")
             rt.save(graphs, out)
@@ -227,7 +183,7 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
-@workload_options
+@asks("compare")
 @click.option(
     "--with",
     "peers",
@@ -236,18 +192,8 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     show_default=True,
     help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
 )
-@click.option(
-    "--rules", multiple=True, metavar="FILE.py", help="Python file with @rooftrace.rule functions."
-)
-@output_options
-def compare(
-    target: str,
-    peers: tuple[str, ...],
-    rules: tuple[str, ...],
-    form: str | None,
-    out: str | None,
-    **request: Any,
-) -> None:
+@results("data")
+def compare(target: str, peers: tuple[str, ...], written: Written, asked: dict[str, Any]) -> None:
     """FLOPs of TARGET by other counters too, each difference itemised.
 
     They run the same module on the same inputs; what they do not count stands with its module, its
@@ -260,12 +206,9 @@ def compare(
         raise click.UsageError(
             f"{target}: other counters have to run the module; pass the target it was traced from"
         )
-    load_rules(rules)
     with once():
-        comparisons = rt.compare(target, peers=peers, **workload(**request))
-    write_result(
+        comparisons = rt.compare(target, peers=peers, **asked)
+    written.write(
         comparisons_view(target, comparisons),
-        form,
-        out,
         document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
     )

@@ -57,7 +57,6 @@ _RATIO = units.Unit(
     "",
     "number",
     lambda ratio: f"{ratio:,.0f}x" if abs(ratio) >= 10 else f"{ratio:.2f}x",
-    least=None,
 )
 _SIGNED = units.signed(units.SECOND)
 _ROWS = (

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import Ranks, call_apart, launched, understood
 from rooftrace.tracer.patches import original_of, put
-from rooftrace.tracer.scripts.calls import look_of, says
+from rooftrace.tracer.scripts.calls import ModuleCall
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
@@ -183,18 +183,11 @@ class TurnTimer:
         """Run a module inside of another, or in a thread that does not lead."""
         return original_of(nn.Module, "__call__")(module, *args, **kwargs)
 
-    def call(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        run: Callable[[], Any],
-        begun: bool,
-    ) -> Any:
+    def call(self, made: ModuleCall) -> Any:
         """Run a module that is called from outside of any, or the rest of it."""
-        if runs_where(self._there, module, (args, kwargs)):
-            self._turn_begins(module, args, kwargs)
-        return run()
+        if runs_where(self._there, made.module, made.arguments):
+            self._turn_begins(made)
+        return made.run()
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds."""
@@ -209,23 +202,23 @@ class TurnTimer:
     def _there(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device.type
 
-    def _turn_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _turn_begins(self, made: ModuleCall) -> None:
         timed = self._open
         if timed is not None:
             self._note_backward(timed.turn)
-            if not self._kinds.goes_on(timed.turn, module, (args, kwargs), self._batches):
+            if not self._kinds.goes_on(timed.turn, made.module, made.arguments, self._batches):
                 self._finish(timed)
         if self._open is None:
             if self._enough(self.turns):
                 self._stop()
-            turn = OpenTurn(self._kinds.of(module), says(module, args, kwargs))
+            turn = OpenTurn(self._kinds.of(made.module), str(made))
             self._optimizers.steps.clear()
             self._synchronize()
             self._loading = 0.0
             self._open = timed = _Timed(turn, perf_counter())
         assert timed is not None
-        self._kinds.note(timed.turn, module, self._batches)
-        timed.turn.calls.append(look_of(module, args, kwargs))
+        self._kinds.note(timed.turn, made.module, self._batches)
+        timed.turn.calls.append(made.look())
 
     def _note_backward(self, turn: OpenTurn) -> None:
         if self._differentiated:

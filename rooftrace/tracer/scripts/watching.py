@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import dataloader
 
 from rooftrace.tracer.patches import original_of, put
+from rooftrace.tracer.scripts.calls import ModuleCall
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""
@@ -28,13 +29,8 @@ class Watcher(Protocol):
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""
 
-    def call(
-        self, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any], begun: bool
-    ) -> Any:
-        """A module is called from outside of any, and of any backward.
-
-        run: runs it, or what is left of it, where it has begun.
-        """
+    def call(self, made: ModuleCall) -> Any:
+        """A module is called from outside of any, and of any backward."""
 
     def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
         """Whether calls of the running thread, as one of `module`, are told; inside of it no other
@@ -75,9 +71,9 @@ def watch(finder: Watcher) -> None:
                 if around is not None:
                     whole, *arguments = _arguments(around)
                     put(*called_by_name(type(whole)))
-                    return finder.call(whole, arguments, {}, run, begun=True)
+                    return finder.call(ModuleCall(whole, arguments, {}, run, begun=True))
                 if leads:
-                    return finder.call(module, args, kwargs, run, begun=False)
+                    return finder.call(ModuleCall(module, args, kwargs, run))
             return run()
         finally:
             depth.inside -= 1

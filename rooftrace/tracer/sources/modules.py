@@ -70,10 +70,6 @@ class StepSource:
             graph = steps.trace_step(self.step, self.args, self.kwargs, self.options)
         return Traced({graph.phase: graph})
 
-    def loaded(self) -> Loaded:
-        """Raises RequestError: a step is no module."""
-        raise RequestError("a step of your own is no module that can be called; give the module")
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleSource:

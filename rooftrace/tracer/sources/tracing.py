@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Job
@@ -18,17 +18,7 @@ if TYPE_CHECKING:
     from rooftrace.tracer.inputs import Loaded
 
 
-class TracedSource(Protocol):
-    """What a job traces, with the phases and the sizes that it asks for."""
-
-    def traced(self) -> Traced:
-        """Its graphs by phase, and the files that they were traced from."""
-
-    def loaded(self) -> Loaded:
-        """Its module with the inputs of its call.  Raises RequestError for a source without one."""
-
-
-def source_of(job: Job) -> TracedSource:
+def source_of(job: Job) -> GraphSource | ScriptSource | TargetSource | StepSource | ModuleSource:
     """The source of a job, by its kind."""
     if job.is_graph:
         return GraphSource(job)
@@ -54,8 +44,20 @@ def traced(job: Job) -> Traced:
 
 
 def loaded(job: Job) -> Loaded:
-    """The module of a job, which is a module or names one, with the inputs of its call."""
-    return source_of(job).loaded()
+    """The module of a job, which is a module or names one, with the inputs of its call.
+
+    What a target imports later belongs inside the same `isolation.own_imports`.
+    """
+    source = source_of(job)
+    if isinstance(source, (TargetSource, ModuleSource)):
+        return source.loaded()
+    name = job.name
+    if isinstance(source, ScriptSource):
+        raise RequestError(
+            f"{name}: a script is no module that can be called; name the module in it "
+            f"({name.split()[0]}:NAME), or use a command that takes the graphs of its steps"
+        )
+    raise RequestError(f"{name} is no module that can be called; give the module, or a target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,6 @@ class GraphSource:
                     )
         return Traced(job.of_phases(graphs, GraphFileError, name))
 
-    def loaded(self) -> Loaded:
-        """Raises RequestError: no module is left."""
-        raise RequestError(
-            f"{self.job.name}: a graph is no module that can be called; give the module or the "
-            "target that it was made from"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ScriptSource:
@@ -102,11 +97,3 @@ class ScriptSource:
 
         with collector_paused(), contexts.apart(), isolation.own_imports():
             return Traced(script_graphs(self.job), isolation.source_files())
-
-    def loaded(self) -> Loaded:
-        """Raises RequestError: a script is no module."""
-        name = self.job.name
-        raise RequestError(
-            f"{name}: a script is no module that can be called; name the module in it "
-            f"({name.split()[0]}:NAME), or use a command that takes the graphs of its steps"
-        )

@@ -40,8 +40,7 @@ class Entries:
     def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
         self.weakly = False  # the code, and not this, keeps tensors alive
-        # The code is a whole step: its ops tell its parts, and what nothing made is its input.
-        self.own_step = False
+        self.own_step = False  # a whole step: ops tell its parts, what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.unread = False  # what is recorded becomes no graph
         self.leaves, self.real_of = Leaves(), _marked  # the latter: what one on meta stands for

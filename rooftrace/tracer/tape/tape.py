@@ -24,8 +24,7 @@ from rooftrace.tracer.tape.here import Here, RecordedThreads
 from rooftrace.tracer.tape.loopwatch import LoopWatch
 from rooftrace.tracer.tape.origins import Origins
 from rooftrace.tracer.tape.paths import Paths
-from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Spec, Tag
-from rooftrace.tracer.tape.shards import Shards
+from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Shards, Spec, Tag
 from rooftrace.tracer.tape.tags import Tags
 from rooftrace.tracer.tensors import owners, subclasses, trees
 from rooftrace.tracer.values import META, Values, marks
