@@ -14,7 +14,7 @@ import rooftrace as rt
 from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.inputs.calls import Inputs
 from rooftrace.tracer.phases.running import trace_phases
-from rooftrace.tracer.sources.tracing import collector_paused
+from rooftrace.tracer.sources import collector_paused
 from rooftrace.tracer.targets.target import load_target
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"

@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 def _render(result: Any, form: str, **how: Any) -> Any:
-    """What print(result) shows ("text"), rich ("rich"), a notebook ("html"); made by reporting."""
+    """What print(result) shows ("text"), rich ("rich"), a notebook ("cell"); made by reporting."""
     from rooftrace.reporting.text import shown
 
     return shown(result, form, **how)

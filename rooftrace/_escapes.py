@@ -6,9 +6,11 @@ one of these functions; what makes the text does not.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Control characters (C0, DEL, C1), what is invisible or turns the direction of writing, what ends
@@ -21,6 +23,7 @@ _ANY = re.compile(f"[{_UNSEEN}]")
 _NOT_LINES = re.compile(f"(?!\n)[{_UNSEEN}]")
 _FORMULA = re.compile(r"'*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
 _QUOTED = re.compile(r"'+[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IN_A_NAME = re.compile(r"[^\w.-]+")
 
 
@@ -55,16 +58,26 @@ def from_cell(cell: str) -> str:
     return cell[1:] if _QUOTED.match(cell) else cell
 
 
-def to_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a CSV file, cell by cell."""
-    return {name: to_cell(value) for name, value in row.items()}
+def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records of equal keys as CSV; text that a spreadsheet would run as a formula is quoted."""
+    file = io.StringIO()
+    writer = None
+    for record in records:
+        if writer is None:
+            writer = csv.DictWriter(file, list(record), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow({name: to_cell(value) for name, value in record.items()})
+    return file.getvalue()
 
 
-def to_json(document: Any, *, indent: int | None = None) -> bytes:
-    """A document as JSON in UTF-8, in which characters that are not seen are escapes of JSON."""
+def to_json(document: Any, *, indent: int | None = None, ascii: bool = False) -> bytes:
+    """A document as JSON in UTF-8, in which characters that are not seen are escapes of JSON.
+
+    ascii: so are all that ASCII does not have.
+    """
     separators = None if indent is not None else (",", ":")
     text = json.dumps(
-        document, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False
+        document, indent=indent, separators=separators, ensure_ascii=ascii, allow_nan=False
     )
     return _NOT_LINES.sub(_json_escape, text).encode()
 
@@ -73,13 +86,27 @@ def _json_escape(character: re.Match[str]) -> str:
     return json.dumps(character[0])[1:-1]
 
 
-def to_toml(text: str) -> str:
-    """Text as a basic string of TOML, in which characters that are not seen are its escapes.
+def to_toml(value: Any) -> str:
+    """A value in TOML's notation; text as a basic string whose unseen characters are its escapes.
 
     TOML has no lone surrogates: they become visible.
     """
-    plain = text.encode("utf-8", "backslashreplace").decode()
-    return _ANY.sub(_toml_escape, json.dumps(plain, ensure_ascii=False))
+    if isinstance(value, str):
+        plain = value.encode("utf-8", "backslashreplace").decode()
+        return _ANY.sub(_toml_escape, json.dumps(plain, ensure_ascii=False))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{toml_key(name)} = {to_toml(item)}" for name, item in value.items())
+        return f"{{ {inside} }}"
+    return str(value)
+
+
+def toml_key(name: str) -> str:
+    """A name as a key of TOML."""
+    return name if _BARE.fullmatch(name) else to_toml(name)
 
 
 def _toml_escape(character: re.Match[str]) -> str:

@@ -22,13 +22,8 @@ from rooftrace.errors import RequestError
 MARK = "made_by: rooftrace"
 """Stands in an output whose format has no schema: in a comment, or in the facts of a picture."""
 MADE_BY = {"made_by": "rooftrace"}
-MARKS = {
-    "md": f"\n[//]: # ({MARK})\n",
-    "github": f"\n[//]: # ({MARK})\n",
-    "toml": f"# {MARK}\n",
-    "junit": f"<!-- {MARK} -->\n",
-}
-"""What is added to a text that has no other place for it, by format (in TOML before it)."""
+TOML_MARK = f"# {MARK}\n"
+"""Stands before the text of a chip or a system."""
 
 _KIND = re.compile(
     rb"(?:schema|format)\W{1,5}rooftrace\.(\w+)/|(made_by)\W{1,8}rooftrace"

@@ -44,7 +44,7 @@ class Shown:
         return str(_render(self, "text"))
 
     def _repr_html_(self) -> str:
-        return str(_render(self, "html"))
+        return str(_render(self, "cell"))
 
     def to_latex(self, *, style: str = "screen") -> str:
         """The result as a LaTeX document, each table a float with a caption and a label.
@@ -52,7 +52,7 @@ class Shown:
         style: "screen" is the width of a page (6.5 in), "paper" both columns of a paper, and
         "paper-column" one of them; RequestError for another one.
         """
-        return str(_render(self, "latex", style=style))
+        return str(_render(self, "tex", style=style))
 
 
 def _render(result: Any, form: str, **how: Any) -> Any:

@@ -33,7 +33,9 @@ FILES_BELOW = (
     "rooftrace._processes",  # other Pythons that are started
     "rooftrace._progress",  # what is told while something runs
     "rooftrace._shown",  # how a result shows itself
+    "rooftrace._formats",  # the formats that a result is written in
     "rooftrace._outputs",  # what an output may replace
+    "rooftrace._plain",  # records as JSON
     "rooftrace._reading",  # bounded reading of files into records
     "rooftrace._writing",  # files and folders that are whole or not there
     "rooftrace.errors",  # errors of a request, and hints

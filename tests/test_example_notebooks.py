@@ -15,7 +15,7 @@ from tests.conftest import GOLDEN, pinned, unlike
 pytest.importorskip("jupytext")
 pytest.importorskip("IPython")
 
-from rooftrace.reporting.text import as_markdown
+from rooftrace.reporting.text.results import as_markdown
 from tests.test_examples import no_ops_stay as no_ops_stay
 from website import notebooks
 

@@ -12,7 +12,7 @@ import rooftrace as rt
 from rooftrace import _extensions
 from rooftrace.costmodels.registry.lookup import find_rule, own_rules
 from rooftrace.hardware.chipfile import folders, reading
-from rooftrace.reporting.text import as_markdown
+from rooftrace.reporting.text.results import as_markdown
 from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import made_report

@@ -58,7 +58,7 @@ def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> 
     """What differs between a graph and itself, in words; "" where nothing does."""
     import rooftrace as rt
     from rooftrace.tracer.phases.running import trace_phases
-    from rooftrace.tracer.sources.tracing import collector_paused
+    from rooftrace.tracer.sources import collector_paused
 
     with collector_paused():
         graph = trace_phases(module, inputs, (phase,))[phase]

@@ -83,7 +83,7 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
     from rooftrace.errors import RequestError
     from rooftrace.tracer.phases.running import trace_phases
     from rooftrace.tracer.source.lines import TraceError
-    from rooftrace.tracer.sources.tracing import collector_paused
+    from rooftrace.tracer.sources import collector_paused
 
     started = time.perf_counter()
     try:

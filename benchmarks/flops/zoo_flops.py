@@ -48,7 +48,7 @@ def count_inputs(module: Any, inputs: Any) -> Result:
 
     from rooftrace.errors import RequestError
     from rooftrace.tracer.source.lines import TraceError
-    from rooftrace.tracer.sources.tracing import collector_paused
+    from rooftrace.tracer.sources import collector_paused
 
     phases: dict[str, Any] = {}
     failure = error_text = ""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.hardware import units
 from rooftrace.hardware.precisions import compute_family
@@ -43,7 +44,7 @@ class MissingPeakError(LookupError):
 
 
 @dataclass(frozen=True)
-class Fact:
+class Fact(Plain):
     """A number in SI units, how it was written, and who says so."""
 
     value: float
@@ -52,15 +53,12 @@ class Fact:
     kind: FactKind
     note: str = ""
 
+    KEYS = "value text source kind note?"
+
     @classmethod
     def of(cls, text: str, unit: str, source: str, kind: FactKind, note: str = "") -> Fact:
         """The fact written as `text`, a quantity in `unit`."""
         return cls(units.parse(text, unit), text, source, kind, note)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: the value in SI units, with its source and kind."""
-        fact = {"value": self.value, "text": self.text, "source": self.source, "kind": self.kind}
-        return {**fact, "note": self.note} if self.note else {**fact}
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,33 @@ CONTEXT = Fact.of(
 )
 
 
+# The facts that stand alone in a chip, with their units, in the order of files and reports.
+FACT_UNITS: Mapping[str, str] = {
+    "memory_capacity": "byte",
+    "memory_bandwidth": "byte/s",
+    "memory_bus": "count",
+    "memory_pin": "byte/s",
+    "l2_capacity": "byte",
+    "sm_count": "count",
+    "clock": "hertz",
+    "power": "watt",
+    "sustained_compute": "share",
+    "sustained_memory": "share",
+    "price": "dollar/hour",
+    "kernel_gap": "second",
+    "dispatch_eager": "second",
+    "dispatch_view": "second",
+    "module_call": "second",
+    "dispatch_compiled": "second",
+    "graph_launch": "second",
+    "graph_entry": "second",
+    "blas_workspace": "byte",
+    "context": "byte",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Chip(Shown):
+class Chip(Plain, Shown):
     """One accelerator, or one CPU machine, as data. None means: not known to us."""
 
     name: str  # "h200-sxm", the name of its file
@@ -147,6 +170,10 @@ class Chip(Shown):
     # Measured on real ones, beside the datasheet. For reading; nothing computes with it.
     measured: Mapping[str, Fact] = field(default_factory=dict, hash=False)
     system: Any = None  # the System that joins it to others; None: its own link does
+
+    KEYS = (
+        f"name title vendor kind architecture aliases peaks links {' '.join(FACT_UNITS)} measured"
+    )
 
     def __repr__(self) -> str:
         return short(self, f"{self.name}: {self.headline()}")
@@ -261,37 +288,6 @@ class Chip(Shown):
         own: dict[str, Any] = {name: fact for name, fact in changed.items() if name in FACT_UNITS}
         return replace(self, peaks=peaks, links=links, **own)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: every fact with value (SI), text, source and kind; None where unknown."""
-        facts = {name: getattr(self, name) for name in FACT_UNITS}
-        return {
-            "name": self.name,
-            "title": self.title,
-            "vendor": self.vendor,
-            "kind": self.kind,
-            "architecture": self.architecture,
-            "aliases": list(self.aliases),
-            "peaks": [
-                {
-                    "engine": peak.engine,
-                    "precision": peak.precision,
-                    "rate": peak.rate.to_dict(),
-                    "quoted": peak.quoted.to_dict() if peak.quoted else None,
-                }
-                for peak in self.peaks
-            ],
-            "links": [
-                {
-                    "name": link.name,
-                    "bandwidth": link.bandwidth.to_dict(),
-                    "latency": link.latency.to_dict() if link.latency else None,
-                }
-                for link in self.links
-            ],
-            **{name: fact.to_dict() if fact else None for name, fact in facts.items()},
-            "measured": {name: fact.to_dict() for name, fact in self.measured.items()},
-        }
-
     def headline(self) -> str:
         """One line: the chip's name, its main matrix rate, bandwidth, capacity and ridge."""
         parts = [self.title]
@@ -305,31 +301,6 @@ class Chip(Shown):
         if self.has_peak(engine, family):
             parts.append(f"ridge {units.format_intensity(self.ridge(engine, family))}")
         return ", ".join(parts)
-
-
-# The facts that stand alone in a chip, with their units, in the order of files and reports.
-FACT_UNITS: Mapping[str, str] = {
-    "memory_capacity": "byte",
-    "memory_bandwidth": "byte/s",
-    "memory_bus": "count",
-    "memory_pin": "byte/s",
-    "l2_capacity": "byte",
-    "sm_count": "count",
-    "clock": "hertz",
-    "power": "watt",
-    "sustained_compute": "share",
-    "sustained_memory": "share",
-    "price": "dollar/hour",
-    "kernel_gap": "second",
-    "dispatch_eager": "second",
-    "dispatch_view": "second",
-    "module_call": "second",
-    "dispatch_compiled": "second",
-    "graph_launch": "second",
-    "graph_entry": "second",
-    "blas_workspace": "byte",
-    "context": "byte",
-}
 
 
 def _no_rate(chip: Chip, engine: str, precision: str) -> str:

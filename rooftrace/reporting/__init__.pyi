@@ -6,9 +6,11 @@ from rooftrace.reporting.differences import (
 )
 from rooftrace.reporting.estimates import (
     estimate as estimate,
-    in_precisions as in_precisions,
-    priced as priced,
 )
 from rooftrace.reporting.fleetsweeps import (
     SweepFleet as SweepFleet,
+)
+from rooftrace.reporting.requests.traces import (
+    in_precisions as in_precisions,
+    priced as priced,
 )

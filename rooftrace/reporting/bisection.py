@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from rooftrace._progress import tell
-from rooftrace.costmodels.findings.comparing import diff_estimates
+from rooftrace.costmodels.findings.diffs import diff_estimates
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.reporting.revisions import at_commit, commit_of, repository_of
 from rooftrace.reporting.sideruns import Failed, Ran, run_at

@@ -7,17 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
-from rooftrace.costmodels.findings.diffs import Diff, parse_condition
-from rooftrace.costmodels.planning import usual_execution
+from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
 from rooftrace.errors import RequestError, UnusedError
-from rooftrace.hardware import Chip
 from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.bisection import bisect as bisect_range
 from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost
 from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.revisions import origins_of, placed
 from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
 from rooftrace.reporting.sides import sides_of
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from rooftrace.tracer.inventory import ParameterDiff
 
 
+@takes
 def diff(
     first: Source,
     second: Source | None = None,
@@ -39,9 +37,6 @@ def diff(
     after: Mapping[str, Any] | None = None,
     git: str | Sequence[str] | bool | None = None,
     bisect: str | None = None,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel | None = None,
-    phases: Sequence[str] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -69,23 +64,19 @@ def diff(
     """
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
-    asked: dict[str, Any] = {"chip": chip, "execution": execution, "phases": phases}
     ours = {"before": before, "after": after, "git": git, "bisect": bisect}
     if has_no_cost(first, second):
-        return diff_checkpoints(first, second, args, {**asked, **ours, **kwargs}, names, progress)
+        return diff_checkpoints(first, second, args, {**ours, **kwargs}, names, progress)
     if is_measured(first) or is_measured(second):
         _check_measured(second, **ours)
         from rooftrace.reporting.rundifferences import diff_measured
 
-        return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
-    shared = kwargs if phases is None else {**kwargs, "phases": phases}
+        return diff_measured(first, second, args, names=names, progress=progress, **kwargs)
     options = ({} if before is None else before, {} if after is None else after)
-    model = usual_execution(first, second) if execution is None else execution
-    pricing = (chip or ExecutionModel.usual_chip([model]), model)
-    sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
+    sides = sides_of(diff, (first, second), args, kwargs, options, git)
     with telling(progress):
         if bisect is not None:
-            parse_condition(bisect)
+            Diff.limits([bisect])
             return _difference(*bisect_range(*sides, bisect), names=names)
         with placed(sides) as places:
             made, other = run_sides(places)
@@ -138,11 +129,11 @@ def _names(before: Ran, after: Ran) -> tuple[str, str]:
     return usual[0], usual[1]
 
 
+@takes
 def compare(
     model: Source,
     *args: Any,
     peers: Sequence[str] = ("flopcounter", "fvcore"),
-    phases: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> list[Comparison]:
@@ -159,7 +150,7 @@ def compare(
     """
     from rooftrace.tracer.peers import count_phases
 
-    job = Job.of(compare, model, args, kwargs, phases=phases)
+    job = Job.of(compare, model, args, kwargs)
     if job.is_graph or job.is_step:
         raise RequestError(
             "other counters have to run the module itself: give the module or the target that it "

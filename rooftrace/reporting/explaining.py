@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.explaining import (
     Explanation,
     critical_of,
@@ -15,13 +14,13 @@ from rooftrace.costmodels.explaining import (
     sizesweeps,
 )
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.planning import usual_execution
-from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
+from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.stepforms import decoding_first, form_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -34,13 +33,11 @@ LEAST_SEQ = 64
 """The shortest sequence of a sweep."""
 
 
+@takes
 def explain(
     source: Source,
     *args: Any,
     op: str | int | None = None,
-    phase: str | None = None,
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel | None = None,
     at: Mapping[str, int] | None = None,
     plot: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
@@ -59,15 +56,13 @@ def explain(
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
     have; and what `form` and `estimate` raise.
     """
-    execution = usual_execution(source) if execution is None else execution
-    chips = chips_for(chip, execution)
     if plot is not None and op is not None:
         raise RequestError(f"--plot {plot}: it draws the sweep of a whole step; leave --op out")
-    job = Job.of(explain, source, args, kwargs, phase=phase)
-    check_precisions(*job.precisions)
-    conditions = Conditions.of(execution, *job.precisions)
+    asked = StepRequest.of(explain, source, args, kwargs)
+    job, chips, (conditions,) = asked.job, asked.chips, asked.conditions
     with telling(progress):
         job, graph = first_graph(job)
+        check_groups(lambda: [graph], asked.models)
         sizes = dict(at) if at is not None else sizes_of(job, graph)
         formed = _formed(job, sizes, whole=op is None)
         if op is not None:

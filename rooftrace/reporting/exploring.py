@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.exploring import formsteps
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import RequestError, hint
-from rooftrace.hardware import Chip
+from rooftrace.errors import RequestError, UnusedError, hint
 from rooftrace.hardware.units import UnitError, parse
-from rooftrace.reporting.alternatives import one_chip
 from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.pricing import PLAIN, PricingOptions
 from rooftrace.reporting.stepforms import form_of, known_form, level_values
 from rooftrace.tracer.asking import Job
 
@@ -27,14 +25,13 @@ _MOST_BATCH = 16_384
 NAMES = ("devices", "kv", "batch")
 
 
+@takes
 def explore(
     source: Source,
     *args: Any,
     over: Mapping[str, Any] | None = None,
     alpha: float = 0.9,
     link: str | float | None = None,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "serving",
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -51,24 +48,29 @@ def explore(
     routed experts, and what `form` raises.
     """
     levels = _levels(over)
-    model = execution_model(execution)
-    used = one_chip(chip, model)
     bandwidth = _bandwidth(link)
+    pricing, sizes = PricingOptions.parted(kwargs)
+    _check_bounds(pricing)
     known = known_form(source)
+    if known is not None:
+        models, (used,) = conditions_of(explore, pricing, source)
+        for name in ("dtype", "weights_dtype", "kv_dtype"):
+            sizes.pop(name, None)
+        (conditions,) = pricing.conditions(models)
+    else:
+        asked = StepRequest.of(explore, source, args, {**kwargs, "phase": "decode"})
+        used, (conditions,) = asked.chip, asked.conditions
+        asked.job.refuse(("seq",), "a decode step has the lengths of its cache; say them with over")
+        asked.job.refuse(NAMES, "its values are those of `over`; leave it out")
     with telling(progress):
         if known is None:
-            job = Job.of(explore, source, args, {**kwargs, "phase": "decode"})
-            precisions: tuple[str | None, ...] = job.precisions
-            check_precisions(*precisions)
-            form, fixed = _formed(job, levels), {}
+            form, fixed = _formed(asked.job, levels), {}
         else:
-            names = ("dtype", "weights_dtype", "kv_dtype")
-            precisions = tuple(kwargs.pop(name, None) for name in names)
-            form, fixed = known, _fixed(known, kwargs)
+            form, fixed = known, _fixed(known, sizes)
         tell("exploring")
         result = formsteps.explore_form(
             form,
-            Conditions(model, *precisions),
+            conditions,
             used,
             devices=levels["devices"],
             kv=levels["kv"],
@@ -82,6 +84,23 @@ def explore(
 
         style.save(lambda: ofsizes.exploration_plot(result), Path(plot))
     return result
+
+
+def _check_bounds(pricing: PricingOptions) -> None:
+    """Raise RequestError for what an exploration has no use for: it is at rates of datasheets."""
+    asked = {name: getattr(pricing, name) for name in _OF_RATES}
+    for name, value in asked.items():
+        if value != getattr(PLAIN, name):
+            raise UnusedError(name, f"{value}", _OF_DATASHEETS)
+    for name, value in (pricing.factors or {}).items():
+        if name.partition(".")[0] in _RATES:
+            raise UnusedError("settings", f"{name}={value}", _OF_DATASHEETS)
+
+
+_OF_DATASHEETS = "an exploration is of one device at the rates of its datasheet; leave it out"
+_OF_RATES = ("knobs", "what_if", "exchange")
+_RATES = ("knobs", "utilization", "disturbances", "exchange")
+"""Fields of executions that times alone depend on."""
 
 
 def _levels(over: Mapping[str, Any] | None) -> dict[str, Sequence[int]]:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.sweeping import lines_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.reporting.alternatives import chips_for
 from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
 from rooftrace.reporting.fleetsources import FleetSource
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.reporting.stepforms import level_values, levels_of
 from rooftrace.reporting.sweeps import FORMATS, sweep, sweep_request, variants_of
 from rooftrace.tracer.graphfiles import GraphFileError
@@ -115,8 +115,10 @@ def sweep_fleet(
         raise RequestError(
             f"out={str(out)!r}: several targets write a folder, with a file for each; name a folder"
         )
-    chips = chips_for(chip, options.get("execution") or usual_execution(*names))
-    options = {**options, "chip": tuple(chips)}
+    pricing, _ = PricingOptions.parted({**options, "chip": chip})
+    _, chips = conditions_of(sweep, pricing, *names)
+    options = {**options, "chip": chips}
+    options.pop("system", None)  # its chip is among them
     _check(names, {**options, "over": over, "vary": vary})
     options["over"] = {name: _plain(name, values) for name, values in _named(over).items()}
     texts = {str(path): _text_of(path) for path in rules}

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.reporting.alternatives import one_chip
-from rooftrace.reporting.estimates import Source, in_precisions
-from rooftrace.tracer.asking import Job
+from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
+from rooftrace.reporting.requests.pricing import check_groups
+from rooftrace.reporting.requests.traces import in_precisions
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.breaking import GraphBreaks
-    from rooftrace.costmodels.execution import ExecutionModel
-    from rooftrace.hardware import Chip
 
 
-def graph_breaks(
-    source: Source,
-    *args: Any,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "compiled",
-    phase: str | None = None,
-    **kwargs: Any,
-) -> GraphBreaks:
+@takes
+def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
     """Where torch.compile breaks the graph of a step, and what that costs on `chip`.
 
     source: a module with the arguments of its call, or a target.  Dynamo, the front end of
@@ -38,8 +32,10 @@ def graph_breaks(
     from rooftrace.tracer.dynamo import traced_with_dynamo
     from rooftrace.tracer.sources.apart import Traced
 
-    job = Job.of(graph_breaks, source, args, kwargs, phase=phase).of_one_phase()
+    asked = StepRequest.of(graph_breaks, source, args, kwargs)
+    job = asked.job.of_one_phase()
     check_precisions(*job.precisions)
     graph, run = traced_with_dynamo(job)
+    check_groups(lambda: [graph], asked.models)
     (priced,) = in_precisions(job, Traced({graph.phase: graph})).graphs.values()
-    return price_breaks(priced, run, one_chip(chip, execution), execution)
+    return price_breaks(priced, run, asked.chip, asked.model)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._reading import FileKind, json_of, text_of
-from rooftrace.costmodels.elasticity import NamedNumbers, UnknownNumberError, grids
+from rooftrace.costmodels.elasticity import grids
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.stepforms import level_values

@@ -8,14 +8,13 @@ from typing import Any
 
 from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.counters import flop_counts
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Module, Source, estimate, estimated
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.text import as_markdown
-from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -33,9 +32,10 @@ class Profile:
         return iter((self.macs, self.params))
 
 
+@takes
 def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
     """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
-    result = estimated(Job.of(profile, model, inputs, kwargs), None, "eager")
+    result = estimated(StepRequest.of(profile, model, inputs, kwargs))
     return Profile(
         result.macs,
         int(result.graph.model["params"]),
@@ -45,6 +45,7 @@ def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile
     )
 
 
+@takes
 def summary(
     model: Source,
     input_size: Sequence[Any] | None = None,
@@ -53,8 +54,6 @@ def summary(
     dtypes: Any = None,
     depth: int = 3,
     col_names: Sequence[str] = moduletree.USUAL,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "eager",
     **kwargs: Any,
 ) -> moduletree.Summary:
     """An estimate of one forward pass that prints as a tree of modules, as torchinfo's does.
@@ -71,8 +70,8 @@ def summary(
     columns = moduletree.check_columns(col_names)
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise RequestError(f"depth={depth!r}: expected a whole number from 0 on")
-    job = _job(model, input_size, input_data, dtypes, kwargs)
-    return _summary(estimated(job, chip, execution), _gradients(model), depth, columns)
+    asked = _asked(model, input_size, input_data, dtypes, kwargs)
+    return _summary(estimated(asked), _gradients(model), depth, columns)
 
 
 def _summary(
@@ -86,15 +85,16 @@ def _summary(
     return moduletree.Summary(**parts, tree=tree, depth=depth, col_names=columns)
 
 
-def _job(
+def _asked(
     model: Source, input_size: Any, input_data: Any, dtypes: Any, kwargs: Mapping[str, Any]
-) -> Job:
-    job = Job.of(summary, model, (), kwargs)
+) -> StepRequest:
+    asked = StepRequest.of(summary, model, (), kwargs)
+    job = asked.job
     sizes = job.is_named or job.is_graph or job.is_sized
     if dtypes is not None and input_size is None:
         raise RequestError("dtypes: they are those of the inputs that input_size= makes")
     if input_size is None and input_data is None and sizes:
-        return job
+        return asked
     if (input_size is None) == (input_data is None):
         raise RequestError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
     args: tuple[Any, ...] = ()
@@ -104,7 +104,7 @@ def _job(
         kwargs = {**input_data, **kwargs}
     else:
         args = tuple(input_data) if isinstance(input_data, (tuple, list)) else (input_data,)
-    return Job.of(summary, model, args, kwargs)
+    return StepRequest.of(summary, model, args, kwargs)
 
 
 def _inputs(model: Module, input_size: Any, dtypes: Any) -> tuple[Any, ...]:

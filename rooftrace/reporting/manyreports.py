@@ -5,15 +5,16 @@ A target that fails leaves the others as they are, and is named with its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._escapes import to_json
-from rooftrace._outputs import MADE_BY, MARKS
+from rooftrace._formats import FIGURES, TEXTS, USUAL
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, is_ours
 from rooftrace.reporting.reports import report
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.reporting.rooflinesteps import FIGURE, PAGE, Reports, names_of
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ def write_comparison(
 ) -> list[Path]:
     """Write the page, the table and the figure of all reports into a folder; their paths."""
     from rooftrace.reporting.pages import files as written
-    from rooftrace.reporting.text import as_markdown, shown
+    from rooftrace.reporting.text import file_of
 
     with written.new_folder(out, MANIFEST) as folder:
         names: list[str] = []
-        drawn = [name for name in written.FIGURES if name in formats]
+        drawn = [name for name in FIGURES if name in formats]
         if result.roofline is not None and drawn:
             from rooftrace.reporting.figures import folder as figures
 
@@ -41,28 +42,11 @@ def write_comparison(
                 names.append(f"{FIGURE}.{ending}")
                 figures.draw_roofline(result.roofline, folder / names[-1], style)
         pictures = {name: (folder / name).read_bytes() for name in names if name.endswith(".png")}
-        texts: dict[str, Callable[[], str]] = {
-            "html": lambda: str(shown(result, "webpage", pictures=pictures)),
-            "md": lambda: f"{as_markdown(result, drawings)}{MARKS['md']}",
-            "tex": lambda: str(shown(result, "latex", files=drawings, style=style)),
-            "json": lambda: to_json({**MADE_BY, **result.to_dict()}, indent=1).decode() + "\n",
-            "csv": lambda: _csv(result),
-        }
-        drawings = tuple(names)
-        for name in (name for name in texts if name in formats):
+        how = {"files": tuple(names), "pictures": pictures, "style": style}
+        for name in (name for name in TEXTS if name in formats):
             names.append(f"{PAGE}.{name}")
-            (folder / names[-1]).write_bytes(texts[name]().encode("utf-8", "backslashreplace"))
+            (folder / names[-1]).write_bytes(file_of(result, name, **how))
     return [out / name for name in names]
-
-
-def _csv(result: Reports) -> str:
-    import io
-
-    from rooftrace.reporting.pages import files as written
-
-    file = io.StringIO()
-    written.write_records(result.to_rows(), file)
-    return file.getvalue()
 
 
 def reports(
@@ -85,7 +69,8 @@ def reports(
     from rooftrace.reporting.pages import files as written
 
     _check(targets)
-    used = written.FORMATS if formats is None else tuple(formats)
+    conditions_of(report, PricingOptions.parted(asked)[0])
+    used = USUAL if formats is None else tuple(formats)
     written.check_formats(used)
     folders = names_of(targets)
     for name in folders.values() if out is not None else ():

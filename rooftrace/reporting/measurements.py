@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, execution_model
+from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.measured.fit import Calibration, calibrated
 from rooftrace.measured.runs import Run
 from rooftrace.measured.sources import source_of
 from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate import Validation, validated
-from rooftrace.reporting.alternatives import one_chip
-from rooftrace.reporting.estimates import Source, priced
+from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
+from rooftrace.reporting.requests.traces import priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.targets import isolation
 
 
+@takes
 def validate(
     measured: Any,
-    chip: str | Chip,
-    execution: str | ExecutionModel = "eager",
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
     target: Source | None = None,
     knobs: str | os.PathLike[str] | Knobs | None = TYPICAL,
     *,
     trust_targets: bool = False,
-    phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -54,15 +58,19 @@ def validate(
     Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
     for a file that cannot be read, or a trace of something else.
     """
-    model = execution_model(execution, **({} if knobs == TYPICAL else {"knobs": knobs}))
-    job = Job.of(validate, "" if target is None else target, (), kwargs, phases=phases)
+    named = {"chip": chip, "execution": execution, "knobs": knobs, **kwargs}
+    if chip is None and named.get("system") is None:
+        raise RequestError("chip (--chip): say which chip the steps were measured on")
+    asked = StepRequest.of(validate, "" if target is None else target, (), named)
+    job, model = asked.job, asked.model
     # Rows of one target share what it imported.
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job)
+        check_groups(lambda: [] if graphs is None else graphs().values(), asked.models)
         _check_trusted(measured, target, trust_targets)
         return validated(
             measured,
-            one_chip(chip, model),
+            asked.chip,
             model,
             graphs,
             template,
@@ -73,6 +81,7 @@ def validate(
         )
 
 
+@takes
 def calibrate(
     measured: Any,
     chip: str | Chip | None = None,
@@ -83,7 +92,6 @@ def calibrate(
     free: Sequence[str] | None = None,
     title: str = "",
     trust_targets: bool = False,
-    phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
     counted_steps: int | None = None,
     factors: bool = True,
@@ -106,15 +114,20 @@ def calibrate(
 
     Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
     """
-    job = Job.of(calibrate, "" if target is None else target, (), kwargs, phases=phases)
+    job = Job.of(calibrate, "" if target is None else target, (), kwargs)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job, all_phases=True)
         _check_trusted(measured, target, trust_targets)
+        pricing = PricingOptions(
+            chip=_chip_at_hand(measured) if chip is None else chip,
+            execution=_as_run(measured) if execution is None else execution,
+        )
+        (model,), (used,) = conditions_of(calibrate, pricing)
         return calibrated(
             measured,
-            _chip_at_hand(measured) if chip is None else load_chip(chip),
-            execution_model(_as_run(measured) if execution is None else execution),
+            used,
+            model,
             graphs,
             template,
             trust_targets,
@@ -177,7 +190,7 @@ def _what_ran(
     template = job.name if job.is_named else None
     if not is_trace and template is not None:
         return None, template
-    return (lambda: priced(job).graphs), template
+    return functools.cache(lambda: priced(job).graphs), template
 
 
 def _check_trusted(measured: Any, target: Source | None, trust_targets: bool) -> None:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._progress import telling
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.meshing import MeshAnswer, ScalingAnswer
-from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError
-from rooftrace.hardware.systems import System, load_system
 from rooftrace.reporting import meshsearch, questions as asking
-from rooftrace.reporting.alternatives import each_condition
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.stepforms import level_values
-from rooftrace.tracer.asking import Job
 
 
+@takes
 def best_mesh(
     target: Any,
     *,
     chips: int | Sequence[int],
-    system: str | System,
-    phase: str = "training",
     over: Any = None,
     step: float | str | None = None,
     tpot: float | str | None = None,
-    execution: str | ExecutionModel | None = None,
     price: float | None = None,
     kept_free: float = 0.0,
     progress: Callable[[str], None] | None = None,
@@ -46,21 +41,18 @@ def best_mesh(
     """
     batches = (None,) if over is None else tuple(level_values(*asking.over_of(over, "batch")))
     asked = _question(
-        Job.of(best_mesh, target, (), kwargs, phase=phase), "mesh", system, execution, price,
-        kwargs, counts=asking.counts_of(chips), batches=batches,
-        limits=asking.limits_of(step, tpot, None), kept_free=kept_free,
+        best_mesh, target, kwargs, price, find="mesh", kept_free=kept_free,
+        counts=asking.counts_of(chips), batches=batches, limits=asking.limits_of(step, tpot, None),
     )  # fmt: skip
     with telling(progress):
         return meshsearch.search(asked)
 
 
+@takes
 def scaling(
     target: Any,
     *,
-    system: str | System,
     chips: int | Sequence[int] | None = None,
-    phase: str = "training",
-    execution: str | ExecutionModel | None = None,
     price: float | None = None,
     kept_free: float = 0.0,
     progress: Callable[[str], None] | None = None,
@@ -75,36 +67,33 @@ def scaling(
     """
     counts = meshsearch.USUAL_COUNTS if chips is None else asking.counts_of(chips)
     asked = _question(
-        Job.of(scaling, target, (), kwargs, phase=phase), "scaling", system, execution, price,
-        kwargs, counts=counts, kept_free=kept_free,
+        scaling, target, kwargs, price, find="scaling", kept_free=kept_free,
+        counts=counts,
     )  # fmt: skip
     with telling(progress):
         return meshsearch.scaled(asked)
 
 
 def _question(
-    job: Job, find: str, system: str | System, execution: Any, price: float | None, named: Any,
-    **own: Any,
+    function: Callable[..., Any], target: Any, named: Mapping[str, Any], price: float | None,
+    **question: Any,
 ) -> meshsearch.MeshQuestion:  # fmt: skip
-    joined = load_system(system)
+    find = question["find"]
+    if named.get("system") is None:
+        raise RequestError(f"--find {find}: name how chips are joined, as --system dgx-h100")
+    if named.get("chip") is not None:
+        raise RequestError(f"--chip with --find {find}: it has no use for it; name a --system")
+    phases = {} if {"phase", "phases"} & named.keys() else {"phase": "training"}
+    request = StepRequest.of(function, target, (), {**phases, **named})
+    joined = request.chip.system
+    assert joined is not None  # the chip is that of a system
     prices = asking.own_numbers("price", price, [joined.chip])
-    asking.service_of(None, False, own["kept_free"])
-    serves = job.phases is not None and job.phases[0] in ("prefill", "decode")
-    usual = "serving" if serves else usual_execution(job)
-    precisions = job.precisions
-    for name, value in named.items():
-        if name in precisions._fields and not isinstance(value, (str, type(None))):
-            raise RequestError(f"{name} {', '.join(map(str, value))}: a mesh is priced in one")
-    conditions = each_condition(usual if execution is None else execution, *precisions)
-    if len(conditions) > 1:
-        names = ", ".join(each.execution.name for each in conditions)
-        raise RequestError(f"execution {names}: a mesh is priced under one")
+    asking.service_of(None, False, question["kept_free"])
     asked = meshsearch.MeshQuestion(
-        job=job,
-        find=find,
+        job=request.job,
         system=joined.with_chip(asking.with_numbers(joined.chip, prices, {})),
-        conditions=conditions[0],
-        **own,
+        conditions=request.conditions[0],
+        **question,
     )
     meshsearch.check_meshes(asked)
     return asked

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rooftrace._outputs import MARKS
+from rooftrace._formats import FORMATS
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.errors import RequestError, worded
 from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Module
 from rooftrace.reporting.inventories import inventory
-from rooftrace.reporting.text import as_markdown, as_text
+from rooftrace.reporting.text import as_markdown, shown
 from rooftrace.tracer.inventory.records import ModelInfo
 
 PLOT = "model_weight_distributions.png"
@@ -75,7 +75,7 @@ def dump_model_info(
     executions = _executions(enable_tensor_core_model, tensor_core_b_sat)
     made = inventory(model)
     tell, warn = _outputs(logger)
-    tell(as_text(made))
+    tell(shown(made, "text"))
     for line in _told({name: asked[name] for name in names}):
         warn(line)
     if plot_distributions:
@@ -177,6 +177,6 @@ def _report(
             reason += "; pass input_data=, or sizes such as batch=8"
         rest = f"No costs of a step: {' '.join(reason.split())}\n"
         tell(f"{page} has the inventory alone: {reason}")
-    text = f"{as_markdown(made)}\n{rest}{MARKS['md']}"
+    text = f"{as_markdown(made)}\n{rest}{FORMATS['md'].mark}"
     write_bytes(page, text.encode(), own_name=not path.suffix)
     tell(f"report written to {page}")

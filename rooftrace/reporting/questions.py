@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.answers import candidates, serving, workloads
-from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
-from rooftrace.reporting.alternatives import chips_for
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.stepforms import USUAL
 from rooftrace.tracer.asking import Job
 
@@ -27,7 +27,7 @@ WORDS = (*(name for name in serving.OBJECTIVES if name != "largest"), *OTHERS)
 class Question:
     """A question as it is asked: what is looked for, in which steps, on which chips."""
 
-    job: Job
+    request: StepRequest
     known: Form | None  # a form from a file, in place of the job
     find: str  # the size of which the largest is looked for, an objective, or one of OTHERS
     values: Sequence[int] | None  # of the size that is left open
@@ -38,7 +38,11 @@ class Question:
     conditions: tuple[Conditions, ...]
     at: Mapping[str, int]  # other sizes of a known form
     most: int
-    usual: bool  # whether no execution was asked for
+
+    @property
+    def job(self) -> Job:
+        """What runs."""
+        return self.request.job
 
     @property
     def open(self) -> str:
@@ -55,11 +59,12 @@ def open_of(find: str) -> str:
 
 def settled(asked: Question, form: Form) -> Question:
     """The question with the execution that fits the phase, where none was asked for."""
-    if not asked.usual or form.phase in ("prefill", "decode"):
+    pricing = asked.request.pricing
+    check_groups(lambda: [form.example] if form.regimes else [], asked.request.models)
+    if pricing.execution is not None or form.phase in ("prefill", "decode"):
         return asked
-    model = execution_model(usual_execution(asked.job))
-    conditions = tuple(replace(each, execution=model) for each in asked.conditions)
-    return replace(asked, conditions=conditions)
+    models = pricing.executions(usual_execution(asked.job))
+    return replace(asked, conditions=pricing.conditions(models))
 
 
 def seconds_of(name: str, value: float | str | None) -> float | None:
@@ -109,16 +114,18 @@ def service_of(
     return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
 
 
-def chips_of(chip: Any, find: str, price: Any, power: Any, execution: Any) -> tuple[Chip, ...]:
-    """The chips of a question, with prices and powers that were asked for."""
-    chips = _named(chip, find, execution)
+def with_own_numbers(chips: Sequence[Chip], price: Any, power: Any) -> tuple[Chip, ...]:
+    """Chips with the prices and powers that were asked for."""
     prices, powers = own_numbers("price", price, chips), own_numbers("power", power, chips)
     return tuple(with_numbers(each, prices, powers) for each in chips)
 
 
-def _named(chip: Any, find: str, execution: Any) -> list[Chip]:
-    if chip is not None or find not in ("cheapest", "chips"):
-        return chips_for(chip, execution)
+OF_ALL = ("cheapest", "chips")
+"""What is looked for among all chips, where none is named."""
+
+
+def all_chips(find: str) -> list[Chip]:
+    """The GPUs that come along; for "cheapest", those with a price."""
     loaded = map(load_chip, available_chips())
     return [c for c in loaded if c.kind == "gpu" and (c.price is not None or find == "chips")]
 

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, execution_model
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.memory import LargestBatch, Memory, largest
-from rooftrace.costmodels.planning import plan, usual_execution
+from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
-from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.hardware.systems import System
-from rooftrace.reporting.alternatives import chips_for, each_execution
-from rooftrace.reporting.estimates import Source, priced
+from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.pages import Report, build_report, conditions
 from rooftrace.reporting.pages.files import check_folder
-from rooftrace.tracer.asking import Job, Options, Request
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources import at_batches
-
-if TYPE_CHECKING:
-    from rooftrace.measured.fit import Calibration
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
+from rooftrace.tracer.asking import Job
+from rooftrace.tracer.sizing import at_batches
 
 
+@takes
 def report(
     model: Source,
     *args: Any,
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    system: str | System | Sequence[str | System] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
-    phases: Sequence[str] | None = None,
-    dtype: str | None = None,
-    weights_dtype: str | None = None,
-    kv_dtype: str | None = None,
     out: str | os.PathLike[str] | None = None,
     formats: Sequence[str] | None = None,
     max_batch: bool = False,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = TYPICAL,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -60,55 +47,32 @@ def report(
     by default) and trace.  max_batch: also look for the largest batch that fits each chip
     (`largest_batch`).  execution: one or several, default naive and efficient, and for a script
     naive and mixed.  knobs: calibrated constants of every execution, by name or path or as
-    `calibrate` returns them; None for the datasheet's peaks.  progress: a function that is called
+    `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, exchange, what_if,
+    settings: what else is changed of every execution.  progress: a function that is called
     with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    executions = each_execution(execution or ("naive", usual_execution(model)))
-    if knobs != TYPICAL:
-        executions = [execution_model(model, knobs=knobs) for model in executions]
-    chips, models = conditions(chips_for(chip, executions, system), executions)
+    asked = StepRequest.of(report, model, args, kwargs)
+    chips, models = conditions(asked.chips, asked.models)
     how: dict[str, Any] = {} if formats is None else {"formats": tuple(formats)}
     if out is not None:
         check_folder(Path(out), **how)
-    prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
-    job = Job.of(report, model, args, kwargs, phases=phases, **prices)
     with telling(progress):
-        graphs = priced(job).graphs
-        _check_disturbed(graphs, models)
-        result = build_report(graphs, chips, models, tell)
+        result = build_report(asked.graphs(), chips, models, tell)
         if max_batch:
-            again = replace(job.without("batch"), phases=tuple(result.phases))
+            again = replace(asked.job.without("batch"), phases=tuple(result.phases))
             result = replace(result, largest=_largest(again, chips, models[-1]))
     if out is not None:
         result.write(Path(out), **how)
     return result
 
 
-def _check_disturbed(graphs: Mapping[str, OpGraph], models: Sequence[ExecutionModel]) -> None:
-    """Raise RequestError for disturbances of many processes where there is one."""
-    asked = {name: value for model in models for name, value in model.disturbances.asked.items()}
-    if asked and not any(graph.groups for graph in graphs.values()):
-        told = ", ".join(f"{name}={value:g}" for name, value in asked.items())
-        raise RequestError(
-            f"{told}: it slows steps of several processes, and this is of one; name a mesh, as "
-            "--mesh dp=4"
-        )
-
-
+@takes
 def largest_batch(
     model: Source,
     *args: Any,
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel | None = None,
-    phases: Sequence[str] | None = None,
-    request: Request | None = None,
-    options: Options | None = None,
-    dtype: str | None = None,
-    weights_dtype: str | None = None,
-    kv_dtype: str | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> dict[str, dict[str, LargestBatch]]:
@@ -121,13 +85,10 @@ def largest_batch(
     weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for
     an argument `batch`, and for a module that runs at no other batch.
     """
-    whole = {"phases": phases, "request": request, "options": options}
-    prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
-    job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
-    job.refuse(("batch",), "the batch is what is looked for; leave it out")
-    execution = execution_model(usual_execution(job) if execution is None else execution)
+    asked = StepRequest.of(largest_batch, model, args, kwargs)
+    asked.job.refuse(("batch",), "the batch is what is looked for; leave it out")
     with telling(progress):
-        return _largest(job, chips_for(chip, execution), execution)
+        return _largest(asked.job, asked.chips, asked.model)
 
 
 def _largest(

@@ -9,13 +9,14 @@ from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.estimating import estimate
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planning import plan, usual_execution
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.hardware.systems import System
-from rooftrace.reporting.alternatives import chips_for
-from rooftrace.reporting.estimates import Source, priced
+from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
+from rooftrace.reporting.requests.traces import priced
 from rooftrace.reporting.rooflinesteps import RooflineRow, Rooflines
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -24,13 +25,10 @@ MOST = 200
 """Steps of one figure at most."""
 
 
+@takes
 def roofline(
     sources: Source | Sequence[Source],
     *,
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    system: str | System | Sequence[str | System] | None = None,
-    execution: str | ExecutionModel | None = None,
-    phases: Sequence[str] | None = None,
     batch: int | Sequence[int] | None = None,
     seq: int | Sequence[int] | None = None,
     kv: int | Sequence[int] | None = None,
@@ -51,10 +49,10 @@ def roofline(
     if not several:
         raise RequestError("roofline(sources=...): expected at least one target, got none")
     steps, over = _steps({"batch": batch, "seq": seq, "kv": kv})
-    model = execution_model(usual_execution(*several) if execution is None else execution)
-    chips = chips_for(chip, model, system)
+    pricing, others = PricingOptions.parted(kwargs)
+    (model,), chips = conditions_of(roofline, pricing, *several)
     jobs = [
-        (source, sizes, Job.of(roofline, source, (), {**kwargs, **sizes}, phases=phases))
+        (source, sizes, Job.of(roofline, source, (), {**others, **sizes}))
         for source in several
         for sizes in steps
     ]
@@ -67,7 +65,9 @@ def roofline(
     with telling(progress):
         for number, (source, sizes, job) in enumerate(jobs, 1):
             tell(f"step {number} of {len(jobs)}")
-            traced.append((source, sizes, dict(priced(job).graphs)))
+            graphs = dict(priced(job).graphs)
+            check_groups(graphs.values, [model])
+            traced.append((source, sizes, graphs))
         rows = list(_rows(traced, _names(several, traced), chips, model))
     return Rooflines(tuple(rows), over)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError, naming
-from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.rundiffs import RunDiff, RunQuestion, diff_runs, is_measured
-from rooftrace.reporting.estimates import Source, in_precisions, priced
+from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import CHANGES, PLAIN, PricingOptions
+from rooftrace.reporting.requests.traces import in_precisions, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.asking.names import configs
 from rooftrace.tracer.graph import OpGraph
@@ -29,9 +30,6 @@ def diff_measured(
     args: Sequence[Any] = (),
     *,
     graphs: Any = None,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel | None = None,
-    phases: Sequence[str] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -53,16 +51,24 @@ def diff_measured(
     if args:
         raise RequestError(f"diff of two measured runs: nothing takes the argument {args[0]!r:.60}")
     sources = _two(graphs)
-    if sources is None and kwargs:
-        name, value = next(iter(kwargs.items()))
-        raise UnusedError(name, f"{value!r:.60}", _SIZES)
+    pricing, asked = PricingOptions.parted(kwargs)
+    if sources is None and asked.keys() - {"phases"}:
+        name = min(asked.keys() - {"phases"})
+        raise UnusedError(name, f"{asked[name]!r:.60}", _SIZES)
+    changed = [name for name in CHANGES if getattr(pricing, name) != getattr(PLAIN, name)]
+    if changed and pricing.execution is None:
+        raise RequestError(
+            f"{changed[0]} (--{changed[0].replace('_', '-')}): it changes an execution model; say "
+            "with --execution how the runs ran"
+        )
+    models, chips = conditions_of(diff_measured, pricing)
     with telling(progress):
-        made = (None, None) if sources is None else _made(sources, phases, kwargs)
+        made = (None, None) if sources is None else _made(sources, asked)
         question = RunQuestion(
             graphs=made,
-            chip=None if chip is None else load_chip(chip),
-            execution=None if execution is None else execution_model(execution),
-            phases=phases,
+            chip=chips[0] if pricing.chip is not None or pricing.system is not None else None,
+            execution=None if pricing.execution is None else models[0],
+            phases=asked.get("phases"),
             names=names,
             tell=tell,
         )
@@ -89,12 +95,10 @@ def _two(graphs: Any) -> tuple[Source, Source] | None:
     return graphs[0], graphs[-1]
 
 
-def _made(
-    sources: tuple[Source, Source], phases: Sequence[str] | None, kwargs: Mapping[str, Any]
-) -> tuple[Graphs, Graphs]:
+def _made(sources: tuple[Source, Source], kwargs: Mapping[str, Any]) -> tuple[Graphs, Graphs]:
     """The graphs of both sides by phase; code runs in a process of its own, rules hold inside."""
     distinct = sources[:1] if sources[0] is sources[1] or sources[0] == sources[1] else sources
-    jobs = [Job.of(diff_measured, source, (), kwargs, phases=phases) for source in distinct]
+    jobs = [Job.of(diff_measured, source, (), kwargs) for source in distinct]
     for job in jobs:
         check_precisions(*job.precisions)
     code = [job for job in jobs if job.is_code]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.hardware.systems import System, load_system
-from rooftrace.reporting.alternatives import one_chip
+from rooftrace.reporting.requests.calls import conditions_of, only_prices, takes
+from rooftrace.reporting.requests.pricing import check_groups
+from rooftrace.tracer.asking.names import RUN
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.execution import ExecutionModel
@@ -22,20 +23,19 @@ CLOCKS = ("real", "simulated")
 """The time that a script sees: that of this machine, or that of the chip."""
 
 
+@takes
 def run(
     command: str | Sequence[str],
     *,
-    chip: str | Chip | None = None,
-    system: str | System | None = None,
     steps: int | None = 3,
     ranks: int | None = None,
     rank: int = 0,
     boundary: str = "auto",
-    execution: str | ExecutionModel | None = None,
     clock: str = "real",
     scratch: str | os.PathLike[str] | None = None,
     assume: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
 ) -> ScriptCost:
     """Run a script, unmodified, on a GPU that is not there, and say what its steps cost.
 
@@ -57,60 +57,44 @@ def run(
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
-    from rooftrace.tracer.launching import get_ready
+    from rooftrace.tracer.launching import ownprocess
 
-    _check(clock, steps, chip, system)
-    get_ready()
+    _check(clock, steps)
+    ownprocess.get_ready()
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 
-    words = shlex.split(command) if isinstance(command, str) else list(command)
-    device, per_node = _seen(chip, system, execution)
+    words = shlex.split(command) if isinstance(command, str) else [*command]
+    pricing = only_prices(run, kwargs)
+    (model,), (device,) = conditions_of(run, pricing, f"{RUN}{shlex.join(words)}")
     request = ScriptRequest(
         command=words,
         chip=device,
         steps=steps,
         ranks=ranks,
         rank=rank,
-        per_node=per_node,
+        per_node=None if device.system is None else device.system.levels[0].size,
         scratch=scratch,
         assume=assume,
         boundary=boundary,
     )
     with telling(progress):
-        script = request.run(_seconds(device, execution) if clock == "simulated" else None)
+        script = request.run(_seconds(device, model) if clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
-        return price_script(script, device, execution)
+        check_groups(script.by_phase().values, [model])
+        return price_script(script, device, model)
 
 
-def _seconds(chip: Chip, execution: str | ExecutionModel | None) -> Callable[[OpGraph], float]:
+def _seconds(chip: Chip, execution: ExecutionModel) -> Callable[[OpGraph], float]:
     """Tells the expected seconds of a graph."""
     from rooftrace.costmodels.estimating import estimate
-    from rooftrace.costmodels.scripting import SCRIPTED
 
-    def seconds(graph: OpGraph) -> float:
-        return estimate(graph, chip, execution or SCRIPTED).t_est
-
-    return seconds
+    return lambda graph: estimate(graph, chip, execution).t_est
 
 
-def _seen(
-    chip: str | Chip | None, system: str | System | None, execution: str | ExecutionModel | None
-) -> tuple[Chip, int | None]:
-    """The chip that a script sees, and how many a node of the system has; None without one."""
-    from rooftrace.costmodels.scripting import SCRIPTED
-
-    if system is None:
-        return one_chip(chip, execution or SCRIPTED), None
-    joined = load_system(system)
-    return joined.joined_chip, joined.levels[0].size
-
-
-def _check(clock: str, steps: Any, chip: Any, system: Any) -> None:
+def _check(clock: str, steps: Any) -> None:
     if clock not in CLOCKS:
         raise RequestError(f"clock={clock!r}: expected one of {', '.join(CLOCKS)}")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise RequestError(f"steps={steps!r}: expected a whole number of at least 1, or None")
-    if system is not None and chip is not None:
-        raise RequestError(f"chip={chip!r:.40} beside system=: a system has its own chip")

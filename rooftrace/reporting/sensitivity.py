@@ -12,9 +12,8 @@ from typing import Any, overload
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.elasticity import Elasticities, elasticities, grids
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
@@ -26,10 +25,12 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.alternatives import one_chip
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.explaining import first_graph, sizes_of
 from rooftrace.reporting.gridfactors import factors_of, number_of_config
+from rooftrace.reporting.requests import StepRequest, readers
+from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.stepforms import form_of, known_form
 from rooftrace.tracer.asking import Job
 
@@ -39,39 +40,16 @@ _FEW = 32
 
 
 @overload
-def sensitivity(
-    source: Source,
-    *args: Any,
-    over: Mapping[str, int] | Sequence[str] | None = None,
-    grid: None = None,
-    response: str = "t_est",
-    log: bool = False,
-    phase: str | None = None,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel | None = None,
-    plot: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] | None = None,
-    **kwargs: Any,
-) -> Elasticities: ...
+def sensitivity(source: Source, *args: Any, grid: None = None, **kwargs: Any) -> Elasticities: ...
 
 
 @overload
 def sensitivity(
-    source: Source,
-    *args: Any,
-    over: Mapping[str, int] | Sequence[str] | None = None,
-    grid: Mapping[str, Any],
-    response: str = "t_est",
-    log: bool = False,
-    phase: str | None = None,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel | None = None,
-    plot: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] | None = None,
-    **kwargs: Any,
+    source: Source, *args: Any, grid: Mapping[str, Any], **kwargs: Any
 ) -> grids.GridEffects: ...
 
 
+@takes
 def sensitivity(
     source: Source,
     *args: Any,
@@ -79,9 +57,6 @@ def sensitivity(
     grid: Mapping[str, Any] | None = None,
     response: str = "t_est",
     log: bool = False,
-    phase: str | None = None,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel | None = None,
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -103,14 +78,15 @@ def sensitivity(
     decode for a Hugging Face model that has it, else forward.
     Raises RequestError for a name or a level that there is not, and what `form` raises.
     """
-    model = execution_model(usual_execution(source) if execution is None else execution)
-    used = one_chip(chip, model)
     known = known_form(source)
+    pricing, named = PricingOptions.parted(kwargs)
+    (model,), (used,) = conditions_of(sensitivity, pricing, source)
     with telling(progress):
         if known is not None:
-            step: _Step = _FormStep(known, kwargs, over)
+            step: _Step = _FormStep(known, named, over)
         else:
-            step = _JobStep(Job.of(sensitivity, source, args, kwargs, phase=phase), over)
+            job = StepRequest.of(sensitivity, source, args, kwargs).job
+            step = _JobStep(job, over, model)
         check_precisions(*step.precisions)
         result: Elasticities | grids.GridEffects
         if grid is None:
@@ -124,7 +100,7 @@ def sensitivity(
                 first, step.sizes, used, conditions, others, _refusals(step.job is not None)
             )
         else:
-            result = _grid(step, grid, used, model, response, log)
+            result = _grid(step, _with_executions(grid, pricing), used, model, response, log)
         if plot is not None:
             draw(result, Path(plot))
     return result
@@ -180,10 +156,13 @@ class _FormStep(_Step):
 
 
 class _JobStep(_Step):
-    def __init__(self, job: Job, over: Mapping[str, int] | Sequence[str] | None) -> None:
+    def __init__(
+        self, job: Job, over: Mapping[str, int] | Sequence[str] | None, model: ExecutionModel
+    ) -> None:
         self.precisions = job.precisions
         check_precisions(*self.precisions)
         job, graph = first_graph(job)
+        check_groups(lambda: [graph], [model])
         self.job = job
         if over is None:
             self.sizes = sizes_of(job, graph)
@@ -268,6 +247,18 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
         return range(max(1, size // 2), most * size + 1)
     eighths = (4, 5, 6, 7, 8, *((10, 12, 16) if most > 1 else ()))
     return tuple(size * part // 8 for part in eighths if size * part % 8 == 0)
+
+
+def _with_executions(grid: Mapping[str, Any], pricing: PricingOptions) -> Mapping[str, Any]:
+    """A grid; executions that it names are changed as the one that was asked for."""
+    if not isinstance(grid, Mapping):
+        return grid  # whoever reads it says what is wrong
+    levels = grid.get("execution")
+    if isinstance(levels, str):
+        levels = readers.words(levels)
+    return (
+        {**grid, "execution": replace(pricing, execution=levels).executions()} if levels else grid
+    )
 
 
 def _grid(

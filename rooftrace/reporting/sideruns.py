@@ -12,7 +12,8 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.errors import RequestError, TargetError, is_ours, naming
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.estimates import in_precisions, priced
+from rooftrace.reporting.requests.pricing import check_groups
+from rooftrace.reporting.requests.traces import in_precisions, priced
 from rooftrace.reporting.revisions import Placed, checked, pointers
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.revisions.origins import SideOrigin
@@ -81,6 +82,7 @@ def _name(at: Placed) -> str:
 def _priced(at: Placed, made: Traced, reads: Reads | None = None) -> Ran:
     read = reads or Reads()
     origin = checked(at, read, made.graphs)
+    check_groups(made.graphs.values, [at.side.execution])
     plans = {p: Plan.each(graph, [at.side.execution, EAGER]) for p, graph in made.graphs.items()}
     estimates, eager = (
         {phase: estimate_graph(each[number], at.side.chip) for phase, each in plans.items()}

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
-from rooftrace.reporting.alternatives import one_chip
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.options import options_of
+from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
 from rooftrace.tracer.asking import Job, names
 
 BASE = ""
@@ -20,9 +22,8 @@ BASE = ""
 FILES = "."
 """The working tree in place of a revision."""
 SIDES = ("before", "after")
-_PRICING = ("chip", "execution", "knobs", "rewrites", "tf32")
 _FILES_OF = ("git", "python")
-OPTIONS = (*Job.ARGUMENTS, *_PRICING, *_FILES_OF)
+OPTIONS = (*Job.ARGUMENTS, *(each.name for each in options_of(ExecutionOptions)), *_FILES_OF)
 """What may differ from side to side."""
 
 
@@ -50,7 +51,6 @@ def sides_of(
     args: Sequence[Any],
     named: Mapping[str, Any],
     options: tuple[Mapping[str, Any], Mapping[str, Any]],
-    pricing: tuple[str | Chip, str | ExecutionModel],
     asked: Any,
 ) -> tuple[DiffSide, DiffSide]:
     """Both sides of a diff.
@@ -71,18 +71,20 @@ def sides_of(
             )
         after = before
     first, second = _revisions(asked)
-    shared = {**named, "chip": pricing[0], "execution": pricing[1]}
+    (usual,), (chip,) = conditions_of(function, PricingOptions.parted(named)[0], *sources)
+    shared = {**named, "chip": chip, "execution": usual}
     sides = []
     for which, side, other, own, revision in (
         ("before", before, after, options[0], first),
         ("after", after, before, options[1], second),
     ):
-        job = _job(function, side, other, args, named, own)
+        pricing, others = PricingOptions.parted(_with(named, own))
+        (model,), (chip,) = conditions_of(function, pricing, *sources)
         made = DiffSide(
             which=which,
-            job=job,
-            chip=one_chip(own.get("chip", pricing[0]), priced_as := _execution(own, pricing[1])),
-            execution=priced_as,
+            job=_job(function, side, other, args, others),
+            chip=chip,
+            execution=model,
             revision=own.get("git", revision),
             python=_interpreter(which, own),
             options=_what_differs(own, options, shared),
@@ -92,13 +94,25 @@ def sides_of(
     return _both_of_git(sides[0], sides[1])
 
 
+def _with(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What both sides are asked, with what is asked of one; rewrites and settings are added."""
+    asked = {**named, **{name: value for name, value in own.items() if name not in _FILES_OF}}
+    if "chip" in own or "system" in own:
+        for name in {"chip", "system"} - own.keys():
+            asked.pop(name, None)
+    if "rewrites" in own:
+        asked["rewrites"] = (*named.get("rewrites", ()), *own["rewrites"])
+    if "settings" in own:
+        asked["settings"] = {**named.get("settings", {}), **own["settings"]}
+    return asked
+
+
 def _job(
     function: Callable[..., Any],
     side: Any,
     other: Any,
     args: Sequence[Any],
     named: Mapping[str, Any],
-    own: Mapping[str, Any],
 ) -> Job:
     """The job of one side.  Sizes and arguments of both go only to a side that takes them."""
     this, that = Job(source=side), Job(source=other)
@@ -107,8 +121,7 @@ def _job(
         args, named = (), {name: value for name, value in named.items() if name in keep}
     elif this.is_named and not that.is_named and not that.is_graph:
         args = ()  # the arguments of the module on the other side
-    mine = {n: value for n, value in own.items() if n not in (*_PRICING, *_FILES_OF)}
-    job = Job.of(function, side, args, {**named, **mine})
+    job = Job.of(function, side, args, named)
     check_precisions(*job.precisions)
     return job
 
@@ -125,13 +138,6 @@ def _check_options(which: str, options: Any) -> None:
                 f"{which}: {name!r} cannot differ from side to side{hint(str(name), OPTIONS)}; "
                 f"expected some of {', '.join(OPTIONS)}"
             )
-
-
-def _execution(own: Mapping[str, Any], usual: str | ExecutionModel) -> ExecutionModel:
-    changes = {name: own[name] for name in ("knobs", "tf32") if name in own}
-    model = execution_model(own.get("execution", usual), **changes)
-    rewrites = own.get("rewrites", ())
-    return execution_model(model, rewrites=(*model.rewrites, *rewrites)) if rewrites else model
 
 
 def _interpreter(which: str, own: Mapping[str, Any]) -> str | None:

@@ -18,13 +18,10 @@ from rooftrace.costmodels.answers import (
     serving,
     workloads,
 )
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.meshing import ScalingAnswer
 from rooftrace.costmodels.sweeping import Form, SweepCase
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
 from rooftrace.reporting import questions as asking
-from rooftrace.reporting.alternatives import each_condition
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.grounds import grounds_of
 from rooftrace.reporting.openforms import (
@@ -35,25 +32,33 @@ from rooftrace.reporting.openforms import (
     prefill_form,
 )
 from rooftrace.reporting.questions import Question
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.stepforms import MOST_TRACES, known_form, level_values
-from rooftrace.tracer.asking import Job
 
 Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | capacity.CapacityAnswer
 
 
+@takes
 def solve(
-    source: Source, *args: Any, find: str = "batch",
-    tpot: float | str | None = None, ttft: float | str | None = None,
-    step: float | str | None = None, mix: str | workloads.Mix | None = None, over: Any = None,
-    chip: str | Chip | Sequence[str | Chip] | None = None, chips: int | Sequence[int] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
-    phase: str | None = None, dtype: str | Sequence[str | None] | None = None,
-    weights_dtype: str | None = None, kv_dtype: str | Sequence[str | None] | None = None,
+    source: Source,
+    *args: Any,
+    find: str = "batch",
+    tpot: float | str | None = None,
+    ttft: float | str | None = None,
+    step: float | str | None = None,
+    mix: str | workloads.Mix | None = None,
+    over: Any = None,
+    chips: int | Sequence[int] | None = None,
     price: float | Mapping[str, float] | None = None,
     power: float | Mapping[str, float] | None = None,
-    apart: bool = False, kept_free: float = 0.0, at: Mapping[str, int] | None = None,
-    most: int = MOST_TRACES, progress: Callable[[str], None] | None = None, **kwargs: Any,
-) -> Answer:  # fmt: skip
+    apart: bool = False,
+    kept_free: float = 0.0,
+    at: Mapping[str, int] | None = None,
+    most: int = MOST_TRACES,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Answer:
     """The answer to a question about a step, with its margin, the second best and its grounds.
 
     find: a size, as "batch" or "kv": its largest value within the limits; "cheapest", "energy",
@@ -75,16 +80,18 @@ def solve(
     """
     known = known_form(source)
     fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
-    traced = source if known is None else known.example  # a graph has no use for other arguments
+    if kwargs.get("chip") is None and kwargs.get("system") is None and find in asking.OF_ALL:
+        kwargs["chip"] = asking.all_chips(find)
+    # A graph has no use for other arguments.
+    request = StepRequest.of(solve, source, args, kwargs, traced=known and known.example)
     asked = Question(
-        job=Job.of(solve, traced, args, kwargs, phase=phase), known=known, find=find,
+        request=request, known=known, find=find,
         values=None if over is None else level_values(*asking.over_of(over, find)),
         limits=asking.limits_of(step, tpot, ttft),
         service=asking.service_of(mix, apart, kept_free),
-        chips=asking.chips_of(chip, find, price, power, execution or "serving"),
+        chips=asking.with_own_numbers(request.chips, price, power),
         counts=None if chips is None else asking.counts_of(chips),
-        conditions=each_condition(execution or "serving", dtype, weights_dtype, kv_dtype),
-        at=fixed, most=most, usual=execution is None,
+        conditions=request.conditions, at=fixed, most=most,
     )  # fmt: skip
     asking.check(asked)
     with telling(progress):

@@ -19,16 +19,16 @@ from rooftrace._outputs import MADE_BY
 from rooftrace._progress import tell, telling
 from rooftrace._writing import put_bytes, write_bytes
 from rooftrace.costmodels.estimating import estimate
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.alternatives import chips_for, each_condition
 from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.calls import takes
+from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -75,16 +75,11 @@ class SweepRequest:
             )
 
 
+@takes
 def sweep(
     source: Source,
     *args: Any,
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
-    phase: str | None = None,
-    dtype: str | Sequence[str | None] | None = None,
-    weights_dtype: str | None = None,
-    kv_dtype: str | Sequence[str | None] | None = None,
     vary: Mapping[str, Sequence[Any]] | None = None,
     out: str | os.PathLike[str] | None = None,
     most: int = MOST_TRACES,
@@ -101,10 +96,7 @@ def sweep(
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
     """
-    request = sweep_request(
-        source, args, kwargs, over=over, chip=chip, execution=execution, phase=phase, dtype=dtype,
-        weights_dtype=weights_dtype, kv_dtype=kv_dtype, vary=vary, most=most,
-    )  # fmt: skip
+    request = sweep_request(source, args, kwargs, over=over, vary=vary, most=most)
     with telling(progress):
         return swept(request, None if out is None else Path(out))
 
@@ -115,28 +107,20 @@ def sweep_request(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     *,
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
-    phase: str | None = None,
-    dtype: str | Sequence[str | None] | None = None,
-    weights_dtype: str | None = None,
-    kv_dtype: str | Sequence[str | None] | None = None,
     vary: Mapping[str, Sequence[Any]] | None = None,
     most: int = MOST_TRACES,
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
-    execution = usual_execution(source) if execution is None else execution
-    conditions = each_condition(execution, dtype, weights_dtype, kv_dtype)
     known = known_form(source)
-    traced = source if known is None else known.example  # a graph has no use for other arguments
-    job = Job.of(sweep, traced, args, kwargs, phase=phase)
-    job.refuse(levels, "its values are those of `over`; leave it out")
+    # A graph has no use for other arguments.
+    asked = StepRequest.of(sweep, source, args, kwargs, traced=known and known.example)
+    asked.job.refuse(levels, "its values are those of `over`; leave it out")
     return SweepRequest(
-        job=job.of_one_phase(),
+        job=asked.job.of_one_phase(),
         levels=levels,
-        chips=tuple(chips_for(chip, execution)),
-        conditions=conditions,
+        chips=asked.chips,
+        conditions=asked.conditions,
         variants=tuple(variants_of(vary or {})),
         most=most,
         form=known,
@@ -169,6 +153,9 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
         form = request.form or form_of(job, request.levels, request.most, seen)
         seen = None
         _check_names(form, request.levels)
+        check_groups(
+            partial(_some_graphs, form, request.levels), [c.execution for c in request.conditions]
+        )
         grid = points_of(form.names, request.levels)
         for conditions in request.conditions:
             case = SweepCase(form, conditions, settings)
@@ -205,6 +192,12 @@ def _tell_first(request: SweepRequest, sizes: str, graph: OpGraph) -> None:
             f"first step, {sizes}: {format_time(step.t_est)} on {chip.name}, "
             f"limited by {step.times.regime}"
         )
+
+
+def _some_graphs(form: Form, levels: Mapping[str, Sequence[int]]) -> list[OpGraph]:
+    if form.regimes:
+        return [form.example]
+    return [form.graph(**{name: levels[name][0] for name in form.names})]
 
 
 def _check_names(form: Form, levels: Mapping[str, Sequence[int]]) -> None:

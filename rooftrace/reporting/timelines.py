@@ -11,11 +11,11 @@ import numpy as np
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.planning import plan
-from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.reporting.alternatives import one_chip
-from rooftrace.reporting.estimates import priced_graphs
+from rooftrace.reporting.estimates import estimate as estimate_source, priced_graphs
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.reporting.rooflinesteps import SIZES, Reports, Rooflines
 from rooftrace.reporting.sections import Results
 from rooftrace.reporting.stepforms import known_form
@@ -124,27 +124,21 @@ def _title(labels: Mapping[str, Any], sizes: Mapping[str, int], chip: Chip) -> s
 
 
 def steps_at(
-    source: Any,
-    phase: str,
-    sizes: Mapping[str, int],
-    *,
-    chip: str | Chip,
-    execution: Any,
-    **asked: Any,
+    source: Any, phase: str, sizes: Mapping[str, int], **asked: Any
 ) -> dict[str, Estimate]:
     """The step of a source at sizes by name, as a sensitivity or a choice of meshes has them.
 
-    A pipeline has a step for each stage.  asked: what `priced_graphs` takes.
+    A pipeline has a step for each stage.  asked: what `estimate` takes.
     """
-    chip, form = one_chip(chip, execution), known_form(source)
+    pricing, asked = PricingOptions.parted(asked)
+    (model,), (chip,) = conditions_of(estimate_source, pricing, source)
+    form = known_form(source)
     if form is not None:
-        names = ("dtype", "weights_dtype", "kv_dtype")
-        precisions = {name: asked.get(name) for name in names}
-        graph = reprice(form.graph(**sizes), *precisions.values())
-        return {phase: estimate(plan(graph, execution), chip)}
+        (conditions,) = pricing.conditions([model])
+        return {phase: estimate(conditions.plan(form.graph(**sizes)), chip)}
     named = {name: size for name, size in sizes.items() if name in SIZES}
     settings = {name: size for name, size in sizes.items() if name not in SIZES}
     if settings:
         asked = {**asked, "settings": {**asked.get("settings", {}), **settings}}
-    graphs = priced_graphs(source, phases=[phase], **{**asked, **named})
-    return {name: estimate(plan(graph, execution), chip) for name, graph in graphs.items()}
+    graphs = priced_graphs(source, **{**asked, **named, "phases": [phase]})
+    return {name: estimate(plan(graph, model), chip) for name, graph in graphs.items()}

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.comparing.differences import diff_estimates
-from rooftrace.costmodels.findings.diffs.changes import Change, Diff
-from rooftrace.costmodels.findings.diffs.conditions import FailOnError, parse_condition
+from rooftrace.costmodels.findings.diffs.changes import Diff
+from rooftrace.costmodels.findings.diffs.differences import diff_estimates
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.limits import FailOnError
+from rooftrace.tracer.changes.metrics import TOTALS
 
 WIDTH, ROWS = 32, 64
 
@@ -169,16 +171,21 @@ def test_relative_changes():
         ("time>1.5ms", "time", 1.5e-3, False),
         ("kernels>10", "kernels", 10, False),
         ("flops>1e9", "flops", 1e9, False),
+        ("flops>1 GFLOP", "flops", 1e9, False),
+        ("params>2 M", "params", 2e6, False),
     ],
 )
 def test_conditions(text, metric, limit, relative):
-    assert parse_condition(text) == (metric, pytest.approx(limit), relative, text)
+    read = Limit.parse(text, TOTALS)
+    assert (read.metric, read.relative, read.text) == (metric, relative, text)
+    assert read.most == pytest.approx(limit)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
         ("speed>5%", "METRIC one of time, flops"),
+        ("tme>5%", "did you mean 'time'?"),
         ("time<5%", "expected METRIC>LIMIT"),
         ("time>", "expected METRIC>LIMIT"),
         ("time>5", "time>5"),
@@ -190,7 +197,7 @@ def test_conditions(text, metric, limit, relative):
 )
 def test_conditions_that_cannot_be_read(text, message):
     with pytest.raises(FailOnError) as caught:
-        parse_condition(text)
+        Limit.parse(text, TOTALS)
     assert message in str(caught.value) and text in str(caught.value)
 
 

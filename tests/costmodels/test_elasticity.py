@@ -15,8 +15,6 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.elasticity import (
     Elasticities,
-    NamedNumbers,
-    UnknownNumberError,
     elasticities,
     grids,
 )
@@ -24,6 +22,7 @@ from rooftrace.costmodels.elasticity.slopes import SLOPES, dual_of
 from rooftrace.costmodels.elasticity.watching import watched
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planforms.kernelforms import Amount
+from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.timing import time_plan
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.tracer.formulas import Formula

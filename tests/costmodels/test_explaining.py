@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.costmodels.explaining import explained
-from rooftrace.costmodels.explaining.scaling import slowed
+from rooftrace.costmodels.explaining.scaling import variants
 from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.studies import Study
 from rooftrace.tracer.formulas.functions import FUNCTIONS
 from tests.conftest import mostly_heavy
 from tests.costmodels.batch_support import Decoder
@@ -207,11 +208,13 @@ def test_half_the_batch_takes_what_an_estimate_there_takes() -> None:
 
 
 def test_half_the_clock_doubles_computing_alone() -> None:
+    explanation = step("*.up")
     chip = rt.load_chip("h200-sxm")
-    half = slowed(chip, 0.5)
+    (slow,) = [v for v in variants(explanation.estimate, {}) if v.name == "clock halved"]
+    _, half = Study(explanation.estimate).planned(slow)
     assert half.peak("matrix", "bf16") == chip.peak("matrix", "bf16") / 2
     assert half.memory_bandwidth == chip.memory_bandwidth
-    (test,) = [t for t in step("*.up").kernels[0].scaling if t.name == "clock halved"]
+    (test,) = [t for t in explanation.kernels[0].scaling if t.name == "clock halved"]
     assert test.by_limiter["compute"] == pytest.approx(2, rel=0.01)
     assert test.by_limiter["hbm"] == pytest.approx(1, rel=0.01)
     assert test.by_limiter["launch"] == 1

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import rooftrace as rt
 from rooftrace.costmodels.estimating.estimates import Estimate, estimate
 from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel
-from rooftrace.costmodels.findings.comparing.differences import diff_estimates
+from rooftrace.costmodels.findings.diffs.differences import diff_estimates
 from rooftrace.costmodels.findings.narrow import islands
 from rooftrace.costmodels.memory.footprint import KINDS, memory
 from rooftrace.costmodels.planning.launches import Launch

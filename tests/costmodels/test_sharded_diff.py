@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.reporting.text import as_markdown, as_text
+from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.tracer.collectives import Group
 from tests.tracer.sharded_models import BATCH, SEQ, Net, ddp, fsdp, sp, tp
 

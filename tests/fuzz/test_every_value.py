@@ -45,7 +45,7 @@ from rooftrace.reporting.fleets.results import load_fleet
 from rooftrace.reporting.gridfactors import number_of_config
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.asking import Job
-from rooftrace.tracer.asking.routings import policy_of
+from rooftrace.tracer.asking.assumptions import policy_of
 from rooftrace.tracer.graphfiles import load_graphs, save_graphs
 from rooftrace.tracer.programs.onnxfile import read_onnx
 from rooftrace.tracer.programs.ptfile import read_program

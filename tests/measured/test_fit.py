@@ -244,7 +244,7 @@ def test_errors_on_paper() -> None:
     ("change", "words"),
     [
         (lambda found: (found[:1], {}), "1 measurements for 2 knobs"),
-        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of pace"),
+        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of compute"),
         (lambda found: (found, {"free": ["mm.speed", "memory"]}), "free knob 'mm.speed'"),
     ],
 )

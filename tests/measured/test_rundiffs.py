@@ -13,10 +13,11 @@ from hypothesis import given, settings, strategies as st
 import rooftrace as rt
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.rundiffs.diffing import diff_runs
-from rooftrace.measured.rundiffs.limits import PARTS, MeasuredLimitError, parse_limit
+from rooftrace.measured.rundiffs.metrics import PARTS
 from rooftrace.measured.rundiffs.modulepaths import module_paths
 from rooftrace.measured.rundiffs.noise import noise_of
-from rooftrace.measured.rundiffs.rundiff import KernelChange, StepDiff
+from rooftrace.measured.rundiffs.rundiff import KernelChange, RunDiff, StepDiff
+from rooftrace.tracer.changes.limits import FailOnError
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.measured.rundiffs_support import (
     COPY,
@@ -395,11 +396,11 @@ def test_limits_hold_for_measured_metrics(tmp_path: Path) -> None:
     ]
     assert result.violations(["work>50 us", "kernels>0"]) == []
     assert diff_runs(b, a).violations(["time>0%", "work>0 s"]) == []
-    with pytest.raises(MeasuredLimitError, match="memory was not measured in both"):
+    with pytest.raises(FailOnError, match="memory was not measured in both"):
         result.violations(["memory>1 GiB"])
 
 
 @pytest.mark.parametrize("text", ["time", "flops>5%", "time>5", "kernels>1 ms", "time>x%"])
 def test_a_limit_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(MeasuredLimitError, match="--fail-on"):
-        parse_limit(text)
+    with pytest.raises(FailOnError, match="--fail-on"):
+        RunDiff.limits([text])

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from rooftrace.reporting.cli import main
-from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sizing.tracecache import TraceCache
-from rooftrace.tracer.sources import tracing
 from rooftrace.tracer.sources.apart import Traced
+from rooftrace.tracer.sources.targets import TargetSource
 from rooftrace.tracer.targets import isolation
 
 
@@ -57,18 +56,18 @@ def kept_targets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests of what commands make of a trace; forms keep theirs in the same way.
     """
-    trace = tracing.traced_target
+    trace = TargetSource.traced
 
-    def traced_once(job: Job) -> Traced:
-        place = TraceCache(Path())._place(job)
+    def traced_once(source: TargetSource) -> Traced:
+        place = TraceCache(Path())._place(source.job)
         if place is None:
-            return trace(job)
+            return trace(source)
         made = KEPT.get(place)
         if made is None or any(isolation.digest(p) != was for p, was in made.files.items()):
-            made = KEPT[place] = trace(job)
+            made = KEPT[place] = trace(source)
         return replace(made, graphs=dict(made.graphs), files=dict(made.files))
 
-    monkeypatch.setattr(tracing, "traced_target", traced_once)
+    monkeypatch.setattr(TargetSource, "traced", traced_once)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace._outputs import MARKS
+from rooftrace._formats import FORMATS
 from tests.reporting.conftest import KEPT, Run
 
 GPT2 = "examples/configs/gpt2.json"
@@ -93,7 +93,7 @@ def test_a_report_is_one_file_where_its_name_ends_so(run: Run, tmp_path: Path, e
     ran = run(*one, "--out", file)
     assert ran.code == 0 and ran.out.endswith(f"written to {file}\n")
     text = run(*one, "--out", "-", "--format", ending).out
-    assert file.read_text() == text + MARKS.get(ending, "")
+    assert file.read_text() == text + FORMATS[ending].mark
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     both = run(*one, "--out", file, "--format", "md,json")
     assert both.code == 2 and f"--out {file} is one file, and --format md,json is not" in both.err

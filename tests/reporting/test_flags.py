@@ -131,6 +131,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--kv-dtype": (("--kv-dtype", "bf16"),),
     "--optimizer": (("--optimizer", "sgd"),),
     "--torch": (("--torch", "2.8"),),
+    "--set": (("--set", "config.n_embd=64"), ("--set", "config.n_embd")),
     "--assume": (("--assume", "branch=true"),),
     "--no-repeats": (("--no-repeats",),),
     "--mesh": (("--mesh", "tp=2"), ("--mesh", "tp=2,pp=2"), ("--mesh", "tp")),
@@ -143,6 +144,14 @@ PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
     "--knobs": (("--knobs", "none"),),
     "--rewrite": (("--rewrite", "fused-gate-up"),),
     "--tf32": (("--tf32",),),
+    "--set": (
+        ("--set", "utilization.b_sat=4096"),
+        ("--set", "kv_append=never"),
+        ("--set", "config.n_embd=64"),
+    ),
+    "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
+    "--exchange": (("--exchange", "deepep"), ("--exchange", "deepep2")),
+    "--what-if": (("--what-if", "stragglers=0.1"), ("--what-if", "straglers=0.1")),
     "--rules": (("--rules", "rules.py"),),
 }
 PRICED = {
@@ -167,17 +176,13 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 **REQUESTS,
                 **PRICING,
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
-                "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
-                "--what-if": (("--what-if", "stragglers=0.1"), ("--what-if", "straglers=0.1")),
                 "--execution": (("--execution", "eager"),),
                 "--out": (("--out", "folder"), ("--out", "page.html")),
-                "--set": (("--set", "weight_residency.dense=2"), ("--set", "kv_append=never")),
                 "--format": tuple(
                     ("--format", form) for form in ("csv", "svg", "chakra", "chakra-all")
                 ),
                 "--style": (("--style", "paper"), ("--style", "papr")),
                 "--max-batch": (("--max-batch",),),
-                "--exchange": (("--exchange", "deepep"), ("--exchange", "deepep2")),
                 "--timeline": PRICED["--timeline"],
             },
         ),
@@ -306,7 +311,6 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--over": (("--over", "batch=2,3"), ("--over", "seq=")),
                 "--vary": (("--vary", "config.n_embd=32,64"), ("--vary", "config.n_embd")),
                 "--timeline": PRICED["--timeline"],
-                "--set": (("--set", "config.n_embd=64"), ("--set", "config.n_embd")),
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
                 "--execution": (("--execution", "eager"), ("--execution", "efficient,eager")),
                 "--out": (("-o", "sweep.csv"), ("-o", "sweep.txt")),
@@ -423,10 +427,8 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         (
             EXPLORE,
             {
-                **{n: WORKLOAD[n] for n in ("--dtype", "--weights-dtype", "--kv-dtype")},
-                "--tf32": PRICING["--tf32"],
-                "--rules": PRICING["--rules"],
-                "--rewrite": PRICING["--rewrite"],
+                **{n: c for n, c in WORKLOAD.items() if n not in ("--phase", "--batch", "--kv")},
+                **PRICING,
                 "--over": (("--over", "kv=8"), ("--over", "device=1")),
                 "--chip": (("--chip", "l4"),),
                 "--execution": (("--execution", "eager"),),
@@ -594,6 +596,10 @@ CANNOT_CHANGE = {
         "--rewrite": "nothing of that kind is in this model",
     },
     ("explore", "config.json"): {
+        "--torch": "no op of this model is another one in another release",
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
     ("trace", "deep.json"): {

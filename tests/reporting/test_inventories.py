@@ -15,7 +15,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.reporting.distributions import MOST, distributions
 from rooftrace.reporting.modeldump import _WITHOUT_USE
-from rooftrace.reporting.text import as_markdown
+from rooftrace.reporting.text.results import as_markdown
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
@@ -101,7 +101,7 @@ def test_a_diff_of_checkpoints(here: Path, run: Run) -> None:
 
 def test_conditions_on_checkpoints(here: Path, run: Run) -> None:
     ran = run("diff", "a.safetensors", "b.safetensors", "--fail-on", "drift>1%")
-    assert ran.code == 1 and "w: drift grew by 50.0 %" in ran.err
+    assert ran.code == 1 and "w: drift grew by +50.0 %" in ran.err
     assert run("diff", "a.safetensors", "b.safetensors", "--fail-on", "drift>60%").code == 0
     refused = run("diff", "a.safetensors", "b.safetensors", "--fail-on", "time>5%")
     assert refused.code == 2 and "one of drift, params" in refused.err

@@ -14,7 +14,7 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.reporting.latex import as_latex, table_files
 from rooftrace.reporting.latex.aligning import aligned
-from rooftrace.reporting.text import shown
+from rooftrace.reporting.text import latex_tables, shown
 from rooftrace.reporting.view import units
 from rooftrace.reporting.view.escaping import code_span
 from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
@@ -252,10 +252,10 @@ def test_a_unit_of_a_cell_counts() -> None:
 )
 def test_every_result_is_a_document_whose_tables_stand_alone(name: str, style: str) -> None:
     result = RESULTS[name]()
-    text = shown(result, "latex", style=style)
+    text = shown(result, "tex", style=style)
     macros, frames = commands(text)
     assert macros <= PRINTING | LAYOUT and frames <= FRAMES and text.isascii()
-    files = shown(result, "latex tables", style=style)
+    files = latex_tables(result, style)
     assert (
         text.count(r"\label{tab:") == len(set(re.findall(r"\\label\{(.*?)\}", text))) == len(files)
     )
@@ -306,7 +306,7 @@ def test_a_report_is_written_with_a_file_for_each_table(tmp_path: Path) -> None:
 
 def test_a_result_has_its_latex_and_refuses_another_style() -> None:
     estimate = RESULTS["an estimate"]()
-    assert estimate.to_latex(style="paper-column") == shown(estimate, "latex", style="paper-column")
+    assert estimate.to_latex(style="paper-column") == shown(estimate, "tex", style="paper-column")
     with pytest.raises(rt.RequestError, match="'papr': expected one of screen, paper"):
         estimate.to_latex(style="papr")
 

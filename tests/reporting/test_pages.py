@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.text import as_markdown
+from rooftrace.reporting.text.results import as_markdown
 from rooftrace.reporting.view import as_page, units
 from rooftrace.reporting.view.markdown import MOST_COLUMNS
 from rooftrace.reporting.view.model import Column, Note, Section, Table, View

@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from rooftrace._formats import FIGURES
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
 from rooftrace.reporting.figures import palette, printing, roofplot, style
@@ -88,7 +89,7 @@ def test_a_page_shows_svg_where_there_is_no_png(written: tuple[str, Path]) -> No
     assert "](roofline.svg)" in (out / "report.md").read_text()
 
 
-@pytest.mark.parametrize("ending", printing.FORMATS)
+@pytest.mark.parametrize("ending", FIGURES)
 def test_files_are_the_same_every_time(ending: str, tmp_path: Path) -> None:
     report = made_report("tiny", phases=("forward",))
     for name in ("a", "b"):

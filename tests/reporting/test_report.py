@@ -10,13 +10,13 @@ from importlib import resources
 import jsonschema
 import pytest
 
+from rooftrace._formats import USUAL
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.reporting.pages import files
 from rooftrace.reporting.pages.files import FigureError, ReportFolderError, check_folder
-from rooftrace.reporting.pages.report import FORMATS, Report, build_report
-from rooftrace.reporting.sections.report_keys import TIMES
-from rooftrace.reporting.sections.shapes import Object
-from rooftrace.reporting.text import as_markdown, as_text
+from rooftrace.reporting.pages.report import Report, build_report
+from rooftrace.reporting.sections.report_json import Times
+from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
@@ -142,7 +142,7 @@ def test_a_margin_over_nothing_is_null():
     step = made_report("tiny", phases=("forward",), executions=("efficient",))
     assert step.to_dict()["phases"]["forward"]["efficient"]["regime_margin"] > 1
     idle = estimate(made_plan("forward", []), "h200-sxm")
-    assert Object("", TIMES).plain(idle)["regime_margin"] is None
+    assert Times(idle).to_dict()["regime_margin"] is None
 
 
 def test_coverage_sums_the_phases_of_the_main_execution(document, report):
@@ -281,7 +281,7 @@ def test_writing_into_a_folder_leaves_its_other_files_alone(report, tmp_path):
 
 
 def test_unknown_format_is_refused_before_anything_is_made(report, tmp_path):
-    with pytest.raises(ValueError, match=f"format 'docx': expected some of {', '.join(FORMATS)}"):
+    with pytest.raises(ValueError, match=f"format 'docx': expected some of {', '.join(USUAL)}"):
         report.write(tmp_path / "out", formats=("md", "docx"))
     assert not (tmp_path / "out").exists()
 

@@ -239,7 +239,7 @@ def a_check_names_the_line_and_the_commit_since_the_lock(
     repository(root, SETTINGS.replace('cnn = "models.py:cnn"\n', ""))
     monkeypatch.chdir(root)
     git(root, "init", "-q", "-b", "main")
-    here = "rooftrace.reporting.gates.making.trace_forked"  # only former code needs a process
+    here = "rooftrace.reporting.gates.making.trace_each_apart"  # only former code needs a process
     monkeypatch.setattr(here, lambda jobs, at_once: [None] * len(jobs))
     assert run("lock").code == 0
     assert run("check").code == 0

@@ -14,7 +14,7 @@ from rooftrace.measured.pairing.templates import template_of
 from rooftrace.reporting.cli import main
 from rooftrace.reporting.cli.diff_command import _targets
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.asking.commands import ScriptCommand, is_script
+from rooftrace.tracer.asking.names import ScriptCommand, is_script
 from rooftrace.tracer.revisions import checkouts
 from rooftrace.tracer.scripts import ScriptError
 

@@ -15,7 +15,7 @@ import rooftrace as rt
 from rooftrace.costmodels.rewriting.table import REWRITES
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.diff_command import _targets
-from rooftrace.reporting.sides import _execution
+from rooftrace.reporting.sides import sides_of
 from tests.reporting.conftest import Run
 
 WIDTH = 64
@@ -75,8 +75,10 @@ def test_sides_on_two_chips_under_two_execution_models(target: str) -> None:
 
 def test_a_named_rewrite_is_of_one_side() -> None:
     name = REWRITES[0].name
-    assert _execution({"rewrites": (name,)}, "compiled").rewrites == (name,)
-    assert _execution({}, "compiled").rewrites == ()
+    sources, asked = ("gpt2", "gpt2"), {"execution": "compiled"}
+    before, after = sides_of(rt.diff, sources, (), asked, ({"rewrites": (name,)}, {}), None)
+    assert before.execution.rewrites == (name,)
+    assert after.execution.rewrites == ()
 
 
 def test_other_releases_of_torch_are_said() -> None:

@@ -19,8 +19,7 @@ def ended_of(
 
 def _launch(ask: Any, words: Any, folder: Any, world: Any, rank: int, how: Any) -> bytes:
     line = understood(words, folder)
-    with launched(line, Ranks.of(line, world, rank), **how) as program:
-        return pickle.dumps(program())
+    return pickle.dumps(launched(line, Ranks.of(line, world, rank), **how)())
 
 
 def recorded_of(
@@ -34,7 +33,8 @@ def recorded_of(
 def _record(ask: Any, words: Any, folder: Any, world: Any, rank: int) -> bytes:
     line = understood(words, folder)
     recorder = Recorder(own_step=True, roll_loops=False)
-    with launched(line, Ranks.of(line, world, rank)) as program, recorder:
+    program = launched(line, Ranks.of(line, world, rank))
+    with recorder:
         ended = program()
     names = [str(node.target) for node in recorder.graph.nodes if node.op == "call_function"]
     return pickle.dumps((ended, names))
@@ -52,15 +52,15 @@ def stopped_at(words: Sequence[str], call: int) -> tuple[Ended, int, bool]:
 def _stop(ask: Any, words: Any, call: int) -> bytes:
     steps: list[int] = []
     traced = sys.gettrace()
-    with launched(understood(words)) as program:
-        hook = type(sys)("rooftrace_hook")
+    program = launched(understood(words))
+    hook = type(sys)("rooftrace_hook")
 
-        def step() -> None:
-            steps.append(1)
-            if len(steps) >= call:
-                program.stop()
+    def step() -> None:
+        steps.append(1)
+        if len(steps) >= call:
+            program.stop()
 
-        vars(hook).update(step=step, going=lambda: len(steps) < 100)
-        sys.modules["rooftrace_hook"] = hook
-        ended = program()
+    vars(hook).update(step=step, going=lambda: len(steps) < 100)
+    sys.modules["rooftrace_hook"] = hook
+    ended = program()
     return pickle.dumps((ended, len(steps), sys.gettrace() is not traced))

@@ -149,7 +149,7 @@ def test_a_replay_runs_the_captured_ops_again() -> None:
             assert ops(recorder)[before:] == captured
             assert parts_of(recorder)[-3:] == parts
         assert own.told[2:] == ["replay", "replayed"] * 2
-        assert recorder.part == "forward" and "graph replays" in own.assumed
+        assert recorder.here.part == "forward" and "graph replays" in own.assumed
         with pytest.raises(RuntimeError, match="captured nothing"):
             cuda.CUDAGraph().replay()
 

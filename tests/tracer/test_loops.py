@@ -43,7 +43,7 @@ def record(module: nn.Module, x: Tensor, train: bool = False, **options: Any) ->
     with recorder, META, torch.set_grad_enabled(train):
         output = module(x)
         if train:
-            recorder.part = "backward"
+            recorder.here.part = "backward"
             output = getattr(output, "logits", output)
             with torch.no_grad():
                 seed = torch.ones_like(output)

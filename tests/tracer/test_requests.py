@@ -15,7 +15,7 @@ import rooftrace as rt
 from rooftrace.costmodels.rewriting import rewrite
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import RequestLengths
-from rooftrace.tracer.asking.lengths import read_lengths
+from rooftrace.tracer.asking.request import read_lengths
 from rooftrace.tracer.rebuilding import to_fx
 from tests.conftest import in_turn
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking.assumptions import decided
-from rooftrace.tracer.asking.routings import MOST_EXPONENT, Policy, policy_of
+from rooftrace.tracer.asking.assumptions import MOST_EXPONENT, Policy, decided, policy_of
 from rooftrace.tracer.values.choices import Choices, chosen
 from rooftrace.tracer.values.distinct import expected_distinct, shares_of
 

@@ -324,8 +324,7 @@ def _in_child(
         os.setgid(user)
         os.setuid(user)
     line = understood([script], str(work))
-    with launched(line, scratch=scratch) as program:
-        ended = program()
+    ended = launched(line, scratch=scratch)()
     error = ended.exception
     answer = {
         "error": "" if error is None else f"{type(error).__name__}: {error}",

@@ -125,6 +125,14 @@ def test_an_unknown_size_is_an_error_with_the_nearest_name(code: Path) -> None:
         rt.form(f"{code}:build", inputs={"input": "3,16"}, over={"depth": "1..4"})
 
 
+def test_a_script_has_no_size_that_is_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trains')\n")
+    for ask in (rt.form, rt.sweep):
+        with pytest.raises(RequestError, match=r"size 'batch': .*train\.py is a script"):
+            ask(str(script), over={"batch": "1..4"})
+
+
 def test_a_size_that_the_source_cannot_take_is_quoted() -> None:
     import torch
 

@@ -63,7 +63,7 @@ def test_a_library_imported_while_building_stays_its_own(library: str) -> None:
         importlib.import_module(library)
         return nn.Linear(8, 8)
 
-    assert next(built(build, "build").parameters()).is_meta
+    assert next(built(build, "build", False, {}).parameters()).is_meta
     outside(sys.modules[library])
 
 

@@ -16,7 +16,7 @@ from rooftrace.costmodels.planning import plan
 from rooftrace.tracer.inputs import arguments
 from rooftrace.tracer.recording import by_value, higher_order, realdata, substitutes
 from rooftrace.tracer.replay import outside
-from rooftrace.tracer.values import assumptions, distinct, drawing, marks, results, values
+from rooftrace.tracer.values import assumptions, choices, distinct, marks, results, values
 
 META = torch.device("meta")
 
@@ -191,9 +191,9 @@ def test_expected_classes_go_on_where_skewed_choices_are_no_longer_integrated() 
 
 
 def test_a_single_draw_reaches_about_as_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached = [drawing.drawn((64, 2), 64, 1).unique().numel()]
-    monkeypatch.setattr(drawing, "_MAX_DRAWN", 64 * 64 - 1)
-    reached.append(drawing.drawn((64, 2), 64, 1).unique().numel())
+    reached = [choices.uniform((64, 2), 64, 1).unique().numel()]
+    monkeypatch.setattr(choices, "_MAX_DRAWN", 64 * 64 - 1)
+    reached.append(choices.uniform((64, 2), 64, 1).unique().numel())
     assert reached[0] == pytest.approx(64 * (1 - (1 - 2 / 64) ** 64), abs=0.5)
     assert reached[1] == pytest.approx(reached[0], rel=0.1)
 

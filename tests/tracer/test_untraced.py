@@ -415,7 +415,7 @@ def test_a_result_that_nothing_recorded_made_is_said(forward: Any, module: Made)
 
 def test_a_report_says_that_its_totals_are_a_lower_bound(module: Made) -> None:
     from rooftrace.reporting.sections import document
-    from rooftrace.reporting.text import as_markdown
+    from rooftrace.reporting.text.results import as_markdown
 
     report = rt.report(module(out_of_sight), X, chip="h100-sxm")
     assert document(report)["coverage"]["lower_bound"] is True

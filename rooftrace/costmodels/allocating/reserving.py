@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.allocating.caching import CachingAllocator
 from rooftrace.costmodels.allocating.replaying import program
@@ -15,7 +15,7 @@ from rooftrace.tracer.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+class Reserved(Plain):
     """Bytes that a process takes of a GPU, as PyTorch's caching allocator would hand them out.
 
     allocated and reserved are what `torch.cuda.max_memory_allocated` and `max_memory_reserved`
@@ -30,6 +30,8 @@ class Reserved:
     reserved_expandable: int  # with expandable_segments:True
     workspaces: Mapping[str, int] = field(default_factory=dict)  # the most at once, by kind
     context: int = 0  # outside of the allocator: the CUDA context and its kernels
+
+    KEYS = "allocated allocated_least reserved reserved_expandable workspaces tensors context"
 
     def __repr__(self) -> str:
         return short(
@@ -47,18 +49,6 @@ class Reserved:
     def process(self) -> int:
         """All bytes of the process: what is reserved, and the context."""
         return self.reserved + self.context
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for the report; bytes."""
-        return {
-            "tensors": self.tensors,
-            "allocated": self.allocated,
-            "allocated_least": self.allocated_least,
-            "reserved": self.reserved,
-            "reserved_expandable": self.reserved_expandable,
-            "workspaces": dict(self.workspaces),
-            "context": self.context,
-        }
 
 
 def reserve(graph: OpGraph, chip: Chip, tensors: int, unmade: Collection[int] = ()) -> Reserved:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.sweeping import SweepCase
 from rooftrace.hardware import Chip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needed:
+class Needed(Plain):
     """Chips of one kind for a step under one condition.  used: the share of their memory."""
 
     chip: str
@@ -23,6 +24,8 @@ class Needed:
     kv: int
     capacity: float  # byte of one chip, that may be used
     price: float | None  # dollar/hour of one
+
+    KEYS = "chip **labels chips memory weights kv capacity used dollars_per_hour=dollars"
 
     @property
     def used(self) -> float:
@@ -36,7 +39,7 @@ class Needed:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CapacityAnswer(Shown):
+class CapacityAnswer(Plain, Shown):
     """The least number of each chip by capacity; fewest first."""
 
     title: str
@@ -44,21 +47,10 @@ class CapacityAnswer(Shown):
     rows: tuple[Needed, ...]
     rests: tuple[str, ...]
 
+    KEYS = "title **sizes rows rests_on=rests"
+
     def __repr__(self) -> str:
         return short(self, f"{self.title}: {self.rows[0].chips} x {self.rows[0].chip}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "title": self.title, **self.sizes,
-            "rows": [
-                {"chip": r.chip, **r.labels, "chips": r.chips, "memory": r.memory,
-                 "weights": r.weights, "kv": r.kv, "capacity": r.capacity, "used": r.used,
-                 "dollars_per_hour": r.dollars}
-                for r in self.rows
-            ],
-            "rests_on": list(self.rests),
-        }  # fmt: skip
 
 
 def needed_chips(

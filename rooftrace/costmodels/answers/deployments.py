@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace.hardware import Chip
 
 HOUR = 3600.0
@@ -15,7 +16,7 @@ _SHARED = ("memory_bandwidth", "memory_capacity", "l2_capacity", "sm_count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deployment:
+class Deployment(Plain):
     """One way to run a step: on so many chips, at these sizes, in these precisions.
 
     Seconds: step (low, high: between which 90 % of such steps are, None without knobs), sent (of
@@ -42,6 +43,12 @@ class Deployment:
     limiter: str
     price: float | None
     power: float | None
+
+    KEYS = (
+        "chip chips **labels **sizes step step_low=low step_high=high sent tpot ttft memory "
+        "capacity rate rate_per_chip=per_chip rate_per_user=per_user dollars_per_million=dollars "
+        "joules_each=joules limiter price power"
+    )
 
     @property
     def per_chip(self) -> float:
@@ -74,18 +81,6 @@ class Deployment:
         """What a limit may be on: seconds or bytes by name."""
         known = {"step": self.step, "tpot": self.tpot, "ttft": self.ttft}
         return {name: (value, "second") for name, value in known.items() if value is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "chip": self.chip, "chips": self.chips, **self.labels, **self.sizes,
-            "step": self.step, "step_low": self.low, "step_high": self.high, "sent": self.sent,
-            "tpot": self.tpot,
-            "ttft": self.ttft, "memory": self.memory, "capacity": self.capacity,
-            "rate": self.rate, "rate_per_chip": self.per_chip, "rate_per_user": self.per_user,
-            "dollars_per_million": self.dollars, "joules_each": self.joules,
-            "limiter": self.limiter, "price": self.price, "power": self.power,
-        }  # fmt: skip
 
 
 def together(chip: Chip, count: int) -> Chip:

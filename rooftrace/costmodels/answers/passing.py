@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 
@@ -25,7 +25,7 @@ class FamilyTimes:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PassingAnswer(Shown):
+class PassingAnswer(Plain, Shown):
     """Where attention passes the MLP as a size grows.
 
     before, after: the last size at which the MLP takes at least as long, and the first at which
@@ -41,19 +41,11 @@ class PassingAnswer(Shown):
     after: FamilyTimes | None
     rests: tuple[str, ...]
 
+    KEYS = "title chip name **at looked before after rests_on=rests"
+
     def __repr__(self) -> str:
         where = f"{self.name} {self.after.size:,}" if self.after else "nowhere"
         return short(self, f"{self.title} on {self.chip}: {where}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "title": self.title, "chip": self.chip, "name": self.name, **self.at,
-            "looked": list(self.looked),
-            "before": None if self.before is None else vars(self.before),
-            "after": None if self.after is None else vars(self.after),
-            "rests_on": list(self.rests),
-        }  # fmt: skip
 
 
 def times_of(result: Estimate, size: int) -> FamilyTimes:

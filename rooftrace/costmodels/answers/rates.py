@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.planforms import Points
+from rooftrace.costmodels.studies import Study, Variant
 from rooftrace.costmodels.sweeping import SweepCase
-from rooftrace.costmodels.timing.steps import StepAmounts
-from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_step
-from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.costmodels.timing.steptimes import time_plan
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 
@@ -22,7 +22,7 @@ _STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeededRate:
+class NeededRate(Plain):
     """One rate of a chip, and the value at which computing becomes what limits a step.
 
     fact: "memory_bandwidth", "flops" (all peaks together) or "link".  now, needed: byte/s, for
@@ -39,6 +39,8 @@ class NeededRate:
     by_totals: float | None
     why: str = ""
 
+    KEYS = "fact engine now needed factor step by_totals why"
+
     @property
     def factor(self) -> float | None:
         """The needed value over today's."""
@@ -46,7 +48,7 @@ class NeededRate:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RatesAnswer(Shown):
+class RatesAnswer(Plain, Shown):
     """What limits a step on a chip, and the rates at which computing would."""
 
     title: str
@@ -61,58 +63,44 @@ class RatesAnswer(Shown):
     rates: tuple[NeededRate, ...]
     rests: tuple[str, ...]
 
+    KEYS = "title chip **sizes limiter share seconds step intensity ridge rates rests_on=rests"
+
     def __repr__(self) -> str:
         return short(self, f"{self.title} on {self.chip}: limited by {self.limiter}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "title": self.title, "chip": self.chip, **self.sizes, "limiter": self.limiter,
-            "share": self.share, "seconds": self.seconds, "step": self.step,
-            "intensity": self.intensity, "ridge": self.ridge,
-            "rates": [
-                {"fact": r.fact, "engine": r.engine, "now": r.now, "needed": r.needed,
-                 "factor": r.factor, "step": r.step, "by_totals": r.by_totals, "why": r.why}
-                for r in self.rates
-            ],
-            "rests_on": list(self.rests),
-        }  # fmt: skip
 
 
 def needed_rates(
     case: SweepCase, sizes: dict[str, int], chip: Chip, title: str, rests: tuple[str, ...]
 ) -> RatesAnswer:
     """The answer at one place.  Raises MissingPeakError where the chip cannot run it."""
-    points = Points({name: _column(sizes[name]) for name in case.form.names})
-    ((plan, _),) = case.form.plans(points, case.conditions)
-    sized = plan.step(points, plan.cache_of(chip))
-    now = time_step(sized, chip)
-    regimes = _regimes(now)
-    limiter = max(regimes, key=lambda name: regimes[name])
-    moved = float(plan.bytes(points)[0])
-    flops = float(plan.flops(points)[0])
-    step = float(now.t_est[0])
+    for size in sizes.values():
+        if size < 1:
+            raise RequestError(f"size {size}: expected at least 1")
+    here = {name: sizes[name] for name in case.form.names}
+    study = Study.of_form(case.form, here, chip, case.conditions)
+    step = study.step
+    limiter = step.times.regime
     return RatesAnswer(
         title=title, chip=chip.name, sizes=dict(sizes), limiter=limiter,
-        share=regimes[limiter] / step if step else 0.0, seconds=regimes, step=step,
-        intensity=flops / moved if moved else None,
-        ridge=float(now.peak[0]) / chip.memory_bandwidth.value,
-        rates=tuple(_rates(sized, chip, now)), rests=rests,
+        share=step.times.regime_seconds[limiter] / step.t_est if step.t_est else 0.0,
+        seconds=dict(step.times.regime_seconds), step=step.t_est,
+        intensity=step.flops / step.bytes_hbm if step.bytes_hbm else None,
+        ridge=step.peak / chip.memory_bandwidth.value,
+        rates=tuple(_rates(study)), rests=rests,
     )  # fmt: skip
 
 
-def _rates(sized: StepAmounts, chip: Chip, now: TimesOverPoints) -> Iterator[NeededRate]:
-    compute, hbm, net = (float(t[0]) for t in (now.t_comp, now.t_hbm, now.t_net))
+def _rates(study: Study) -> Iterator[NeededRate]:
+    step, chip = study.step, study.step.chip
+    compute, hbm, net = step.times.t_comp, step.times.t_hbm, step.times.t_net
     bandwidth = chip.memory_bandwidth.value
     yield _needed(
-        sized, chip, "memory_bandwidth", "", bandwidth, rising=True,
+        study, "memory_bandwidth", "", bandwidth, rising=True,
         by_totals=bandwidth * hbm / compute if compute else None,
     )  # fmt: skip
-    peak = float(now.peak[0])
-    engine = f"{now.peak_precisions[int(now.peak_place[0])]}" if now.peak_precisions else ""
     yield _needed(
-        sized, chip, "flops", engine, peak, rising=False,
-        by_totals=peak * compute / max(hbm, net) if max(hbm, net) else None,
+        study, "flops", step.peak_precision, step.peak, rising=False,
+        by_totals=step.peak * compute / max(hbm, net) if max(hbm, net) else None,
     )  # fmt: skip
     links = [link.bandwidth.value for link in chip.links]
     if not links:
@@ -124,65 +112,39 @@ def _rates(sized: StepAmounts, chip: Chip, now: TimesOverPoints) -> Iterator[Nee
         )  # fmt: skip
         return
     yield _needed(
-        sized, chip, "link", "", max(links), rising=True,
+        study, "link", "", max(links), rising=True,
         by_totals=max(links) * net / compute if compute else None,
     )  # fmt: skip
 
 
 def _needed(
-    sized: StepAmounts,
-    chip: Chip,
-    fact: str,
-    engine: str,
-    now: float,
-    *,
-    rising: bool,
-    by_totals: float | None,
+    study: Study, fact: str, engine: str, now: float, *, rising: bool, by_totals: float | None
 ) -> NeededRate:
     """The factor on one rate at which computing takes over, by halving the span of its exponent."""
+    facts = {n: f.value for n, f in study.numbers.facts.items() if n.startswith(_NAMES[fact])}
+    rates = {n: value for n, value in facts.items() if not n.endswith(".latency")}
 
-    rates = _rates_of(chip, fact)
-
-    def times(factor: float) -> TimesOverPoints:
-        changed = chip.with_facts({name: value * factor for name, value in rates.items()})
-        return time_step(sized, changed)
-
-    def computing(factor: float) -> bool:
-        regimes = _regimes(times(factor))
-        return max(regimes, key=lambda name: regimes[name]) == "compute"
+    def times(factor: float) -> StepTimes:
+        changed = {name: value * factor for name, value in rates.items()}
+        return time_plan(*study.planned(Variant(numbers=changed))).step
 
     known: dict[str, Any] = {"fact": fact, "engine": engine, "now": now, "by_totals": by_totals}
     good, bad = (_FARTHEST, 1 / _FARTHEST) if rising else (1 / _FARTHEST, _FARTHEST)
-    if not computing(good):
-        regimes = _regimes(times(good))
-        left = max(regimes, key=lambda name: regimes[name])
+    left = times(good).regime
+    if left != "compute":
         why = f"no value of it alone: {left} limits then"
         return NeededRate(**known, needed=None, step=None, why=why)
-    if computing(bad):
+    if times(bad).regime == "compute":
         return NeededRate(**known, needed=None, step=None, why="any value of it: computing limits")
     for _ in range(_STEPS):
         middle = math.sqrt(good * bad)
-        good, bad = (middle, bad) if computing(middle) else (good, middle)
-    step = float(times(good).t_est[0])
-    return NeededRate(**known, needed=now * good, step=step)
+        good, bad = (middle, bad) if times(middle).regime == "compute" else (good, middle)
+    return NeededRate(**known, needed=now * good, step=times(good).t_est)
 
 
-def _regimes(times: TimesOverPoints) -> dict[str, float]:
-    return {name: float(times.regime_seconds[name][0]) for name in REGIMES}
-
-
-def _rates_of(chip: Chip, fact: str) -> dict[str, float]:
-    """The numbers of a chip that one rate of an answer stands for, by name."""
-    if fact == "flops":
-        return {f"{p.engine}.{p.precision}": p.rate.value for p in chip.peaks}
-    if fact == "link":
-        return {f"link.{x.name}.bandwidth": x.bandwidth.value for x in chip.links}
-    return {fact: chip.facts_by_name()[fact].value}
-
-
-def _column(number: int) -> Any:
-    import numpy as np
-
-    if number < 1:
-        raise RequestError(f"size {number}: expected at least 1")
-    return np.array([number], dtype=np.int64)
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "memory_bandwidth": ("chip.memory_bandwidth",),
+    "flops": ("chip.matrix.", "chip.vector."),
+    "link": ("chip.link.",),
+}
+"""The beginnings of the numbers of a chip that one rate of an answer stands for."""

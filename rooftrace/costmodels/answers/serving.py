@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.answers.candidates import Array, Candidates, Line, Service
 from rooftrace.costmodels.answers.deployments import Deployment, doublings
@@ -51,7 +52,7 @@ class Curve:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ServingAnswer(Shown):
+class ServingAnswer(Plain, Shown):
     """The best candidate within limits, the best of each other configuration, and how near.
 
     rows: the best of each configuration that holds the limits, best first; none where nothing
@@ -83,6 +84,11 @@ class ServingAnswer(Shown):
     cases: tuple[SweepCase, ...] = field(default=(), repr=False)
     chips: tuple[Chip, ...] = field(default=(), repr=False)
 
+    KEYS = (
+        "question limits best margins=_margins breaks span rows nearest front rests_on=rests "
+        "left_out evaluated"
+    )
+
     def __repr__(self) -> str:
         return short(self, f"{self.question}: {self.best or self.nearest}")
 
@@ -96,29 +102,14 @@ class ServingAnswer(Shown):
         """The best of the other configurations; None where there is no other that holds."""
         return self.rows[1] if len(self.rows) > 1 else None
 
+    @property
+    def _margins(self) -> dict[str, float] | None:
+        return None if self.best is None else self.margins(self.best)
+
     def margins(self, of: Deployment) -> dict[str, float]:
         """The share of each limit that a deployment leaves free; below 0 where it misses it."""
         free = {name: 1 - of.uses()[name][0] / value for name, value in self.limits}
         return {**free, "memory": 1 - of.memory / of.capacity}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        best = self.best
-        return {
-            "question": self.question,
-            "limits": dict(self.limits),
-            "best": None if best is None else best.to_dict(),
-            "margins": None if best is None else self.margins(best),
-            "breaks": list(self.breaks),
-            "span": None if self.span is None
-            else [None if d is None else d.to_dict() for d in self.span],
-            "rows": [row.to_dict() for row in self.rows],
-            "nearest": None if self.nearest is None else self.nearest.to_dict(),
-            "front": [point.to_dict() for point in self.front],
-            "rests_on": list(self.rests),
-            "left_out": list(self.left_out),
-            "evaluated": self.evaluated,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

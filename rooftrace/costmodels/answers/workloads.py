@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
+from rooftrace._plain import Plain
 from rooftrace.errors import RequestError
 from rooftrace.hardware.units import format_time
 
@@ -108,7 +109,7 @@ def _kind(text: str, asked: str) -> RequestKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Plain):
     """What a deployment has to hold, in seconds; None: not asked.
 
     step: of one step.  tpot: time per output token, with the prefills in between.  ttft: time to
@@ -118,6 +119,8 @@ class Limits:
     step: float | None = None
     tpot: float | None = None
     ttft: float | None = None
+
+    KEYS = "step? tpot? ttft?"
 
     def __post_init__(self) -> None:
         for name, value in self:

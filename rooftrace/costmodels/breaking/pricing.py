@@ -14,6 +14,7 @@ from rooftrace.costmodels.breaking.records import BreakCost, GraphBreaks
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.studies import Study, Variant
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.units import format_time, plural
@@ -48,8 +49,9 @@ def price_breaks(
     ways = [without(stretches), *(without(stretches, [cause]) for cause in causes)]
     tell("pricing each break")
     graphs = placement.marked(*ways)
-    broken, *rest = (_priced(marked, target, model) for marked in graphs)
-    whole = _priced(graph, target, model)
+    whole = estimate(Plan.each(graph, [model], savings=False)[0], target)
+    study = Study(whole)
+    broken, *rest = (study.estimate(Variant(graph=marked)) for marked in graphs)
     singles = _singles(placement)
     rows = [
         BreakCost(
@@ -65,7 +67,7 @@ def price_breaks(
     eager = execution_model("eager", tf32=model.tf32)
     return GraphBreaks(
         rows=tuple(rows),
-        eager=_priced(graph, target, eager),
+        eager=study.estimate(Variant(execution=eager)),
         broken=broken,
         whole=whole,
         graphs=run.graphs,
@@ -85,11 +87,6 @@ def _singles(placement: PlacedStep) -> Counter[int]:
             stretch = placement.stretches[place]
             counts[stretch.cause] += stretch.eager
     return counts
-
-
-def _priced(graph: OpGraph, chip: Chip, model: ExecutionModel) -> Estimate:
-    (planned,) = Plan.each(graph, [model], savings=False)
-    return estimate(planned, chip)
 
 
 def _notes(

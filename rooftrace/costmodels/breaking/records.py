@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.studies import Compared
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.tracer.dynamo import PlacedStep
 from rooftrace.tracer.dynamo.records import Cause, Recompiled
@@ -16,63 +18,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BreakCost:
-    """One line at which compiled code ends, and the step without it: both steps are estimates."""
+class BreakCost(Plain, Compared):
+    """One line at which compiled code ends: the step as it breaks, and without this line's breaks.
+
+    All other breaks stay; both steps are estimates.
+    """
 
     cause: Cause
     cuts: int  # how many stretches of the module's call begin for it
     singles: int  # kernels of the module's call that Python runs one by one for it
-    before: Estimate  # the step as it breaks
-    after: Estimate  # the step without this line's breaks; all others stay
 
-    @property
-    def gain(self) -> float:
-        """Seconds that the step gets shorter without it."""
-        return self.before.t_est - self.after.t_est
-
-    @property
-    def share(self) -> float:
-        """The gain over the seconds of the step as it breaks."""
-        return self.gain / self.before.t_est if self.before.t_est else 0.0
-
-    @property
-    def kernels(self) -> int:
-        """Kernels that the step has more, because they cannot fuse across it."""
-        return self.before.kernels - self.after.kernels
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that go through HBM because of it."""
-        return self.before.bytes_hbm - self.after.bytes_hbm
+    KEYS = (
+        "kind=cause.kind reason=cause.reason source=cause.source module=cause.module "
+        "times=cause.times cuts singles gain share kernels bytes launch"
+    )
 
     @property
     def launch(self) -> float:
         """Seconds of launching that it exposes."""
-        seconds = (e.times.regime_seconds["launch"] for e in (self.before, self.after))
-        before, after = seconds
-        return before - after
-
-    def to_dict(self) -> dict[str, Any]:
-        """By the columns of `GraphBreaks.to_frame`."""
-        cause = self.cause
-        return {
-            "kind": cause.kind,
-            "reason": cause.reason,
-            "source": cause.source,
-            "module": cause.module,
-            "times": cause.times,
-            "cuts": self.cuts,
-            "singles": self.singles,
-            "gain": self.gain,
-            "share": self.share,
-            "kernels": self.kernels,
-            "bytes": self.bytes,
-            "launch": self.launch,
-        }
+        return self.regime_seconds["launch"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphBreaks(Shown):
+class GraphBreaks(Plain, Shown):
     """The graph breaks of a step, most seconds first, and the step in three ways.
 
     Gains of rows are each of one line alone; they do not add up to `together`, all lines at once.
@@ -88,6 +56,11 @@ class GraphBreaks(Shown):
     recompiled: tuple[Recompiled, ...]
     placement: PlacedStep
     notes: tuple[str, ...] = ()
+
+    KEYS = (
+        "title steps=_steps graphs calls graph_breaks together sum=total breaks=_breaks recompiled "
+        "unplaced=placement.unplaced shared=placement.shared notes"
+    )
 
     @property
     def together(self) -> float:
@@ -115,37 +88,16 @@ class GraphBreaks(Shown):
 
         return pandas.DataFrame.from_records(self.to_rows(), columns=COLUMNS)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: the step in three ways, the lines, what is assumed."""
+    @property
+    def _steps(self) -> dict[str, Any]:
         ways = {"eager": self.eager, "as it breaks": self.broken, "without breaks": self.whole}
-        return {
-            "title": self.title,
-            "steps": {
-                name: {
-                    "t_est": way.t_est,
-                    "kernels": way.kernels,
-                    "bytes_hbm": way.bytes_hbm,
-                    "launch": way.times.regime_seconds["launch"],
-                }
-                for name, way in ways.items()
-            },
-            "graphs": self.graphs,
-            "calls": self.calls,
-            "graph_breaks": self.graph_breaks,
-            "together": self.together,
-            "sum": self.total,
-            "breaks": [
-                {**row.to_dict(), "hints": list(row.cause.hints), "detail": row.cause.detail}
-                for row in self.rows
-            ],
-            "recompiled": [
-                {"source": r.source, "name": r.name, "times": r.times, "reason": r.reason}
-                for r in self.recompiled
-            ],
-            "unplaced": self.placement.unplaced,
-            "shared": self.placement.shared,
-            "notes": list(self.notes),
-        }
+        keys = "t_est kernels bytes_hbm launch=times.regime_seconds.launch"
+        return {name: plain_record(way, keys) for name, way in ways.items()}
+
+    @property
+    def _breaks(self) -> list[dict[str, Any]]:
+        keys = f"{BreakCost.KEYS} hints=cause.hints detail=cause.detail"
+        return [plain_record(row, keys) for row in self.rows]
 
     def __repr__(self) -> str:
         lines = plural(len(self.rows), "line") if self.rows else "no line"
@@ -156,18 +108,5 @@ class GraphBreaks(Shown):
         )
 
 
-COLUMNS = (
-    "kind",
-    "reason",
-    "source",
-    "module",
-    "times",
-    "cuts",
-    "singles",
-    "gain",
-    "share",
-    "kernels",
-    "bytes",
-    "launch",
-)
+COLUMNS = [key.partition("=")[0] for key in BreakCost.KEYS.split()]
 """The columns of `GraphBreaks.to_frame`."""

@@ -1,8 +1,4 @@
 from rooftrace.costmodels.elasticity import grids as grids
-from rooftrace.costmodels.elasticity.namednumbers import (
-    NamedNumbers as NamedNumbers,
-    UnknownNumberError as UnknownNumberError,
-)
 from rooftrace.costmodels.elasticity.responses import (
     Elasticities as Elasticities,
     Elasticity as Elasticity,

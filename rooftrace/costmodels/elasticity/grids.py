@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.elasticity.namednumbers import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.factorial import Factorial, factorial
 from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.sweeping import Form, evaluated
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.errors import RequestError, hint
@@ -104,7 +105,7 @@ class GridBase:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class GridEffects(Shown):
+class GridEffects(Plain, Shown):
     """The effects of the factors of a grid on one response, ranked, and the grid itself.
 
     levels: labels by factor.  columns: arrays of the shape of the levels: RESPONSES and `regime`
@@ -146,27 +147,14 @@ class GridEffects(Shown):
         """The effects as rows of a CSV file, ranked."""
         return self.effects.to_rows()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: the effects and the range of the response."""
-        cells = self.columns[self.response]
-        return {
-            "title": self.title,
-            "phase": self.phase,
-            "chip": self.chip,
-            "execution": self.execution,
-            "response": self.response,
-            "log": self.log,
-            "points": len(self),
-            "least": float(cells.min()),
-            "largest": float(cells.max()),
-            "levels": {name: list(map(_plain, labels)) for name, labels in self.levels.items()},
-            "effects": [{k: _plain(v) for k, v in row.items()} for row in self.to_rows()],
-            "share_left": self.effects.share_left,
-        }
+    @property
+    def _cells(self) -> Any:
+        return self.columns[self.response]
 
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    KEYS = (
+        "title phase chip execution response log points=__len__ least=_cells.min "
+        "largest=_cells.max levels effects=to_rows share_left=effects.share_left"
+    )
 
 
 def grid_effects(

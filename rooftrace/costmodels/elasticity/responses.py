@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.elasticity.slopes import Slope
 from rooftrace.errors import RequestError, hint
@@ -96,7 +97,7 @@ CHANGES = ("+1", "-1 %", "+1 %", "x1.1", "x2", "x0.5")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Elasticities(Shown):
+class Elasticities(Plain, Shown):
     """How a step answers to its sizes, to the facts of a chip and to knobs; rows are ranked.
 
     sizes: where.  flops: FLOP; bytes: through HBM; peak_memory: byte; t_est, t_bound: seconds.
@@ -114,6 +115,8 @@ class Elasticities(Shown):
     t_est: float
     t_bound: float
     rows: tuple[Elasticity, ...]
+
+    KEYS = "title phase chip execution knobs flops bytes peak_memory t_est t_bound sizes rows"
 
     def __repr__(self) -> str:
         first = ", ".join(f"{row.name} {row.t_est or 0:+.2f}" for row in self.rows[:3])
@@ -134,18 +137,3 @@ class Elasticities(Shown):
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each number, ranked, as a CSV file takes them."""
         return [row.to_row() for row in self.rows]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; fractions as text."""
-        names = ("title", "phase", "chip", "execution", "knobs", "flops", "bytes", "peak_memory",
-                 "t_est", "t_bound")  # fmt: skip
-        plain = {name: getattr(self, name) for name in names}
-        return {**plain, "sizes": dict(self.sizes), "rows": [_plain(row) for row in self.rows]}
-
-
-def _plain(row: Elasticity) -> dict[str, Any]:
-    data = asdict(row)
-    for name in QUANTITIES:
-        if data[name] is not None and data[name]["exact"] is not None:
-            data[name]["exact"] = str(data[name]["exact"])
-    return data

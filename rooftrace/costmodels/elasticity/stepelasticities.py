@@ -7,14 +7,11 @@ show cliffs: sizes through the form, facts and knobs by timing the same plan aga
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
-import numpy as np
-
 from rooftrace.costmodels.elasticity import slopes
-from rooftrace.costmodels.elasticity.namednumbers import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.elasticity.responses import Elasticities, Elasticity, FiniteStep
 from rooftrace.costmodels.elasticity.slopes import Slope
 from rooftrace.costmodels.elasticity.watching import watched
@@ -22,15 +19,17 @@ from rooftrace.costmodels.explaining import plan_at
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import LAST
-from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
-from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.costmodels.rewriting import reprice
-from rooftrace.costmodels.sweeping import Form, evaluated
+from rooftrace.costmodels.planforms import Conditions, PlanForm
+from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.studies import Study, UnknownNumberError, Variant
+from rooftrace.costmodels.sweeping import Form
 from rooftrace.costmodels.timing.steptimes import time_plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 
+Totals = Mapping[str, float]
+"""t_est and t_bound in seconds, bytes_hbm; where sizes change flops and peak_memory, too."""
 FACTORS: Mapping[str, float] = {"-1 %": 0.99, "+1 %": 1.01, "x1.1": 1.1, "x2": 2.0, "x0.5": 0.5}
 """Steps of facts and knobs."""
 NOT_READ, NO_KERNEL, NOT_HERE = "not read", "no such kernel", "not what takes time here"
@@ -53,176 +52,191 @@ def elasticities(
     MissingPeakError where the chip has no rate for a precision of the step.
     """
     further = {name for other in others for name in other.names}
-    numbers = form.numbers({name: n for name, n in sizes.items() if name not in further})
-    graph = reprice(
-        form.graph(**dict(zip(form.names, numbers, strict=True))),
-        conditions.dtype,
-        conditions.weights_dtype,
-        conditions.kv_dtype,
-    )
-    conditions = replace(conditions, execution=plan(graph, conditions.execution).execution)
-    named = NamedNumbers.of(chip, conditions.execution)
-    base = _Timed.of(plan(graph, named.execution), named.chip)
+    own = {name: n for name, n in sizes.items() if name not in further}
+    numbers = dict(zip(form.names, form.numbers(own), strict=True))
+    study = Study.of_form(form, numbers, chip, conditions)
+    step = study.step
     rows = []
     for each in (form, *others):
-        here = each.numbers({name: sizes[name] for name in each.names})
-        own = plan_at(each, here, conditions)
-        rows += [
-            _by_size(each, own, here, place, base, chip, conditions, refusals)
-            for place in range(len(each.names))
-        ]
-    rows += _by_numbers(named, base, graph)
+        here = {name: sizes[name] for name in each.names}
+        along = replace(study, form=each, sizes=here)
+        planned = plan_at(each, each.numbers(here), replace(conditions, execution=step.execution))
+        rows += [_by_size(along, planned, name, refusals) for name in each.names]
+    rows += _by_numbers(study)
+    knobs = study.numbers.execution.knobs
     return Elasticities(
         title=form.title,
         phase=form.phase,
         sizes=dict(sizes),
         chip=chip.name,
-        execution=conditions.execution.name,
-        knobs=knobs.title if isinstance(knobs := named.execution.knobs, Knobs) else "",
-        flops=base.plan.total.flops(),
-        bytes=base.plan.bytes.total,
-        peak_memory=base.plan.memory.peak,
-        t_est=base.t_est,
-        t_bound=base.t_bound,
+        execution=step.execution.name,
+        knobs=knobs.title if isinstance(knobs, Knobs) else "",
+        flops=step.flops,
+        bytes=step.bytes_hbm,
+        peak_memory=step.memory.peak,
+        t_est=step.t_est,
+        t_bound=step.t_bound,
         rows=tuple(sorted(rows, key=lambda row: (-row.effect, row.is_zero))),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    """A plan and its seconds."""
+_RATIOS = ("t_est", "t_bound", "bytes_hbm")
 
-    plan: Plan
-    t_est: float
-    t_bound: float
 
-    @property
-    def bytes(self) -> int:
-        return self.plan.bytes.total
+# -- finite steps ----------------------------------------------------------------------------------
 
-    @staticmethod
-    def of(planned: Plan, chip: Chip) -> _Timed:
-        step = time_plan(planned, chip).step
-        return _Timed(planned, step.t_est, step.t_bound)
+
+def _finite_steps(
+    values: Mapping[str, float],
+    before: Totals,
+    after: Callable[[float], Totals],
+    refused: Callable[[Exception], str],
+    refusals: tuple[type[Exception], ...],
+) -> list[tuple[FiniteStep, Totals]]:
+    """The step to each value of a number, and the totals there; none where it is refused.
+
+    values: by the change in words.  refused: the note of a refusal.
+    """
+    steps: list[tuple[FiniteStep, Totals]] = []
+    for change, value in values.items():
+        try:
+            totals = after(value)
+        except refusals as error:
+            steps.append((FiniteStep(change, value, note=refused(error)), {}))
+            continue
+        t_est, t_bound, moved = (_ratio(totals[name], before[name]) for name in _RATIOS)
+        steps.append((FiniteStep(change, value, t_est, t_bound, moved), totals))
+    return steps
+
+
+def _ratio(after: float, before: float) -> float | None:
+    """A ratio; 1 where it differs from 1 by rounding alone, None where there is none."""
+    ratio = after / before if before else math.nan
+    if not math.isfinite(ratio):
+        return None
+    return 1.0 if abs(ratio - 1) < 1e-12 else float(ratio)
+
+
+_OF_SIZES = ("x1.1", "+1", "x2", "x0.5")
+_OF_NUMBERS = ("+1", "+1 %", "-1 %", "x1.1", "x2", "x0.5")
+"""Changes in the order in which they say what a little more of a size, or of a number, does."""
+
+
+def _central(
+    steps: Sequence[FiniteStep], quantity: str, value: float, order: Sequence[str] = _OF_NUMBERS
+) -> float | None:
+    """The elasticity of the smallest change in both directions, else of the smallest step."""
+    by_change = {step.change: step for step in steps if getattr(step, quantity) is not None}
+    if "-1 %" in by_change and "+1 %" in by_change:
+        low, high = (getattr(by_change[change], quantity) for change in ("-1 %", "+1 %"))
+        return _elasticity(high / low, 1.01 / 0.99)
+    for change in order:
+        if change in by_change:
+            step = by_change[change]
+            return _elasticity(getattr(step, quantity), step.value / value)
+    return None
+
+
+def _elasticity(ratio: float, factor: float) -> float | None:
+    """d ln(time) / d ln(number), of a ratio of times and the factor on the number."""
+    if ratio <= 0:
+        return None
+    return 0.0 if ratio == 1 else math.log(ratio) / math.log(factor)
+
+
+def _timed(planned: Plan, chip: Chip) -> dict[str, float]:
+    times = time_plan(planned, chip).step
+    return {"t_est": times.t_est, "t_bound": times.t_bound, "bytes_hbm": planned.bytes.total}
 
 
 # -- sizes -----------------------------------------------------------------------------------------
 
 
 def _by_size(
-    form: Form,
-    own: PlanForm,
-    numbers: Sequence[int],
-    place: int,
-    base: _Timed,
-    chip: Chip,
-    conditions: Conditions,
-    refusals: tuple[type[Exception], ...],
+    study: Study, planned: PlanForm, name: str, refusals: tuple[type[Exception], ...]
 ) -> Elasticity:
-    size = numbers[place]
-    wanted = {"+1": size + 1, "x1.1": round(size * 1.1), "x2": 2 * size, "x0.5": size / 2}
-    steps, tables = [], {}
-    for change, value in wanted.items():
-        if change == "x1.1" and value <= size + 1:
-            continue
-        if value != int(value):
-            continue
-        try:
-            table = _at(form, numbers, place, int(value), chip, conditions)
-        except refusals as error:
-            note = f"the model does not take it: {str(error).splitlines()[0]:.120}"
-            steps.append(FiniteStep(change, int(value), note=note))
-            continue
-        tables[change] = table
-        before = (base.t_est, base.t_bound, base.bytes)
-        after = (table["t_est"], table["t_bound"], table["bytes_hbm"])
-        t_est, t_bound, moved = (
-            _exactly(b / a) if a else None for a, b in zip(before, after, strict=True)
-        )
-        steps.append(FiniteStep(change, int(value), t_est, t_bound, moved))
-    local = next((s for s in _local(steps) if s.t_est is not None), None)
-    known = slopes.known_slope(own, place)
+    size, step = study.sizes[name], study.step
+    wanted: dict[str, float] = {"+1": size + 1, "x1.1": round(size * 1.1), "x2": 2 * size}
+    if wanted["x1.1"] <= size + 1:
+        del wanted["x1.1"]
+    if size % 2 == 0:
+        wanted["x0.5"] = size // 2
+    before = {
+        "t_est": step.t_est,
+        "t_bound": step.t_bound,
+        "bytes_hbm": step.bytes_hbm,
+        "flops": step.flops,
+        "peak_memory": step.memory.peak,
+    }
+
+    def after(value: float) -> Totals:
+        other, chip = study.planned(Variant(sizes={name: int(value)}))
+        return {
+            **_timed(other, chip),
+            "flops": other.total.flops(),
+            "peak_memory": other.memory.peak,
+        }
+
+    def refused(error: Exception) -> str:
+        return f"the model does not take it: {str(error).splitlines()[0]:.120}"
+
+    tried = _finite_steps(wanted, before, after, refused, refusals)
+    steps = tuple(step for step, _ in tried)
+
+    numbers = tuple(study.sizes.values())
+    place = list(study.sizes).index(name)
+    known = slopes.known_slope(planned, place)
     exact = [
-        slope(own, numbers, place) if known else _finite(name, tables, base, size)
-        for name, slope in (
+        slope(planned, numbers, place) if known else _slope(tried, total, before, size)
+        for total, slope in (
             ("flops", slopes.flops_slope),
             ("bytes_hbm", slopes.bytes_slope),
             ("peak_memory", slopes.peak_slope),
         )
     ]
     return Elasticity(
-        name=form.names[place],
+        name=name,
         kind="size",
         value=size,
         unit="count",
         flops=exact[0],
         bytes=exact[1],
         peak_memory=exact[2],
-        t_est=None if local is None else _elasticity(local.t_est, local.value / size),
-        t_bound=None if local is None else _elasticity(local.t_bound, local.value / size),
-        steps=tuple(steps),
+        t_est=_central(steps, "t_est", size, _OF_SIZES),
+        t_bound=_central(steps, "t_bound", size, _OF_SIZES),
+        steps=steps,
     )
 
 
-def _local(steps: Sequence[FiniteStep]) -> list[FiniteStep]:
-    """The steps in the order in which they say what a little more of a size does."""
-    order = ("x1.1", "+1", "x2", "x0.5")
-    return sorted(steps, key=lambda step: order.index(step.change))
-
-
-def _at(
-    form: Form, numbers: Sequence[int], place: int, value: int, chip: Chip, conditions: Conditions
-) -> dict[str, float]:
-    """Totals and times with another value of a size."""
-    points = Points(
-        {
-            name: [value if other == place else number]
-            for other, (name, number) in enumerate(zip(form.names, numbers, strict=True))
-        }
-    )
-    table = evaluated(form, points, [chip], conditions)
-    return {name: column[0] for name, column in table.items()}
-
-
-def _finite(
-    name: str, tables: Mapping[str, Mapping[str, float]], base: _Timed, size: int
+def _slope(
+    tried: Sequence[tuple[FiniteStep, Totals]], name: str, before: Totals, size: int
 ) -> Slope | None:
     """The elasticity of a total by the smallest step, where no formula is proven."""
-    before = {
-        "flops": base.plan.total.flops(),
-        "bytes_hbm": base.plan.bytes.total,
-        "peak_memory": base.plan.memory.peak,
-    }[name]
-    factors = {"+1": (size + 1) / size, "x1.1": round(size * 1.1) / size, "x2": 2.0, "x0.5": 0.5}
-    for change, table in tables.items():
-        if before and table[name]:
-            value = _elasticity(float(table[name]) / before, factors[change])
-            return Slope(value or 0.0, finite=True)
+    for step, totals in tried:
+        if totals and before[name] and totals[name]:
+            ratio = float(totals[name]) / before[name]
+            return Slope(_elasticity(ratio, step.value / size) or 0.0, finite=True)
     return None
 
 
 # -- facts and knobs -------------------------------------------------------------------------------
 
 
-def _by_numbers(named: NamedNumbers, base: _Timed, graph: object) -> Iterator[Elasticity]:
+def _by_numbers(study: Study) -> Iterator[Elasticity]:
     """A row for each fact of the chip and each knob."""
-    spy, read = watched(named.chip)
-    time_plan(base.plan, spy)
-    kinds = _kinds(base.plan)
-    for name, value in named.values.items():
-        is_fact = name.startswith("chip.")
+    spy, read = watched(study.step.chip)
+    time_plan(study.step.plan, spy)
+    kinds = _kinds(study.step.plan)
+    for name, value in study.numbers.values.items():
         note = ""
-        if is_fact and name not in read:
+        if name.startswith("chip.") and name not in read:
             note = NOT_READ
         elif name.endswith("spread"):
             note = ONLY_INTERVAL
         elif name.startswith("knobs.share.") and name.split(".")[2] not in kinds:
             note = NO_KERNEL
-        steps = () if note else tuple(_steps(named, name, value, base, graph))
-        row = _row(named, name, value, steps, note)
-        if not note and row.is_zero:
-            row = replace(row, note=_why_zero(value, steps))
-        yield row
+        row = _by_number(study, name, value, note)
+        yield replace(row, note=_why_zero(value, row.steps)) if not note and row.is_zero else row
 
 
 def _kinds(planned: Plan) -> set[str]:
@@ -235,25 +249,45 @@ def _kinds(planned: Plan) -> set[str]:
     return kinds | {kind.removesuffix(LAST) for kind in kinds}
 
 
-def _row(
-    named: NamedNumbers, name: str, value: float, steps: tuple[FiniteStep, ...], note: str
-) -> Elasticity:
-    """The row of a fact or a knob; no fact changes FLOPs, and few knobs bytes."""
-    both = [0.0 if note else _central(steps, name, value) for name in ("t_est", "t_bound")]
+def _by_number(study: Study, name: str, value: float, note: str) -> Elasticity:
+    """The row of a fact or a knob; no fact changes FLOPs, and few knobs bytes.
+
+    note: why nothing changes, where that is known before a step is made.
+    """
+    step = study.step
+    before = {"t_est": step.t_est, "t_bound": step.t_bound, "bytes_hbm": step.bytes_hbm}
+
+    def after(number: float) -> Totals:
+        return _timed(*study.planned(Variant(numbers={name: number})))
+
+    refusals = (UnknownNumberError, MissingPeakError, OverflowError)
+    values = {} if note else _values(value, study.numbers.is_count(name))
+    steps = tuple(s for s, _ in _finite_steps(values, before, after, str, refusals))
     nothing = Slope(0.0, Fraction(0))
     moved = _central(steps, "bytes", value)
     return Elasticity(
         name=name,
         kind="chip" if name.startswith("chip.") else "knob",
         value=value,
-        unit=named.unit(name),
+        unit=study.numbers.unit(name),
         flops=nothing,
         bytes=Slope(moved, finite=True) if moved else nothing,
-        t_est=both[0],
-        t_bound=both[1],
+        t_est=_central(steps, "t_est", value) if steps else 0.0,
+        t_bound=_central(steps, "t_bound", value) if steps else 0.0,
         steps=steps,
         note=note,
     )
+
+
+def _values(value: float, count: bool) -> dict[str, float]:
+    """The values that a number is changed to; counts stay whole."""
+    if value == 0 or math.isinf(value):
+        return {}
+    changed = {change: value * factor for change, factor in FACTORS.items()}
+    if count:
+        more = {change: float(round(changed[change])) for change in ("x1.1", "x2", "x0.5")}
+        changed = {"+1": float(round(value * ((value + 1) / value))), **more}
+    return {change: number for change, number in changed.items() if number != value}
 
 
 def _why_zero(value: float, steps: Sequence[FiniteStep]) -> str:
@@ -262,69 +296,3 @@ def _why_zero(value: float, steps: Sequence[FiniteStep]) -> str:
     if value == 0:
         return "0: no step"
     return NOT_HERE if any(step.t_est is not None for step in steps) else "no step is allowed"
-
-
-def _steps(
-    named: NamedNumbers, name: str, value: float, base: _Timed, graph: object
-) -> Iterator[FiniteStep]:
-    if value == 0 or math.isinf(value):
-        return
-    factors = dict(FACTORS)
-    if named.is_count(name):
-        del factors["-1 %"], factors["+1 %"]
-        factors = {"+1": (value + 1) / value, **factors}
-    for change, factor in factors.items():
-        number = float(round(value * factor)) if named.is_count(name) else value * factor
-        if number == value:
-            continue
-        try:
-            other = named.changed({name: number})
-            after = _Timed.of(_planned(other, name, base.plan, graph), other.chip)
-        except (UnknownNumberError, MissingPeakError, OverflowError) as error:
-            yield FiniteStep(change, number, note=str(error))
-            continue
-        yield FiniteStep(
-            change,
-            number,
-            _exactly(after.t_est / base.t_est),
-            _exactly(after.t_bound / base.t_bound),
-            _exactly(after.bytes / base.bytes) if base.bytes else None,
-        )
-
-
-def _planned(named: NamedNumbers, name: str, planned: Plan, graph: object) -> Plan:
-    """The plan with other knobs; made anew where the knob changes its bytes."""
-    if name.startswith("chip."):
-        return planned
-    if name.startswith(("execution.utilization.", "knobs.")) and not name.startswith(
-        "knobs.traffic."
-    ):
-        return replace(planned, execution=named.execution)
-    return plan(graph, named.execution)  # type: ignore[arg-type]
-
-
-def _central(steps: Sequence[FiniteStep], quantity: str, value: float) -> float | None:
-    """The elasticity of the smallest change in both directions, else of the smallest step."""
-    by_change = {step.change: step for step in steps if getattr(step, quantity) is not None}
-    if "-1 %" in by_change and "+1 %" in by_change:
-        low, high = (getattr(by_change[change], quantity) for change in ("-1 %", "+1 %"))
-        return _elasticity(high / low, 1.01 / 0.99)
-    for change in ("+1", "+1 %", "-1 %", "x1.1", "x2", "x0.5"):
-        if change in by_change:
-            step = by_change[change]
-            return _elasticity(getattr(step, quantity), step.value / value)
-    return None if steps else 0.0
-
-
-def _elasticity(ratio: float | None, factor: float) -> float | None:
-    """d ln(time) / d ln(number), of a ratio of times and the factor on the number."""
-    if ratio is None or ratio <= 0:
-        return None
-    return 0.0 if ratio == 1 else math.log(ratio) / math.log(factor)
-
-
-def _exactly(ratio: float) -> float | None:
-    """A ratio of times; 1 where it differs from 1 by rounding alone, None where there is none."""
-    if not np.isfinite(ratio):
-        return None
-    return 1.0 if abs(ratio - 1) < 1e-12 else float(ratio)

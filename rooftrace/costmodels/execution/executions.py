@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace.costmodels.bytefactors import WEIGHTS, ByteFactors
 from rooftrace.costmodels.execution.rewritenames import KERNELS, REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
@@ -96,7 +97,7 @@ class Disturbances:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutionModel:
+class ExecutionModel(Plain):
     """How a step is run; validates itself."""
 
     name: str = "custom"
@@ -174,6 +175,12 @@ class ExecutionModel:
             return None
         holds = self.knobs.traffic.fusion == self.fusion and self.attention == "flash"
         return self.knobs.traffic if holds else None
+
+    @property
+    def untimed(self) -> ExecutionModel:
+        """This execution without constants that only times depend on: its plans are the same."""
+        knobs = self.knobs if self.traffic is not None else None
+        return replace(self, knobs=knobs, utilization=Utilization())
 
     @property
     def outside(self) -> ExecutionModel:
@@ -294,11 +301,6 @@ class ExecutionModel:
                     f"rewrite {name!r}: expected one of {names}{hint(name, REWRITES)}"
                 )
         object.__setattr__(self, "rewrites", tuple(name for name in REWRITES if name in asked))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for the report; `from_dict` reads it back."""
-        knobs = self.knobs.to_dict() if isinstance(self.knobs, Knobs) else self.knobs
-        return {**asdict(replace(self, knobs=None)), "knobs": knobs}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ExecutionModel:

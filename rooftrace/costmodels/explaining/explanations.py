@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining import quantities, scaling
@@ -14,14 +15,20 @@ from rooftrace.costmodels.explaining.counters import Busy, Counter, counters_of
 from rooftrace.costmodels.explaining.picking import Alike, picked
 from rooftrace.costmodels.explaining.quantities import Quantity, SizedPlace
 from rooftrace.costmodels.explaining.rates import Rate, Seconds, seconds_of
-from rooftrace.costmodels.explaining.scaling import ScalingTest, Variation
+from rooftrace.costmodels.explaining.scaling import ScalingTest
 from rooftrace.costmodels.explaining.sizesweeps import SizeSweep
 from rooftrace.costmodels.explaining.stepexplained import Critical, ExplainedStep, step_of
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
+from rooftrace.costmodels.studies import Study, VariantOutcome
 from rooftrace.costmodels.sweeping import Form
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.tracer.formulas import FormulaError
+
+_REFUSALS = (RequestError, MissingPeakError)
+"""What says that there is no such variant of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,7 @@ class ExplainedKernel:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Explanation(Shown):
+class Explanation(Plain, Shown):
     """Where the numbers of a step, or of some of its kernels, come from.
 
     sizes: by name, as asked.  kernels: those that were asked for, most time first.  step: the whole
@@ -75,24 +82,11 @@ class Explanation(Shown):
     sweeps: tuple[SizeSweep, ...]
     estimate: Estimate
 
+    KEYS = "title phase sizes chip=chip.name execution knobs op kernels step sweeps"
+
     def __repr__(self) -> str:
         what = f"{len(self.kernels)} kinds of kernels" if self.step is None else "the step"
         return short(self, f"{self.title}, {self.phase} on {self.chip.name}: {what}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the estimate, for JSON."""
-        return {
-            "title": self.title,
-            "phase": self.phase,
-            "sizes": dict(self.sizes),
-            "chip": self.chip.name,
-            "execution": self.execution,
-            "knobs": self.knobs,
-            "op": self.op,
-            "kernels": [asdict(kernel) for kernel in self.kernels],
-            "step": None if self.step is None else asdict(self.step),
-            "sweeps": [asdict(sweep) for sweep in self.sweeps],
-        }
 
 
 def explained(
@@ -112,13 +106,14 @@ def explained(
     place = SizedPlace(form.names, form.numbers(sizes))
     plan = plan_at(form, place.values, conditions)
     chosen = () if op is None else picked(plan, op)
-    base = scaling.estimate_at(form, sizes, chip, conditions)
-    changed = scaling.variations(form, base, sizes, conditions)
+    study = Study.of_form(form, sizes, chip, conditions)
+    base = study.step
+    changed = tuple(study.tried(scaling.variants(base, sizes), _REFUSALS))
     kernels = [_kernel(plan, alike, place, base, changed) for alike in chosen]
     kernels.sort(key=lambda kernel: -kernel.count * kernel.seconds.device)
     step = None
     if op is None:
-        tests = tuple(scaling.step_test(base, variation) for variation in changed)
+        tests = tuple(scaling.step_test(base, outcome) for outcome in changed)
         step = step_of(plan, place, base, critical, tests)
     return Explanation(
         title=form.title,
@@ -178,7 +173,7 @@ def _kernel(
     alike: Alike,
     place: SizedPlace,
     base: Estimate,
-    changed: Sequence[Variation],
+    changed: Sequence[VariantOutcome],
 ) -> ExplainedKernel:
     kernel = plan.kernels[alike[0]]
     rows = tuple(base.rows[index] for index in alike)
@@ -223,7 +218,7 @@ def _kernel(
         counters=counters_of(
             base.chip, limiter, _busy(seconds, total_bytes.value, row.bytes_net), seconds.gap
         ),
-        scaling=tuple(scaling.kernel_test(base, rows, variation) for variation in changed),
+        scaling=tuple(scaling.kernel_test(base, rows, outcome) for outcome in changed),
     )
 
 

@@ -74,13 +74,7 @@ def seconds_of(estimate: Estimate, row: Row, kind: str) -> Seconds:
     ideal = sum(rate.seconds for rate in rates)
     compute, hbm = timing.t_comp / count, timing.t_hbm / count
     bandwidth = chip.memory_bandwidth.value
-    share = knobs.share(kind) if knobs else None
-    by_class = (1.0, 1.0)
-    if knobs and share:
-        by_class = (
-            knobs.pace * knobs.compute * share.compute,
-            knobs.pace * knobs.memory * share.memory,
-        )
+    by_class = knobs.reached(kind) if knobs else (1.0, 1.0)
     return Seconds(
         rates=rates,
         compute_share=RateShares(ideal / compute, by_class[0]) if compute else None,

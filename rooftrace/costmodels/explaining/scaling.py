@@ -7,15 +7,11 @@ tells which one it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
-from rooftrace.hardware.chip import Fact, MissingPeakError
+from rooftrace.costmodels.studies import Variant, VariantOutcome
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -43,63 +39,30 @@ class ScalingTest:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Variation:
-    """The estimate after one change; None where there is none, with the reason."""
-
-    name: str
-    change: str
-    estimate: Estimate | None
-    note: str = ""
-
-
-def estimate_at(
-    form: Form, sizes: Mapping[str, int], chip: Chip, conditions: Conditions
-) -> Estimate:
-    """The estimate at one place under some conditions."""
-    c = conditions
-    return form.estimate(chip, c.execution, c.dtype, c.weights_dtype, c.kv_dtype, **sizes)
-
-
-def variations(
-    form: Form, base: Estimate, sizes: Mapping[str, int], conditions: Conditions
-) -> tuple[Variation, ...]:
+def variants(step: Estimate, sizes: Mapping[str, int]) -> Iterator[Variant]:
     """The step with weights of half the bytes, half of each size, and clocks at half."""
-    chip = base.chip
-
-    def tried(name: str, change: str, made: Callable[[], Estimate]) -> Variation:
-        try:
-            return Variation(name, change, made())
-        except (RequestError, MissingPeakError) as error:
-            return Variation(name, change, None, str(error))
-
-    def changes() -> Iterator[Variation]:
-        stored = stored_precision(base.graph, "weights")
-        if stored in HALF:
-            half = replace(conditions, weights_dtype=HALF[stored])
-            yield tried(
-                "weights halved",
-                f"weights {stored} -> {HALF[stored]}",
-                lambda: estimate_at(form, sizes, chip, half),
-            )
-        for name, size in sizes.items():
-            if size >= 2:
-                smaller = {**sizes, name: size // 2}
-                yield tried(
-                    f"{name} halved",
-                    f"{name} {size:,} -> {size // 2:,}",
-                    lambda smaller=smaller: estimate_at(  # type: ignore[misc]
-                        form, smaller, chip, conditions
-                    ),
-                )
-        slow = slowed(chip, 0.5)
-        yield tried(
-            "clock halved",
-            "engines at half their clock, memory as it is",
-            lambda: estimate_at(form, sizes, slow, conditions),
+    stored = stored_precision(step.graph, "weights")
+    if stored in HALF:
+        half = HALF[stored]
+        yield Variant(
+            name="weights halved",
+            change=f"weights {stored} -> {half}",
+            precisions={"weights_dtype": half},
         )
-
-    return tuple(changes())
+    for name, size in sizes.items():
+        if size >= 2:
+            yield Variant(
+                name=f"{name} halved",
+                change=f"{name} {size:,} -> {size // 2:,}",
+                sizes={name: size // 2},
+            )
+    facts = step.chip.facts_by_name()
+    clocked = [n for n in facts if n == "clock" or n.startswith(("matrix.", "vector."))]
+    yield Variant(
+        name="clock halved",
+        change="engines at half their clock, memory as it is",
+        numbers={f"chip.{name}": facts[name].value / 2 for name in clocked},
+    )
 
 
 def stored_precision(graph: OpGraph, role: str) -> str:
@@ -111,50 +74,48 @@ def stored_precision(graph: OpGraph, role: str) -> str:
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
-def slowed(chip: Chip, share: float) -> Chip:
-    """The chip with its engines and caches at a share of their clock."""
-
-    def scaled(fact: Fact) -> Fact:
-        value = fact.value * share
-        return replace(fact, value=value, kind="derived", note=f"{share:g} of {fact.text}")
-
-    peaks = tuple(replace(peak, rate=scaled(peak.rate)) for peak in chip.peaks)
-    return replace(chip, peaks=peaks, clock=None if chip.clock is None else scaled(chip.clock))
-
-
-def step_test(base: Estimate, variation: Variation) -> ScalingTest:
+def step_test(base: Estimate, outcome: VariantOutcome) -> ScalingTest:
     """What a change does to the whole step."""
-    after = variation.estimate
+    after = outcome.estimate
     if after is None:
-        return ScalingTest(variation.name, variation.change, None, {}, variation.note)
-    terms = {
-        "compute": (base.times.t_comp, after.times.t_comp),
-        "hbm": (base.times.t_hbm, after.times.t_hbm),
-        "network": (base.times.t_net, after.times.t_net),
-        "launch": tuple(estimate.times.regime_seconds["launch"] for estimate in (base, after)),
-    }
-    ratio = after.times.t_est / base.times.t_est if base.times.t_est else None
-    by_limiter = {name: new / old for name, (old, new) in terms.items() if old > 0}
-    return ScalingTest(variation.name, variation.change, ratio, by_limiter)
+        return _test(outcome, None, {}, outcome.note)
+    old, new = (
+        {
+            "compute": times.t_comp,
+            "hbm": times.t_hbm,
+            "network": times.t_net,
+            "launch": times.regime_seconds["launch"],
+        }
+        for times in (base.times, after.times)
+    )
+    return _test(outcome, after.t_est / base.t_est if base.t_est else None, _ratios(old, new))
 
 
-def kernel_test(base: Estimate, rows: tuple[Row, ...], variation: Variation) -> ScalingTest:
+def kernel_test(base: Estimate, rows: tuple[Row, ...], outcome: VariantOutcome) -> ScalingTest:
     """What a change does to kernels of one key, all of them together."""
-    after = variation.estimate
+    after = outcome.estimate
     if after is None:
-        return ScalingTest(variation.name, variation.change, None, {}, variation.note)
+        return _test(outcome, None, {}, outcome.note)
     keys = {key_of(row) for row in rows}
     before = [row for row in base.rows if key_of(row) in keys]
     others = [row for row in after.rows if key_of(row) in keys]
     if sum(r.count for r in others) != sum(r.count for r in before):
-        note = "other kernels do this work then"
-        return ScalingTest(variation.name, variation.change, None, {}, note)
+        return _test(outcome, None, {}, "other kernels do this work then")
     old, new = (_sums(part) for part in (before, others))
-    ratio = new["device"] / old["device"] if old["device"] else None
-    by_limiter = {
-        name: new[name] / old[name] for name in ("compute", "hbm", "network", "launch") if old[name]
-    }
-    return ScalingTest(variation.name, variation.change, ratio, by_limiter)
+    device, seconds = old.pop("device"), new.pop("device")
+    ratio = seconds / device if device else None
+    return _test(outcome, ratio, _ratios(old, new))
+
+
+def _test(
+    outcome: VariantOutcome, ratio: float | None, by_limiter: Mapping[str, float], note: str = ""
+) -> ScalingTest:
+    return ScalingTest(outcome.variant.name, outcome.variant.change, ratio, by_limiter, note)
+
+
+def _ratios(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
+    """The ratio of each term that takes time."""
+    return {name: new[name] / seconds for name, seconds in old.items() if seconds > 0}
 
 
 def key_of(row: Row) -> Key:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.exploring.exploring import BATCHES, Explored, explore
 from rooftrace.costmodels.exploring.inputs import (
@@ -247,7 +248,7 @@ def experts_of(totals: FormTotals, batch: int, kv: int) -> FormExperts | NoExper
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Exploration(Shown):
+class Exploration(Plain, Shown):
     """Where a decode step is limited by computing: a cell for each number of devices and length.
 
     rates: of one device.  alpha: the share of the slower of HBM and link at which computing counts
@@ -262,6 +263,8 @@ class Exploration(Shown):
     alpha: float
     experts: int
     cells: tuple[Explored, ...]
+
+    KEYS = "title chip execution precisions rates alpha experts cells=to_rows"
 
     def __repr__(self) -> str:
         reached = sum(cell.batch is not None for cell in self.cells)
@@ -281,20 +284,6 @@ class Exploration(Shown):
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each cell, as a CSV file takes them."""
         return [{**cell.to_row(), "global_batch": cell.global_batch} for cell in self.cells]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; without end is None."""
-        rows = [{k: None if v == math.inf else v for k, v in row.items()} for row in self.to_rows()]
-        return {
-            "title": self.title,
-            "chip": self.chip,
-            "execution": self.execution,
-            "precisions": list(self.precisions),
-            "rates": asdict(self.rates),
-            "alpha": self.alpha,
-            "experts": self.experts,
-            "cells": rows,
-        }
 
 
 def explore_form(

@@ -10,6 +10,7 @@ from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.execution import SUMMARIES, ExecutionModel, execution_model
 from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import applicable
+from rooftrace.costmodels.studies import Study
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.tracer.graph import OpGraph
@@ -175,7 +176,7 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
     several precisions at once, which no storage precision says.
     """
     graph, chip = step.plan.source, step.chip
-    own = own_precision(graph)
+    own = Study.priced_precision(graph)
     family = compute_family(own)
     training = graph.phase == "training"
     if family == "fp32" and not step.execution.tf32 and chip.has_peak("matrix", "tf32"):
@@ -219,11 +220,6 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
             precisions={"kv_dtype": stored},
             at_most=True,
         )
-
-
-def own_precision(graph: OpGraph) -> str:
-    """The precision that a graph is priced in, before any that is of weights or a cache alone."""
-    return str(graph.model.get("priced_dtype") or graph.model.get("dtype") or "fp32")
 
 
 def _bytes_in(graph: OpGraph, dtype: str) -> dict[str, int]:

@@ -16,11 +16,10 @@ from rooftrace.costmodels.guiding.changes import (
     all_of,
     changes_of,
     merged,
-    own_precision,
 )
 from rooftrace.costmodels.guiding.records import Guidance, WhatIf
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.rewriting import reprice
+from rooftrace.costmodels.studies import Study, Variant
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import listed
@@ -73,8 +72,9 @@ def _priced(step: Estimate, change: StepChange) -> Iterator[WhatIf]:
     """The what-if of a change; none where the chip has no rate for what it computes in."""
     before = by_rules(step) if change.regroups else step
     model = change.applied(before.execution)
+    variant = Variant(precisions=change.precisions, execution=model)
     try:
-        after = _estimated(step, model, change)
+        after = Study(step).estimate(variant)
     except MissingPeakError:
         return
     yield WhatIf(
@@ -92,19 +92,6 @@ def by_rules(step: Estimate) -> Estimate:
     """The step with bytes as rules count them: measured factors are those of its own kernels."""
     planned = step.plan.by_rules
     return step if planned is step.plan else estimate(planned, step.chip)
-
-
-def _estimated(step: Estimate, model: ExecutionModel, change: StepChange) -> Estimate:
-    """The changed step on the chip of the step."""
-    if set(change.execution) == {"dispatch"} and not change.precisions:
-        return estimate(step.plan.as_run(model), step.chip)  # the same kernels
-    source = step.plan.source
-    if change.precisions:
-        # A model's own quantization_config was decided on when the step was priced.
-        known = {**source.model, "priced_dtype": own_precision(source)}
-        source = reprice(source.replace(model=known), **change.precisions)
-    (planned,) = Plan.each(source, [model], savings=False)
-    return estimate(planned, step.chip)
 
 
 def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.estimating.rows import Row
@@ -26,7 +27,7 @@ STORED = ("weights", "kv", "optimizer", "constants")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepNode:
+class StepNode(Plain):
     """Equal kernels of modules whose paths differ in numbers alone; sums over all of them."""
 
     name: str  # of the op, or of what was fused
@@ -40,6 +41,8 @@ class StepNode:
     outputs: int  # bytes that are written
     seconds: float
 
+    KEYS = "* bytes intensity"
+
     @property
     def bytes(self) -> int:
         """All HBM bytes: weights + inputs + outputs."""
@@ -50,14 +53,9 @@ class StepNode:
         """FLOP for each HBM byte; None where no byte is moved."""
         return self.flops / self.bytes if self.bytes else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict, with the sum of bytes and the intensity."""
-        record = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**record, "bytes": self.bytes, "intensity": self.intensity}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeTable(Shown):
+class NodeTable(Plain, Shown):
     """Every kernel of a step, most seconds first, and the storage that the step needs at least."""
 
     title: str
@@ -69,6 +67,10 @@ class NodeTable(Shown):
     # Bytes that have to lie in memory whatever is computed, by role: all weights, also those of
     # experts that no token reaches and rows of tables that are not looked up; the cache; states.
     storage: Mapping[str, int]
+
+    KEYS = (
+        "title phase chip execution expected flops bytes storage storage_total weights_unread nodes"
+    )
 
     @property
     def flops(self) -> int:
@@ -104,22 +106,6 @@ class NodeTable(Shown):
 
         names = [each.name for each in fields(StepNode)]
         return pandas.DataFrame.from_records(self.to_rows(), columns=[*names, "bytes", "intensity"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict, for JSON."""
-        return {
-            "title": self.title,
-            "phase": self.phase,
-            "chip": self.chip,
-            "execution": self.execution,
-            "expected": self.expected,
-            "flops": self.flops,
-            "bytes": self.bytes,
-            "storage": dict(self.storage),
-            "storage_total": self.storage_total,
-            "weights_unread": self.weights_unread,
-            "nodes": self.to_rows(),
-        }
 
     def __repr__(self) -> str:
         names = (f"{node.name} of {node.module}" for node in self.nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.hardware.units import format_flops
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class Product(Plain):
     """Equal products C[M, N] = A[M, K] B[K, N] of a step, cut into equal tiles."""
 
     operation: str  # "matmul", or "convolution": as the product that it implies
@@ -59,18 +60,14 @@ class Product:
         done = self.flops + self.flops_recompute
         return round(done / self.tile_efficiency) - done
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict: M, N, K under "rows", "columns", "inner"."""
-        record = {name: getattr(self, name) for name in _FIELDS}
-        record["flops_wasted"] = self.flops_wasted
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in record.items()}
+    KEYS = "* flops_wasted"
 
 
 _FIELDS = tuple(each.name for each in fields(Product))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census(Shown):
+class Census(Plain, Shown):
     """Every matrix product of a step, most seconds first, and the FLOP of attention kernels.
 
     flops + flops_attention are the matrix FLOP of the step.
@@ -86,6 +83,11 @@ class Census(Shown):
     chip: str
     execution: str
     phase: str
+
+    KEYS = (
+        "title phase chip execution align expected flops flops_attention calls_attention "
+        "seconds_attention flops_matrix products"
+    )
 
     @property
     def flops(self) -> int:
@@ -117,23 +119,6 @@ class Census(Shown):
             [product.to_dict() for product in self.products],
             columns=[*_FIELDS, "flops_wasted"],
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict, for JSON."""
-        return {
-            "title": self.title,
-            "phase": self.phase,
-            "chip": self.chip,
-            "execution": self.execution,
-            "align": self.align,
-            "expected": self.expected,
-            "flops": self.flops,
-            "flops_attention": self.flops_attention,
-            "calls_attention": self.calls_attention,
-            "seconds_attention": self.seconds_attention,
-            "flops_matrix": self.flops_matrix,
-            "products": [product.to_dict() for product in self.products],
-        }
 
     def __repr__(self) -> str:
         sizes = (" x ".join(map(str, p.shape or ("?",))) for p in self.products)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.knobs import Tiling
+from rooftrace.costmodels.knobs.numbers import Tiling
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:

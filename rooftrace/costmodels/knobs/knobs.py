@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rooftrace._escapes import to_toml
+from rooftrace._escapes import toml_key
+from rooftrace._plain import Plain
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
@@ -32,126 +33,54 @@ from rooftrace.costmodels.intervals.residuals import (
     normal_ends,
 )
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST, UNITS
+from rooftrace.costmodels.knobs.numbers import (
+    LEAST_SHARE,
+    PLAIN,
+    WIDEST,
+    AttentionKnobs,
+    KnobsError,
+    Share,
+    Tiling,
+    check_knobs,
+    knob,
+    knobs_of,
+)
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
+from rooftrace.hardware.facttables import toml_sections
 
 SCHEMA = "rooftrace.knobs/1"
 _SHIPPED = Path(__file__).parent / "fitted"
-
-
-class KnobsError(ValueError):
-    """A knob file that cannot be read: names the file, the key, and what was expected."""
-
-
 _KIND = FileKind("knob file", KnobsError)
-
-
-_WIDEST = 100.0
-"""The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
-
-
-_LEAST = 1e-6
-"""The smallest share of a rate."""
-_MOST = 1e6
-"""The largest number of any other knob: rates and seconds stay far from where floats end."""
-_ENDLESS = frozenset({"overlap", "busy"})
-"""Knobs that may be infinite."""
-
-
-def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
-    """Raise KnobsError for a number below 0; above: names of those that must be above 0."""
-    for item in fields(record):
-        value, kind = getattr(record, item.name), str(item.type)
-        if not kind.startswith("float") or (value is None and "None" in kind):
-            continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        most = _WIDEST if item.name == "spread" else _MOST
-        if number and math.isinf(value) and item.name in _ENDLESS:
-            most = math.inf
-        low = number and (value >= _LEAST if item.name in above else value >= 0)  # nan is neither
-        if not low or value > most:
-            bound = f"of at least {_LEAST:g}" if item.name in above else "of at least 0"
-            bound += f", {most:g} at most"
-            raise KnobsError(f"{item.name}={value!r:.60}: expected a number {bound}")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Fractions of the chip's sustained rates that kernels of one class reach."""
-
-    compute: float = 1.0
-    memory: float = 1.0
-    engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
-    layout: float = 0.0  # hidden copies into another layout, in multiples of activation bytes
-    odd: float = 1.0  # how often as long a kernel takes whose rows are not aligned to its loads
-    spread: float = 0.0  # relative standard deviation of measured kernels around the prediction
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, above=("compute", "memory", "odd"))
-        if self.engine not in ("matrix", "vector"):
-            raise KnobsError(f"engine={self.engine!r:.60}: expected matrix or vector")
-
-
-PLAIN = Share()
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Fitted constants of the tiles of matrix products."""
-
-    prologue: float = 0.0  # steps of K that filling and draining a tile's pipeline takes
-    split: float = 0.0  # seconds that a product takes on top where its K is split
-    feed: float = 1.0  # share of the L2 bandwidth that tiles get
-    busy: float = float("inf")  # share of HBM bandwidth that SMs with the smallest tile reach
-    pick: str = "best"  # the tile and split that suit each product; "rows": see `tile_terms`
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, above=("feed", "busy"))
-        if self.pick not in ("best", "rows"):
-            raise KnobsError(f"pick={self.pick!r:.60}: expected best or rows")
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionKnobs:
-    """Fitted constants of attention kernels.
-
-    products may pass 1: it is high where a kernel hides exponentials, which are counted in full.
-    convert holds at a head width of 128; steps of wider heads hold fewer keys, so it grows with it.
-    """
-
-    products: float = 1.0  # share of the sustained matrix rate inside a step
-    convert: float = 0.0  # what an fp8 step takes beside its products, over those in bf16
-    stream: float = 1.0  # share of the sustained bandwidth
-    start: float = 0.0  # seconds of a block
-    combine: float = 0.0  # seconds of the kernel that adds up splits
-    prepare: float = 0.0  # seconds of the kernels that copy queries, with a paged cache
-    request: float = 0.0  # seconds of one more request, with a paged cache
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, above=("products", "stream"))
-
-
-_NUMBERS = (
-    "pace", "compute", "memory", "cache", "overlap", "launch", "dispatch", "view", "call", "spread"
-)  # fmt: skip
-_PLAIN_NUMBERS = (("cache", 1.0), ("pace", 1.0))
+MOST_OVERLAP = 20.0
+"""An exponent from which on a soft maximum is a maximum."""
+_LEFT_OUT = (("cache", 1.0), ("pace", 1.0))
 """Numbers that a file leaves out."""
 USUAL = "usual"
 """Stands for the numbers that are usual for the chip's generation."""
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(Plain):
     """Calibrated constants of one chip, and the measurements that they come from."""
 
     title: str
-    compute: float = 1.0  # sustained over datasheet
-    memory: float = 1.0
-    overlap: float = math.inf  # p of the formula above; infinite: compute and memory overlap fully
-    launch: float | None = None  # seconds of a kernel on the device; None: the chip's
-    dispatch: float | None = None  # seconds of a kernel on the host, eager; None: the chip's
-    spread: float = 0.0  # relative standard deviation that all kernels of a step share
-    cache: float = 1.0  # bandwidth of the last cache over the memory's; 1: it adds nothing
+    compute: float = knob(1.0, least=LEAST_SHARE, prior=0.2)  # sustained over datasheet
+    memory: float = knob(1.0, least=LEAST_SHARE, prior=0.2, on_cpu=0.4)
+    # p of the formula above; infinite: compute and memory overlap fully.
+    overlap: float = knob(
+        math.inf, least=1.0, endless=True, prior=0.4, start=MOST_OVERLAP, fitted=MOST_OVERLAP
+    )
+    # Of a kernel on the device; None: the chip's.
+    launch: float | None = knob(None, unit="second", prior=0.7, of_chip="kernel_gap", start=3e-6)
+    # Of a kernel on the host, eager; None: the chip's.
+    dispatch: float | None = knob(
+        None, unit="second", prior=0.7, of_chip="dispatch_eager", start=8e-6
+    )
+    # Relative standard deviation that all kernels of a step share.
+    spread: float = knob(0.0, most=WIDEST)
+    # Bandwidth of the last cache over the memory's; 1: it adds nothing.
+    cache: float = knob(1.0, least=1.0, prior=0.7, start=3.0)
     tiling: Tiling = field(default_factory=Tiling)
     shares: Mapping[str, Share] = field(default_factory=dict, hash=False)  # by class of kernels
     # Free text by key (from, cases, date, error ...); shown, never computed with.
@@ -159,11 +88,14 @@ class Knobs:
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
     # Of engines where products do not reach the share of their class: "vector fp32" and its like.
     engines: Mapping[str, float] = field(default_factory=dict, hash=False)
-    view: float | None = None  # seconds of a view on the host, eager; None: the chip's
-    call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
+    # Of a view on the host, eager; None: the chip's.
+    view: float | None = knob(None, unit="second")
+    # Of Python per call of a module, eager; None: the chip's.
+    call: float | None = knob(None, unit="second")
     # Factors on what rules count as bytes; None: bytes are as rules count them.
     traffic: ByteFactors | None = None
-    pace: float = 1.0  # all kernels, launches and the host over what the other numbers say
+    # All kernels, launches and the host over what the other numbers say.
+    pace: float = knob(1.0, least=LEAST_SHARE, prior=0.2, on_cpu=0.4)
     use: str = NO_FIT  # what was fitted to the chip: one of `USES`
     # Ends of intervals by what was fitted; hash and equality: they change no time.
     residuals: Mapping[str, Residuals] = field(default_factory=dict, hash=False)
@@ -176,13 +108,10 @@ class Knobs:
         )
 
     def __post_init__(self) -> None:
-        _check_numbers(self, above=("compute", "memory", "pace"))
+        check_knobs(self)
         for name in (self.use, *self.residuals):
             if name not in USES:
                 raise KnobsError(f"use {name!r:.60}: expected one of {', '.join(USES)}")
-        for name in ("overlap", "cache"):
-            if getattr(self, name) < 1:
-                raise KnobsError(f"{name}={getattr(self, name)!r}: expected a number of at least 1")
         for name in self.shares:
             if name not in CLASSES:
                 raise KnobsError(f"share {name!r:.60}: expected one of {'; '.join(CLASSES)}")
@@ -257,6 +186,14 @@ class Knobs:
         measured = ", ".join(self.fitted_on)
         return f"what kernels reach of their peaks was measured on {measured}, not on {chip.name}"
 
+    def reached(self, kind: str) -> tuple[float, float]:
+        """The shares of the chip's FLOP rate and bandwidth that kernels of a class reach."""
+        share = self.share(kind)
+        return (
+            self.pace * self.compute * share.compute,
+            self.pace * self.memory * share.memory,
+        )
+
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
         return (chip.kernel_gap.value if self.launch is None else self.launch) / self.pace
@@ -272,10 +209,10 @@ class Knobs:
     def to_dict(self) -> dict[str, Any]:
         """A plain dict with the keys of a knob file."""
         result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if value is not None and value != math.inf and (name, value) not in _PLAIN_NUMBERS:
-                result[name] = value
+        for item, _ in knobs_of(self):
+            value = getattr(self, item.name)
+            if value is not None and value != math.inf and (item.name, value) not in _LEFT_OUT:
+                result[item.name] = value
         if self.use != NO_FIT:
             result["use"] = self.use
         tiling = _changed(self.tiling, Tiling())
@@ -322,7 +259,7 @@ class Knobs:
 
 def _is_share(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and _LEAST <= value <= 2
+    return number and LEAST_SHARE <= value <= 2
 
 
 def _changed(record: Any, default: Any) -> dict[str, Any]:
@@ -390,41 +327,23 @@ def shipped_knobs() -> tuple[str, ...]:
 
 def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
-    data = knobs.to_dict()
+    data = _rounded(knobs.to_dict())
     shares, residuals = data.pop("share"), data.pop("residuals", {})
-    sections = ("source", "tiling", "attention", "engines")
-    names = [name for name in sections if isinstance(data.get(name), Mapping)]
+    ordered = ("source", "tiling", "attention", "engines")
+    names = [name for name in ordered if isinstance(data.get(name), Mapping)]
     tables = {name: data.pop(name) for name in names}
     if "traffic" in data:
         tables["traffic"] = data.pop("traffic")
         tables["traffic.factors"] = tables["traffic"].pop("factors")
-    lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]
-    for name, ends in residuals.items():
-        lines += ["", f"[residuals.{_key(name)}]", *(f"{k} = {_toml(v)}" for k, v in ends.items())]
-    if shares:
-        lines += ["", "[share]"]
-        lines += [f"{_key(name)} = {_toml(share)}" for name, share in shares.items()]
-    return "\n".join(lines) + "\n"
+    sections = [("", data), *((f"[{name}]", table) for name, table in tables.items())]
+    sections += [(f"[residuals.{toml_key(name)}]", ends) for name, ends in residuals.items()]
+    return toml_sections([*sections, ("[share]", shares)] if shares else sections)
 
 
-def _key(name: str) -> str:
-    plain = name.replace("_", "").replace("-", "").isalnum() and name.isascii()
-    return name if plain else _toml(name)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return to_toml(value)
+def _rounded(value: Any) -> Any:
+    """A value with six digits in each of its numbers."""
     if isinstance(value, float):
-        return "inf" if value == math.inf else repr(float(f"{value:.6g}"))
-    if isinstance(value, int):
-        return str(value)
+        return float(f"{value:.6g}")
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    raise TypeError(f"{value!r} has no TOML form")
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

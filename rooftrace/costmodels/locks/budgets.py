@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from rooftrace.costmodels.findings.diffs.conditions import FORMATS, METRICS, parse_condition
 from rooftrace.costmodels.locks.records import BY_MODULE, WAITING, LockedCosts
 from rooftrace.errors import hint
-from rooftrace.hardware import units
+from rooftrace.tracer.changes import Limit
+from rooftrace.tracer.changes.limits import amount_of
+from rooftrace.tracer.changes.metrics import TOTALS
 
 Said: TypeAlias = str | int | float | list[str | int | float]
 """What stands behind a key of a table of budgets."""
@@ -31,36 +32,7 @@ class BudgetError(ValueError):
     """A budget that cannot be read, or whose module is not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostLimit:
-    """How much a metric may grow against the lock, or the most that it may be."""
-
-    text: str  # as the user wrote it
-    amount: float  # SI units, or a fraction
-    relative: bool = False  # of what the lock says
-    ceiling: bool = False  # the most that the metric may be, whatever the lock says
-
-    def passed(self, before: float | None, after: float) -> bool:
-        """Whether a cost is over the limit.  before: what the lock says; None: it has no such."""
-        if self.ceiling or before is None:
-            return self.ceiling and after > self.amount
-        return after > before * (1 + _ROUNDING) and self._growth(before, after) > self.amount
-
-    def saved(self, before: float | None, after: float) -> bool:
-        """Whether a cost shrank by more than it may grow, so that the lock should be renewed."""
-        if self.ceiling or before is None:
-            return False
-        return after < before * (1 - _ROUNDING) and self._growth(after, before) > self.amount
-
-    def _growth(self, less: float, more: float) -> float:
-        if not self.relative:
-            return more - less
-        return (more - less) / less if less else math.inf
-
-
-_ROUNDING = 1e-6
-"""Times of a lock are rounded to the seventh digit."""
-SAME = CostLimit("0", 0.0)
+SAME = Limit("0", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +41,12 @@ class Budget:
 
     key: str  # as the user wrote it
     metric: str
-    limits: tuple[CostLimit, ...]
+    limits: tuple[Limit, ...]
     phase: str = ""  # "": all of them
     module: str = ""  # a starred path or a pattern of paths; "": the whole step
 
 
-DEFAULT = tuple(Budget(metric, metric, (SAME,)) for metric in METRICS)
+DEFAULT = tuple(Budget(metric, metric, (SAME,)) for metric in TOTALS)
 """The budgets of a repository that names none: no total may grow."""
 
 _KEY = re.compile(r"(?:(?P<module>\S+)\s+)?(?:(?P<phase>[^\s.]+)\.)?(?P<metric>\w+)")
@@ -88,10 +60,10 @@ def read_budgets(table: Mapping[str, Said], where: str) -> tuple[Budget, ...]:
 def _budget(key: str, said: Said, where: str) -> Budget:
     match = _KEY.fullmatch(key.strip())
     metric = match["metric"] if match else ""
-    if match is None or metric not in METRICS:
+    if match is None or metric not in TOTALS:
         raise BudgetError(
             f"{where}: {key!r:.80}: expected [MODULE ][PHASE.]METRIC with METRIC one of "
-            f'{", ".join(METRICS)}{hint(metric, METRICS)}; for example "time", '
+            f'{", ".join(TOTALS)}{hint(metric, tuple(TOTALS))}; for example "time", '
             '"training.memory" or "model.layers.*.mlp flops"'
         )
     if match["module"] and metric not in BY_MODULE:
@@ -104,7 +76,7 @@ def _budget(key: str, said: Said, where: str) -> Budget:
     return Budget(key.strip(), metric, limits, match["phase"] or "", match["module"] or "")
 
 
-def read_limit(metric: str, said: str | int | float, where: str) -> CostLimit:
+def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
     """ "5%", "1 GiB" and 0 are how much a metric may grow; "<= 20 ms" is the most that it may be.
 
     Raises BudgetError.
@@ -115,13 +87,9 @@ def read_limit(metric: str, said: str | int | float, where: str) -> CostLimit:
     try:
         if isinstance(said, bool):
             raise ValueError("a truth value")
-        number = _counted(metric, amount)
-        if number is None:
-            _, number, relative, _ = parse_condition(f"{metric}>{amount}")
-        else:
-            relative = False
+        number, relative = amount_of(amount, TOTALS[metric])
         if math.isfinite(number) and number >= 0 and not (relative and ceiling):
-            return CostLimit(text, number, relative, ceiling)
+            return Limit(text, number, relative, ceiling, metric)
     except ValueError:
         pass
     example = _EXAMPLES[metric]
@@ -133,14 +101,14 @@ def read_limit(metric: str, said: str | int | float, where: str) -> CostLimit:
 
 def in_full(metric: str, value: float) -> str:
     """ "65,536 (65.5 kFLOP)": a count also as it is, so that two can be told apart."""
-    short = FORMATS[metric](value)
+    short = TOTALS[metric].write(value)
     return f"{value:,} ({short})" if isinstance(value, int) and value >= 1000 else short
 
 
-def most(metric: str, said: str | int | float, where: str) -> CostLimit:
+def most(metric: str, said: str | int | float, where: str) -> Limit:
     """The most that a metric may be: "<= 20 ms", or a number in SI units.  Raises BudgetError."""
     if isinstance(said, (int, float)) and not isinstance(said, bool) and 0 <= said < math.inf:
-        return CostLimit(f"<= {in_full(metric, said)}", said, ceiling=True)
+        return Limit(f"<= {in_full(metric, said)}", said, ceiling=True, metric=metric)
     limit = read_limit(metric, said, where)
     if not limit.ceiling:
         raise BudgetError(
@@ -157,18 +125,6 @@ _EXAMPLES = {
     "params": "2 M",
     "kernels": "10",
 }
-_COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_AMOUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)")
-
-
-def _counted(metric: str, text: str) -> float | None:
-    """The number of "1 GFLOP" or "2 M", which conditions write in full; None for another text."""
-    if metric == "flops" and text.endswith("FLOP"):
-        return units.parse(f"{text}/s", "FLOP/s")
-    match = _AMOUNT.fullmatch(text) if metric in ("flops", "params", "kernels") else None
-    if match is None:
-        return None
-    return float(match[1].replace(",", "").replace("_", "")) * _COUNTS[match[2]]
 
 
 # -- modules ---------------------------------------------------------------------------------------

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.findings.diffs.conditions import FORMATS, METRICS
 from rooftrace.costmodels.locks.budgets import (
     SAME,
     Budget,
     BudgetError,
-    CostLimit,
     chosen,
     matching,
     module_value,
@@ -22,6 +21,9 @@ from rooftrace.costmodels.locks.budgets import (
 from rooftrace.costmodels.locks.records import BY_MODULE, ROOT, Lock, LockedCosts, StepKey
 from rooftrace.costmodels.locks.settings import FAILS, Settings
 from rooftrace.hardware.units import plural
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.aligning import union
+from rooftrace.tracer.changes.metrics import TOTALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,15 @@ class ModuleShift:
     ops: Mapping[str, int] = field(default_factory=dict)  # those removed are below 0
 
 
+class _Moved(Change):
+    """A cost of a lock before and after."""
+
+    rounding = 1e-6
+    """Times of a lock are rounded to the seventh digit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
+class Shift(Plain):
     """A cost that moved beyond a limit, or moved where no budget holds it."""
 
     place: StepKey
@@ -43,10 +52,16 @@ class Shift:
     before: float | None  # None: the lock has no such module
     after: float
     module: str = ""  # "": the whole step
-    limit: CostLimit = SAME
+    limit: Limit = SAME
     budget: str = ""  # its key in [tool.rooftrace.budgets]; "": none holds it
     modules: tuple[ModuleShift, ...] = ()  # which of them moved, most first
     causes: tuple[str, ...] = ()  # sentences of who knows the former code
+
+    KEYS = "**place._asdict metric module before after relative budget limit=_limit modules causes"
+
+    @property
+    def _limit(self) -> str | None:
+        return self.limit.text if self.budget else None
 
     @property
     def relative(self) -> float | None:
@@ -55,9 +70,23 @@ class Shift:
             return None
         return (self.after - self.before) / self.before
 
+    @property
+    def passed(self) -> bool:
+        """Whether the cost is over the limit."""
+        if self.limit.ceiling:
+            return self.after > self.limit.most
+        return self.before is not None and self.limit.passed(_Moved(self.before, self.after))
+
+    @property
+    def saved(self) -> bool:
+        """Whether the cost shrank by more than it may grow, so that the lock should be renewed."""
+        if self.limit.ceiling or self.before is None:
+            return False
+        return self.limit.passed(_Moved(self.after, self.before))
+
     def sentence(self) -> str:
         """ "gpt, training on h200-sxm, efficient: flops 1.20 GFLOP -> 2.40 GFLOP (+100.0 %)"."""
-        show = FORMATS[self.metric]
+        show = TOTALS[self.metric].write
         what = f"{self.module} {self.metric}" if self.module else self.metric
         before = "nothing" if self.before is None else show(self.before)
         text = f"{self.place}: {what} {before} -> {show(self.after)}"
@@ -78,7 +107,7 @@ Cause: TypeAlias = Callable[[Shift], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOutcome(Shown):
+class GateOutcome(Plain, Shown):
     """What a check says.  `failed` is its verdict."""
 
     lock: str  # name of the file
@@ -125,42 +154,15 @@ class GateOutcome(Shown):
     def __repr__(self) -> str:
         return short(self, self.verdict())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: SI numbers, relative changes as fractions."""
-        return {
-            "schema": "rooftrace.check/1",
-            "lock": self.lock,
-            "failed": self.failed,
-            "verdict": self.verdict(),
-            "over": [_plain(shift) for shift in self.over],
-            "under": [_plain(shift) for shift in self.under],
-            "other": [_plain(shift) for shift in self.other],
-            "stale": list(self.stale),
-            "versions": list(self.versions),
-            "sources": {name: list(files) for name, files in self.sources.items()},
-            "steps": [
-                {**place._asdict(), **{metric: costs.value(metric) for metric in METRICS}}
-                for place, costs in self.after.places().items()
-            ],
-        }
+    @property
+    def _steps(self) -> list[dict[str, Any]]:
+        return [
+            {**place._asdict(), **{metric: costs.value(metric) for metric in TOTALS}}
+            for place, costs in self.after.places().items()
+        ]
 
-
-def _plain(shift: Shift) -> dict[str, Any]:
-    return {
-        **shift.place._asdict(),
-        "metric": shift.metric,
-        "module": shift.module,
-        "before": shift.before,
-        "after": shift.after,
-        "relative": shift.relative,
-        "budget": shift.budget,
-        "limit": shift.limit.text if shift.budget else None,
-        "modules": [
-            {"path": m.path, "before": m.before, "after": m.after, "ops": dict(m.ops)}
-            for m in shift.modules
-        ],
-        "causes": list(shift.causes),
-    }
+    schema = "rooftrace.check/1"
+    KEYS = "schema lock failed verdict over under other stale versions sources steps=_steps"
 
 
 def compare_locks(
@@ -227,18 +229,18 @@ def _compare(
                     limit=limit,
                     budget=budget.key,
                 )
-                if limit.passed(first, shift.after):
+                if shift.passed:
                     over.append(shift)
-                elif limit.saved(first, shift.after):
+                elif shift.saved:
                     under.append(shift)
                 else:
                     continue
                 held |= {budget.metric} if not path else set()
-    for metric in METRICS:
+    for metric in TOTALS:
         first, second = before.value(metric), after.value(metric)
-        limit = SAME
-        if metric not in held and (limit.passed(first, second) or limit.saved(first, second)):
-            other.append(Shift(place=place, metric=metric, before=first, after=second))
+        shift = Shift(place=place, metric=metric, before=first, after=second)
+        if metric not in held and (shift.passed or shift.saved):
+            other.append(shift)
 
 
 def _modules(budget: Budget, *sides: LockedCosts) -> list[str]:
@@ -297,9 +299,8 @@ _PART = 0.01
 
 
 def _op_changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    names = sorted({*before, *after})
-    changes = {name: after.get(name, 0) - before.get(name, 0) for name in names}
-    return {name: number for name, number in changes.items() if number}
+    counts = sorted(union(before, after, 0))
+    return {name: there - here for name, here, there in counts if there != here}
 
 
 # -- what is stale ---------------------------------------------------------------------------------
@@ -314,18 +315,12 @@ def _stale(before: Lock, after: Lock) -> Iterator[str]:
     shared = before.targets.keys() & after.targets.keys()
     for name in sorted(shared):
         first, second = (lock.targets[name].asked.changed() for lock in (before, after))
-        for key in sorted({*first, *second}):
-            old, new = first.get(key), second.get(key)
-            if old != new:
-                yield f"{name!r}: {key} is {_said(new)}, locked is {_said(old)}"
+        yield from (f"{name!r}: {text}" for text in _asked_otherwise(first, second))
     if before.made_from.depth != after.made_from.depth:
         now, locked = after.made_from.depth, before.made_from.depth
         yield f"modules are asked to a depth of {now}, locked is {locked}"
     pricing = [lock.made_from.pricing.changed() for lock in (before, after)]
-    for key in sorted({*pricing[0], *pricing[1]}):
-        old, new = pricing[0].get(key), pricing[1].get(key)
-        if old != new:
-            yield f"{key} is {_said(new)}, locked is {_said(old)}"
+    yield from _asked_otherwise(*pricing)
     places = [
         {place for place in lock.places() if place.target in shared} for lock in (before, after)
     ]
@@ -335,8 +330,11 @@ def _stale(before: Lock, after: Lock) -> Iterator[str]:
         yield f"{place}: not locked yet"
 
 
-def _said(value: Any) -> str:
-    return "not said" if value is None else repr(value)
+def _asked_otherwise(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    for key, old, new in sorted(union(before, after, None), key=lambda row: row[0]):
+        if old != new:
+            said = ["not said" if value is None else repr(value) for value in (new, old)]
+            yield f"{key} is {said[0]}, locked is {said[1]}"
 
 
 def _versions(before: Lock, after: Lock) -> Iterator[str]:
@@ -346,10 +344,9 @@ def _versions(before: Lock, after: Lock) -> Iterator[str]:
         old, new = getattr(first, name), getattr(second, name)
         if old != new:
             yield f"{name} {old} -> {new}"
-    for name in sorted({*first.libraries, *second.libraries}):
-        old, new = first.libraries.get(name), second.libraries.get(name)
+    for name, old, new in sorted(union(first.libraries, second.libraries, "none")):
         if old != new:
-            yield f"{name} {old or 'none'} -> {new or 'none'}"
+            yield f"{name} {old} -> {new}"
     for what, table in (("chip", "chips"), ("constants", "constants"), ("rules", "rules")):
         facts = getattr(first, table), getattr(second, table)
         for name in sorted(facts[0].keys() & facts[1].keys()):
@@ -362,7 +359,7 @@ def _sources(before: Lock, after: Lock) -> dict[str, tuple[str, ...]]:
     differing = {}
     for name in sorted(before.targets.keys() & after.targets.keys()):
         first, second = (lock.targets[name].sources for lock in (before, after))
-        files = sorted(f for f in {*first, *second} if first.get(f) != second.get(f))
+        files = sorted(file for file, old, new in union(first, second, None) if old != new)
         if files:
             differing[name] = tuple(files)
     return differing

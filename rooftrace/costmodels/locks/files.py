@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rooftrace._escapes import to_toml
+from rooftrace._escapes import to_toml, toml_key
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._writing import write_bytes
-from rooftrace.costmodels.findings.diffs.conditions import FORMATS
 from rooftrace.costmodels.locks.records import (
     BY_MODULE,
     FORMAT,
@@ -24,6 +23,7 @@ from rooftrace.costmodels.locks.records import (
     LockError,
     MadeFrom,
 )
+from rooftrace.tracer.changes.metrics import TOTALS
 
 NAME = "costs.lock"
 _AGAIN = "`rooftrace lock` writes it anew"
@@ -34,7 +34,6 @@ _HEAD = """\
 # What the models of this repository cost, as rooftrace counts it.  Made by `rooftrace lock`.
 # A change that is meant: `rooftrace check --update`, then review the difference.
 """
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _CONFLICT = re.compile(rb"^(<{7}|={7}|>{7})( |$)", re.MULTILINE)
 
 
@@ -75,7 +74,7 @@ def _sums_differ(costs: LockedCosts) -> str:
         total = costs.value(metric)
         modules = sum(module.value(metric) for module in costs.modules.values())
         if abs(modules - total) > 1e-9 * total:
-            show = FORMATS[metric]
+            show = TOTALS[metric].write
             return f"{metric} of its modules add up to {show(modules)}, the total is {show(total)}"
     return ""
 
@@ -96,7 +95,7 @@ def lock_text(lock: Lock) -> str:
     lines = [_HEAD, f"format = {to_toml(lock.format)}", f"steps = {len(lock.places())}", ""]
     lines += _made_from(lock.made_from)
     for name, target in sorted(lock.targets.items()):
-        lines += _target(f"targets.{key(name)}", target)
+        lines += _target(f"targets.{toml_key(name)}", target)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -121,14 +120,14 @@ def _target(where: str, target: LockedTarget) -> Iterator[str]:
     yield from _table(f"{where}.asked", target.asked.changed())
     yield from _table(f"{where}.sources", target.sources)
     for name, phase in sorted(target.phases.items()):
-        yield from _phase(f"{where}.phases.{key(name)}", phase)
+        yield from _phase(f"{where}.phases.{toml_key(name)}", phase)
 
 
 def _phase(where: str, phase: LockedPhase) -> Iterator[str]:
     yield from _table(f"{where}.ops", phase.ops)
     for chip, by_execution in sorted(phase.costs.items()):
         for execution, costs in sorted(by_execution.items()):
-            yield from _costs(f"{where}.costs.{key(chip)}.{key(execution)}", costs)
+            yield from _costs(f"{where}.costs.{toml_key(chip)}.{toml_key(execution)}", costs)
 
 
 def _costs(where: str, costs: LockedCosts) -> Iterator[str]:
@@ -136,7 +135,7 @@ def _costs(where: str, costs: LockedCosts) -> Iterator[str]:
     yield f"time = {to_toml(costs.time)}"
     for metric in ("flops", "bytes", "memory", "params", "kernels"):
         number = costs.value(metric)
-        said = f"  # {FORMATS[metric](number)}" if number >= 1000 else ""
+        said = f"  # {TOTALS[metric].write(number)}" if number >= 1000 else ""
         yield f"{metric} = {number}{said}"
     yield ""
     modules = {
@@ -152,22 +151,5 @@ def _table(where: str, table: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"[{where}]"
     for name, value in sorted(table.items()):
-        yield f"{key(name)} = {_value(value)}"
+        yield f"{toml_key(name)} = {to_toml(value)}"
     yield ""
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, str):
-        return to_toml(value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key(name)} = {_value(v)}' for name, v in value.items())} }}"
-    return repr(value)
-
-
-def key(name: str) -> str:
-    """A name as a key of TOML."""
-    return name if _BARE.fullmatch(name) else to_toml(name)

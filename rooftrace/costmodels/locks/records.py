@@ -96,6 +96,7 @@ class Asked:
     weights_dtype: str | None = None
     kv_dtype: str | None = None
     optimizer: str | None = None
+    settings: dict[str, bool | int | float | str] = field(default_factory=dict)  # of the target
     phases: list[str] | None = None  # None: those that fit the model
     mesh: dict[str, int] = field(default_factory=dict)  # processes along each axis
     checkpoint: str = "none"
@@ -135,6 +136,11 @@ class Pricing:
     knobs: str = "typical"
     tf32: bool = False
     rewrites: list[str] = field(default_factory=list)
+    system: str | None = None  # how chips are joined, in place of chips
+    exchange: str | None = None
+    what_if: dict[str, float] = field(default_factory=dict)
+    # Fields of every execution model, by name.
+    factors: dict[str, bool | int | float | str] = field(default_factory=dict)
     rules: list[str] = field(default_factory=list)  # files of the user with rules
 
     def changed(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TargetSettings(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolTable:
+class ToolTable(Pricing):
     """The keys of [tool.rooftrace]."""
 
     targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
@@ -50,10 +50,6 @@ class ToolTable:
     depth: int = DEPTH
     budgets: dict[str, Said] = field(default_factory=dict)
     improvements: str = TOLD  # or "fail": a cost that shrank asks for --update
-    knobs: str = "typical"
-    tf32: bool = False
-    rewrites: list[str] = field(default_factory=list)
-    rules: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 99:
@@ -178,12 +174,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
         chips=None if section.chips is None else tuple(section.chips),
         executions=None if section.executions is None else tuple(section.executions),
         depth=section.depth,
-        pricing=Pricing(
-            knobs=section.knobs,
-            tf32=section.tf32,
-            rewrites=section.rewrites,
-            rules=section.rules,
-        ),
+        pricing=Pricing(**{each.name: getattr(section, each.name) for each in fields(Pricing)}),
         budgets=budgets,
         usual=usual or DEFAULT,
         improvements=section.improvements,

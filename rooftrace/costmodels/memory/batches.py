@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from rooftrace._plain import Plain
 
 MOST = 65536
 """Batches beyond this are not looked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class LargestBatch:
+class LargestBatch(Plain):
     """The largest batch that fits into `capacity` bytes."""
 
     batch: int  # 0 where not even one sample fits
@@ -25,19 +26,12 @@ class LargestBatch:
     capacity: float
     open_ended: bool = False  # whether a larger one may fit, which was not looked for
 
+    KEYS = "batch peak weights_fit open_ended"
+
     @property
     def weights_fit(self) -> bool:
         """Whether the weights alone are within the capacity."""
         return self.weights <= self.capacity
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for the report."""
-        return {
-            "batch": self.batch,
-            "peak": self.peak,
-            "weights_fit": self.weights_fit,
-            "open_ended": self.open_ended,
-        }
 
 
 def largest(peak_of: Callable[[int], int], capacity: float, most: int = MOST) -> tuple[int, bool]:

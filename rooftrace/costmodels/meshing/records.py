@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.meshing.meshes import mesh_words
@@ -14,7 +15,7 @@ from rooftrace.costmodels.pipelining import Pipe, StageCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshRow:
+class MeshRow(Plain):
     """A step over one mesh."""
 
     mesh: Mapping[str, int]  # processes along each axis
@@ -34,6 +35,8 @@ class MeshRow:
     capacity: float  # bytes of one chip that may be used
     price: float | None  # dollar/hour of one chip
     beyond: str  # what of its exchanges lies outside of measurements; "" for nothing
+
+    KEYS = "* fits items_per_s items_per_s_per_chip dollars_per_million_items=dollars"
 
     @property
     def fits(self) -> bool:
@@ -61,18 +64,6 @@ class MeshRow:
         """Seconds of a step of so many microbatches of a replica, of which gradients add up."""
         own = self.seconds - self.once
         return own * microbatches / self.microbatches + self.once
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        own = {item.name: getattr(self, item.name) for item in fields(MeshRow)}
-        return {
-            **own,
-            "mesh": dict(self.mesh),
-            "fits": self.fits,
-            "items_per_s": self.items_per_s,
-            "items_per_s_per_chip": self.items_per_s_per_chip,
-            "dollars_per_million_items": self.dollars,
-        }
 
 
 def row_of(
@@ -126,7 +117,7 @@ def _limit(estimate: Estimate) -> str:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class MeshAnswer(Shown):
+class MeshAnswer(Plain, Shown):
     """Meshes beside each other: what fits and holds the limits first, most items per chip first."""
 
     title: str
@@ -137,6 +128,8 @@ class MeshAnswer(Shown):
     others: tuple[MeshRow, ...]  # outside of a limit, the least memory first
     left_out: tuple[str, ...]  # meshes that cannot be, and why
     rests: tuple[str, ...]
+
+    KEYS = "title question item system best rows others needed_chips=needed left_out rests_on=rests"
 
     @property
     def best(self) -> MeshRow | None:
@@ -158,24 +151,9 @@ class MeshAnswer(Shown):
         answer = "no mesh" if best is None else mesh_words(best.mesh)
         return short(self, f"{self.question}: {answer}, of {len(self.rows) + len(self.others)}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "title": self.title,
-            "question": self.question,
-            "item": self.item,
-            "system": self.system,
-            "best": None if self.best is None else self.best.to_dict(),
-            "rows": [row.to_dict() for row in self.rows],
-            "others": [row.to_dict() for row in self.others],
-            "needed_chips": self.needed,
-            "left_out": list(self.left_out),
-            "rests_on": list(self.rests),
-        }
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ScalingAnswer(Shown):
+class ScalingAnswer(Plain, Shown):
     """One step on more and more chips: the batch of a chip kept (weak), or that of all (strong)."""
 
     title: str
@@ -208,22 +186,17 @@ class ScalingAnswer(Shown):
         counts = f"{self.rows[0].chips} to {self.rows[-1].chips:,} chips"
         return short(self, f"{self.title}, {counts}: weak {self.weak(self.rows[-1]):.0%}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; SI units."""
-        return {
-            "title": self.title,
-            "item": self.item,
-            "system": self.system,
-            "rows": [
-                {
-                    **row.to_dict(),
-                    "weak_efficiency": self.weak(row),
-                    "strong_microbatches": self.microbatches(row),
-                    "strong_seconds": self.strong_seconds(row),
-                    "strong_efficiency": self.strong(row),
-                }
-                for row in self.rows
-            ],
-            "left_out": list(self.left_out),
-            "rests_on": list(self.rests),
-        }
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                **row.to_dict(),
+                "weak_efficiency": self.weak(row),
+                "strong_microbatches": self.microbatches(row),
+                "strong_seconds": self.strong_seconds(row),
+                "strong_efficiency": self.strong(row),
+            }
+            for row in self.rows
+        ]
+
+    KEYS = "title item system rows=_rows left_out rests_on=rests"

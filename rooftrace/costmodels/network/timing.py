@@ -13,36 +13,24 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import larger, smaller
-from rooftrace.costmodels.network.wire import (
-    BARRIER_BYTES,
-    PAIR,
-    WHOLE,
-    check_kind,
-    level_bytes,
-    steps_of,
-)
+from rooftrace.costmodels.network.wire import level_bytes, payload, steps_of
 from rooftrace.hardware import units
 from rooftrace.hardware.systems import System
-from rooftrace.hardware.systems.records import LIBRARIES, CollectiveFit, Level
+from rooftrace.hardware.systems.records import (
+    COLLECTIVES,
+    LIBRARIES,
+    CollectiveFit,
+    Level,
+    collective_kind,
+)
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount
 
 _TINY = 1e-300
 """Seconds; what takes none is divided by this."""
-RELATIVES = {
-    "recv": "send",
-    "broadcast": "all_gather",
-    "reduce": "reduce_scatter",
-    "gather": "all_to_all",
-    "scatter": "all_to_all",
-    "barrier": "all_reduce",
-}
-"""Whose constants an op takes that has none of its own."""
 OTHERS = {"custom": ("vllm", "sglang", "trtllm")}
 """Whose constants stand for a serving library that is not named."""
-SAME = frozenset({"recv", "barrier"})
-"""Ops for which these are their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +63,7 @@ def collective_seconds(
     "custom" is the all-reduce of a serving library within one node.  A group of one takes no time.
     Raises ValueError for another word, and SystemSizeError for ranks that have no chip.
     """
-    check_kind(kind)
+    collective_kind(kind)
     if library not in LIBRARIES:
         raise ValueError(f"library {library!r}: expected one of {', '.join(LIBRARIES)}")
     if isinstance(nbytes, float | int):
@@ -85,7 +73,6 @@ def collective_seconds(
 
 def link_seconds(system: System, kind: str, nbytes: Any, ranks: Iterable[int]) -> Any:
     """The least that a collective can take: its bytes over the slowest level, by datasheets."""
-    check_kind(kind)
     ways = _ways(system, kind, nbytes, tuple(ranks), ring=False)
     return reduce(larger, (way.nbytes / way.bandwidth for way in ways), 0.0)
 
@@ -102,8 +89,7 @@ def _ways(
     if len(ranks) <= 1:
         return []
     counts = _counts(system, ranks)
-    nbytes = BARRIER_BYTES if kind == "barrier" else nbytes
-    sent = level_bytes(kind, nbytes, counts, ring=ring)
+    sent = level_bytes(kind, payload(kind, nbytes), counts, ring=ring)
     ways = []
     for number, level in enumerate(system.levels):
         below, above = counts[number], counts[number + 1]
@@ -158,7 +144,7 @@ def _wire_seconds(kind: str, way: _Way, fit: CollectiveFit | None) -> Any:
     if fit is None:
         return full
     reached = fit.efficiency_of(way.units)
-    if kind in WHOLE:  # the bytes of each rank do not grow with the ranks
+    if COLLECTIVES[kind].pattern == "tensor":  # the bytes of each rank do not grow with the ranks
         reached = min(reached, fit.efficiency_of(2))
     ring = full / reached
     if not fit.direct:
@@ -175,7 +161,7 @@ def p_norm(fixed: Any, wire: Any, p: float) -> Any:
 def _fit(system: System, kind: str, library: str, level: Level) -> CollectiveFit | None:
     """The constants for an op on a level: its own, its relative's, those of NCCL."""
     for name in (library, *OTHERS.get(library, ()), "nccl"):
-        for op in (kind, RELATIVES.get(kind, "")):
+        for op in (kind, COLLECTIVES[kind].like):
             fit = system.fit_of(name, op, level.name)
             if fit is not None:
                 return fit
@@ -198,9 +184,9 @@ def _beyond(
             return f"{kind} not fitted over {way.level.name}: its datasheet"
         if fit.kind != "measured":
             return f"{kind} over {way.level.name} not measured on {system.name}"
-        if fit.op != kind and kind not in SAME:
+        if fit.op != kind and not COLLECTIVES[kind].as_measured:
             return f"{kind} not measured: constants of {fit.op}"
-        if ranks > fit.ranks and kind not in PAIR:
+        if ranks > fit.ranks and COLLECTIVES[kind].pattern != "pair":
             return f"{ranks} ranks; measured up to {fit.ranks}"
         if isinstance(nbytes, float) and nbytes > fit.nbytes:
             most = units.format_capacity(fit.nbytes)

@@ -14,22 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from rooftrace.hardware.systems.records import COLLECTIVES
-
-TWICE = frozenset({"all_reduce", "barrier"})
-"""A reduce-scatter, then an all-gather."""
-SPREAD = frozenset({"all_gather", "reduce_scatter"})
-WHOLE = frozenset({"broadcast", "reduce"})
-ROOTED = frozenset({"gather", "scatter"})
-PAIR = frozenset({"send", "recv"})
-BARRIER_BYTES = 4
-"""A barrier is an all_reduce of one number."""
-
-
-def check_kind(kind: str) -> None:
-    """Raise ValueError for a word that is no collective."""
-    if kind not in COLLECTIVES:
-        raise ValueError(f"collective {kind!r}: expected one of {', '.join(COLLECTIVES)}")
+from rooftrace.hardware.systems.records import Pattern, collective_kind
 
 
 def per_rank_link_bytes(kind: str, nbytes: float, ranks: int | Sequence[int]) -> float:
@@ -37,12 +22,17 @@ def per_rank_link_bytes(kind: str, nbytes: float, ranks: int | Sequence[int]) ->
 
     ranks: how many they are, or their numbers.
     """
-    check_kind(kind)
     size = ranks if isinstance(ranks, int) else len(ranks)
-    return _share(kind, size, 1) * (BARRIER_BYTES if kind == "barrier" else nbytes)
+    return _share(collective_kind(kind).pattern, size, 1) * payload(kind, nbytes)
 
 
-def _share(kind: str, units: int, inside: int) -> float:
+def payload(kind: str, nbytes: float) -> float:
+    """Bytes of the buffer that a collective sends: a barrier has none of its own."""
+    own = collective_kind(kind).payload
+    return nbytes if own is None else own
+
+
+def _share(pattern: Pattern, units: int, inside: int) -> float:
     """Bytes that cross a rank's own way out of a unit, as a share of the buffer.
 
     units: how many units of `inside` ranks each take part.
@@ -50,15 +40,13 @@ def _share(kind: str, units: int, inside: int) -> float:
     if units <= 1:
         return 0.0
     others = (units - 1) / units
-    if kind in TWICE:
+    if pattern == "twice":
         return 2 * others / inside
-    if kind in SPREAD:
+    if pattern == "ring":
         return others / inside
-    if kind in WHOLE:
+    if pattern == "tensor":
         return 1 / inside
-    if kind in PAIR:
-        return 1.0
-    return others  # all_to_all, gather, scatter
+    return 1.0 if pattern == "pair" else others
 
 
 def level_bytes(kind: str, nbytes: Any, counts: Sequence[int], *, ring: bool = False) -> list[Any]:
@@ -68,19 +56,19 @@ def level_bytes(kind: str, nbytes: Any, counts: Sequence[int], *, ring: bool = F
     does it, with rings of all ranks through all nodes; else the least that any algorithm sends.
     """
     shares = []
-    ranks = counts[0]
+    ranks, pattern = counts[0], collective_kind(kind).pattern
     for below, above in pairwise(counts):
         units = _ceil(below, above)  # units inside that this level joins
         inside = _ceil(ranks, below)  # ranks in each of them
-        if kind in PAIR:
+        if pattern == "pair":
             share = 1.0 if units > 1 and above == 1 else 0.0
-        elif kind == "all_to_all" or kind in ROOTED:
+        elif pattern == "apart":
             # Peers behind this level, but not behind the next one.
             share = (_ceil(ranks, above) - inside) / ranks
-        elif ring and units > 1 and kind in TWICE | SPREAD:
-            share = _share(kind, ranks // above, 1) / inside
+        elif ring and units > 1 and pattern in ("twice", "ring"):
+            share = _share(pattern, ranks // above, 1) / inside
         else:
-            share = _share(kind, units, inside)
+            share = _share(pattern, units, inside)
         shares.append(share * nbytes)
     return shares
 
@@ -96,9 +84,8 @@ def steps_of(kind: str, units: int, *, outermost: bool) -> int:
     """
     if units <= 1:
         return 0
-    if kind in TWICE:
+    pattern = collective_kind(kind).pattern
+    if pattern == "twice":
         around, tree = 2 * (units - 1), 2 * (units - 1).bit_length()
         return min(around, tree) if outermost else around
-    if kind in PAIR or kind in ROOTED or kind == "all_to_all":
-        return 1
-    return units - 1
+    return 1 if pattern in ("pair", "apart") else units - 1

@@ -59,10 +59,7 @@ class Conditions:
     @property
     def of_plans(self) -> Conditions:
         """These conditions without constants that only times depend on: plans are the same."""
-        execution = self.execution
-        knobs = execution.knobs if execution.traffic is not None else None
-        plain = replace(execution, knobs=knobs, utilization=type(execution.utilization)())
-        return replace(self, execution=plain)
+        return replace(self, execution=self.execution.untimed)
 
     def plan(self, graph: OpGraph) -> Plan:
         """The plan of a graph."""

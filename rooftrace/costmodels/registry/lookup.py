@@ -1,58 +1,12 @@
-"""Which rule prices an op, of this package, of third-party packages and of users.
-
-`@rule("aten.mm")` registers a rule by op name without overload (all overloads) or with it
-("aten.add.Tensor"); the more specific one wins.  `ns::op` is accepted for `ns.op`.
-"""
+"""Which rule prices an op, of this package, of third-party packages and of users."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 
 from rooftrace import _extensions
-from rooftrace.costmodels.registry.kinds import FusionClass
-from rooftrace.costmodels.registry.rulebook import RULES, Rule, RuleFunction, register
-
-_loaded = False
-
-
-def rule(
-    *names: str,
-    fusion: FusionClass = "opaque",
-    kind: str | None = None,
-    family: str | None = None,
-    label: str | None = None,
-    fused: str | None = None,
-    traits: Collection[str] = (),
-    source: str = "user",
-    override: bool = False,
-) -> Callable[[RuleFunction], RuleFunction]:
-    """Register the decorated function `price(op: OpView) -> Cost` for these ops.
-
-    kind, family: what the op is; by default its cost tells.  label: what reports call its kernel.
-    fused: what they call a kernel of several ops that it leads, by default the label.  A second
-    rule for one op raises DuplicateRuleError naming both owners, unless override=True or it is the
-    same function defined again (a file or a notebook cell that ran twice); a name without a
-    namespace, and an unknown fusion class, kind, family or trait raise ValueError.
-    """
-    registered = register(
-        *names,
-        fusion=fusion,
-        kind=kind,
-        family=family,
-        label=label,
-        fused=fused,
-        traits=traits,
-        source=source,
-        override=override,
-    )
-
-    def after_ours(function: RuleFunction) -> RuleFunction:
-        _load_ours()
-        return registered(function)
-
-    return after_ours
+from rooftrace.costmodels.registry.rulebook import RULES, Rule, load_ours
 
 
 def find_rule(target: str) -> Rule | None:
@@ -84,15 +38,7 @@ def own_rules() -> Iterator[None]:
         yield
 
 
-def _load_ours() -> None:
-    """Import the rules of this package, once; they register themselves."""
-    global _loaded
-    if not _loaded:
-        _loaded = True
-        importlib.import_module("rooftrace.costmodels.rules")
-
-
 def _load() -> None:
     """Import the rules of this package and of third-party packages, once."""
-    _load_ours()
+    load_ours()
     _extensions.load("rooftrace.rules")

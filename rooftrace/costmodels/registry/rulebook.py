@@ -1,7 +1,12 @@
-"""The rules that are registered.  Files of rules import this one; it imports none of them."""
+"""The rules that are registered.  Files of rules import this one; it loads them when first needed.
+
+`@rule("aten.mm")` registers a rule by op name without overload (all overloads) or with it
+("aten.add.Tensor"); the more specific one wins.  `ns::op` is accepted for `ns.op`.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +96,18 @@ RULES: dict[str, Rule] = track({})
 """By op."""
 
 
-def register(
+_loaded = False
+
+
+def load_ours() -> None:
+    """Import the rules of this package, once; they register themselves."""
+    global _loaded
+    if not _loaded:
+        _loaded = True
+        importlib.import_module("rooftrace.costmodels.rules")
+
+
+def rule(
     *names: str,
     fusion: FusionClass = "opaque",
     kind: str | None = None,
@@ -99,10 +115,17 @@ def register(
     label: str | None = None,
     fused: str | None = None,
     traits: Collection[str] = (),
-    source: str,
+    source: str = "user",
     override: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator that registers a function for these ops; see `lookup.rule` for the arguments."""
+    """Register the decorated function `price(op: OpView) -> Cost` for these ops.
+
+    kind, family: what the op is; by default its cost tells.  label: what reports call its kernel.
+    fused: what they call a kernel of several ops that it leads, by default the label.  A second
+    rule for one op raises DuplicateRuleError naming both owners, unless override=True or it is the
+    same function defined again (a file or a notebook cell that ran twice); a name without a
+    namespace, and an unknown fusion class, kind, family or trait raise ValueError.
+    """
     if not names:
         raise ValueError('rule(): expected the name of an op, for example "mylib::fast_gemm"')
     of = f"rule({', '.join(map(repr, names[:1]))}): "
@@ -113,6 +136,8 @@ def register(
         check(f"{of}trait", trait, TRAITS)
 
     def add(function: RuleFunction) -> RuleFunction:
+        if source != OURS:
+            load_ours()  # which a user's rule may be for
         for name in names:
             key = name.replace("::", ".")
             if "." not in key:
@@ -141,5 +166,5 @@ def register(
     return add
 
 
-builtin = partial(register, source=OURS)
+builtin = partial(rule, source=OURS)
 """`rule` for this package's own rules: `@builtin("aten.mm")`."""

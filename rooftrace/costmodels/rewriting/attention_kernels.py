@@ -26,10 +26,13 @@ from rooftrace.costmodels.rewriting.marks import (
     MASK_FACTS,
     WRITTEN_OUT,
 )
-from rooftrace.costmodels.rewriting.places import Places, merged
-from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.costmodels.rewriting.written_attention import written_attentions
-from rooftrace.costmodels.rewriting.written_parts import WrittenAttention, WrittenMask
+from rooftrace.costmodels.rewriting.places import Places, merged, same_steps
+from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.written_attention import (
+    WrittenAttention,
+    WrittenMask,
+    written_attentions,
+)
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -58,16 +61,12 @@ def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
 
 def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
     chosen = [w for w in written_attentions(graph) if w.alone and (w.plain or not plain)]
-    if not chosen:
-        return graph, 0
-    edit, places = Editor(graph), Places(graph)
+    places = Places(graph)
     last = {written.last.id: written for written in chosen}
     copies = {id_: _copy_of_result(places, written) for id_, written in last.items()}
     inner = {op for written in chosen for op in written.inner}
     inner |= {op for copy in copies.values() if copy is not None for op in copy.gone}
-    edit.rewrite(last, partial(_emit, edit, places, copies), dropped=inner)
-    result = without_left_behind(edit.done(), graph)
-    return result, sum(graph.times(written.last) for written in chosen)
+    return with_matches(graph, last, partial(_emit, places, copies), inner)
 
 
 def with_pairs(graph: OpGraph) -> OpGraph:
@@ -139,23 +138,17 @@ def _copy_of_result(places: Places, written: WrittenAttention) -> _ResultCopy | 
     turned = (heads * queries * width, width, queries * width, 1)
     alike = source.shape == (batch, queries, heads, width) == result.shape
     if not alike or copy.outputs[0] in places.shared or not all(
-        _same_steps(tensor, stride)
+        same_steps(tensor.shape, tensor.stride, stride)
         for tensor, stride in ((source, turned), (result, Tensor.contiguous(result.shape)))
     ):  # fmt: skip
         return None
     return _ResultCopy(copy.outputs[0], frozenset(op.id for op in readers))
 
 
-def _same_steps(tensor: Tensor, stride: tuple[int, ...]) -> bool:
-    return all(
-        n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride, stride, strict=True)
-    )
-
-
 def _emit(
-    edit: Editor,
     places: Places,
     copies: Mapping[int, _ResultCopy | None],
+    edit: Editor,
     written: WrittenAttention,
 ) -> None:
     first, last, lead = written.first, written.last, written.lead

@@ -5,12 +5,14 @@ A pass takes a verified OpGraph and returns one, with the number of attentions t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import ATTENTION, Editor, operand
 from rooftrace.costmodels.rewriting.marks import BY_LENGTHS
 from rooftrace.costmodels.rewriting.places import Places, merged
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import rewritten, without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -20,23 +22,33 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
 
     The copy is a clone of [.., Hk, G, L, E] in which all G are the same.
     """
-    places, edit, count = Places(graph), Editor(graph), 0
-    for op in graph.ops:
-        if op.target != ATTENTION or op.part != "forward":
-            edit.ops.append(op)
-            continue
-        key, value = (_stored(places, op, name) for name in ("key", "value"))
-        if key is None or value is None:
-            edit.ops.append(op)
-            continue
-        arguments: dict[str, Argument] = {
-            **op.arguments,
-            "key": _first_of_group(edit, op, key),
-            "value": _first_of_group(edit, op, value),
-        }
-        edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
-        count += graph.times(op)
-    return (without_left_behind(edit.done(), graph), count) if count else (graph, 0)
+    return rewritten(graph, ("rooftrace.attention",), _shared, _emit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """An attention, and the keys and values [.., Hk, G, L, E] that it reads copies of."""
+
+    op: Op
+    key: Ref
+    value: Ref
+    inside: frozenset[int] = frozenset()
+
+
+def _shared(places: Places, op: Op) -> _Shared | None:
+    key, value = (_stored(places, op, name) for name in ("key", "value"))
+    forward = op.target == ATTENTION and op.part == "forward"
+    return _Shared(op, key, value) if forward and key is not None and value is not None else None
+
+
+def _emit(places: Places, edit: Editor, shared: _Shared) -> None:
+    op = shared.op
+    arguments: dict[str, Argument] = {
+        **op.arguments,
+        "key": _first_of_group(edit, op, shared.key),
+        "value": _first_of_group(edit, op, shared.value),
+    }
+    edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
 
 
 def _stored(places: Places, op: Op, name: str) -> Ref | None:

@@ -237,11 +237,8 @@ class _Attention:
         return self.edit.view(Ref(index), shape, Tensor.contiguous(shape), self.op.repeats)
 
     def _reshaped(self, item: Ref, shape: tuple[int, ...]) -> Ref:
-        if self.edit.values[item.id].shape == shape:
-            return item
-        out = self.edit.view(item, shape, Tensor.contiguous(shape), self.op.repeats)
-        self._view("aten.reshape.default", {"self": item, "shape": shape}, out)
-        return Ref(out)
+        same = self.edit.values[item.id].shape == shape
+        return item if same else self.edit.viewed(self.op, item, shape)
 
     def _rows(self, item: Ref) -> Ref:
         """A value as [heads, rows, width]."""

@@ -24,7 +24,8 @@ from rooftrace.costmodels.rewriting.indexing import (
     plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES, Places
+from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.recurrences import ends
 from rooftrace.costmodels.rewriting.scans import (
     as_before,
     blank,
@@ -144,7 +145,7 @@ def _entered(
     front = values[state].shape[2] - before
     if front < 0:
         return None
-    others = [reader for reader in _ends(walker, whole) if reader.id != op.id]
+    others = [reader for reader in ends(walker, whole) if reader.id != op.id]
     if blank(walker, state):
         return (x, None, front, None) if not others else None
     written = others[0] if len(others) == 1 else None
@@ -162,15 +163,6 @@ def _moves(walker: Walker, written: Op, whole: int, state: int) -> bool:
     start = values[whole].shape[2] - shape[2]
     last = Dim(full(2, shape[2]).atoms, start)
     return len(pieces) == 1 and pieces[0].dims == (*read.dims[:2], last)
-
-
-def _ends(walker: Walker, value: int) -> Iterator[Op]:
-    for op in walker.readers[value]:
-        if op.kind == "view" or op.name in COPIES:
-            for made in op.outputs:
-                yield from _ends(walker, made)
-        else:
-            yield op
 
 
 def _cut(walker: Walker, made: int, first: int, tokens: int) -> int | None:

@@ -10,14 +10,16 @@ order of elementwise ops need no templates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, full
+from rooftrace.costmodels.rewriting.scans import laid_out
 from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
 from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
@@ -50,18 +52,13 @@ def _replaced(graph: OpGraph, delta: bool) -> tuple[OpGraph, int]:
             rules.append(_with_cache(wiring, rule))
     if not rules:
         return graph, 0
-    editor = Editor(graph)
-    places = {_place(wiring, rule).id: rule for rule in rules}
+    there = {place.id: (place, rule) for rule in rules for place in [_place(wiring, rule)]}
     gone = {op.id for rule in rules for op in rule.dropped}
     made = {out for op in graph.ops if op.id in gone for out in op.outputs}
     gone |= {i for i in wiring.unused if not made.isdisjoint(graph.ops[i].inputs)}
-    for op in graph.ops:
-        if op.id in places:
-            _emit(editor, places[op.id], op)
-        if op.id not in gone:
-            editor.ops.append(op)
-    times = sum(math.prod(graph.repeats[r].count for r in _outside(rule)) for rule in rules)
-    return editor.done(), times
+    edit = Editor(graph)
+    edit.rewrite(there, partial(_emit, edit), gone)
+    return edit.done(), sum(graph.times(graph.ops[place]) for place in there)
 
 
 # -- the ends --------------------------------------------------------------------------------------
@@ -125,9 +122,10 @@ def _place(wiring: StateWiring, rule: StateRule) -> Op:
 # -- the new op ------------------------------------------------------------------------------------
 
 
-def _emit(editor: Editor, rule: StateRule, like: Op) -> None:
+def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
     """The op of a rule, and the views that make of its results what others read."""
-    like = replace(editor.kernel_for(like), steps={}, holds=())
+    place, rule = there
+    like = replace(editor.kernel_for(place), steps={}, holds=())
     batch, tokens, heads, width, columns = rule.sizes
     target, arguments = _called(editor, rule, like)
     out, last, into = rule.out.value, rule.chain.last, rule.into
@@ -154,10 +152,14 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
     batch, tokens, _, width, columns = rule.sizes
     operands: dict[str, Argument] = {}
     for role, stream in rule.streams.items():
+        if stream.order == TABLE:
+            operands[role] = Ref(stream.value)
+            continue
         sizes = {"B": batch, "T": tokens, "H": stream.heads}
         sizes["D"] = columns if role == "value" else width
-        table = stream.order == TABLE
-        operands[role] = Ref(stream.value) if table else _usual(editor, like, stream, sizes)
+        read = _read(editor.values[stream.value], stream, sizes)
+        axes = [d for d in "BTHD" if d in stream.order]
+        operands[role] = laid_out(editor, like, read, axes)
     state = None if rule.chain.first is None else Ref(rule.chain.first)
     if rule.turned and state is not None:
         state = editor.permuted(like, state, (0, 1, 3, 2))
@@ -185,19 +187,11 @@ def _is_used(graph: OpGraph, value: int, but: Sequence[Op] = ()) -> bool:
     )
 
 
-def _usual(editor: Editor, like: Op, stream: StateStream, sizes: Mapping[str, int]) -> Ref:
-    """A stream as [B, T, H, D], or [B, T, H] where it has no channels."""
-    names = [d for d in "BTHD" if d in stream.order]
-    tensor = editor.values[stream.value]
-    strides = iter([s for n, s in zip(tensor.shape, tensor.stride, strict=True) if n != 1])
-    stride = {d: next(strides) if sizes[d] != 1 else 1 for d in stream.order}
-    item = Ref(stream.value)
-    lying = tuple(sizes[d] for d in stream.order)
-    if tensor.shape != lying:
-        item = editor.viewed(like, item, lying, tuple(stride[d] for d in stream.order))
-    if list(stream.order) != names:
-        item = editor.permuted(like, item, tuple(stream.order.index(d) for d in names))
-    return item
+def _read(tensor: Tensor, stream: StateStream, sizes: Mapping[str, int]) -> ReadValue:
+    """A stream with its dimensions called by their letters; those of length 1 may be missing."""
+    letters = iter([d for d in stream.order if sizes[d] != 1])
+    dims = (full(next(letters), n) if n != 1 else Dim(()) for n in tensor.shape)
+    return ReadValue(stream.value, tuple(dims))
 
 
 def _stands_for(

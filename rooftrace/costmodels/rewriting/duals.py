@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
@@ -28,8 +28,11 @@ from rooftrace.costmodels.rewriting.indexing import (
 from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.recurrences import (
     SUMS,
+    axes_of,
     decay_of,
+    exponent,
     fuse,
+    in_roles,
     scans,
 )
 from rooftrace.costmodels.rewriting.scans import Scan, blank, clamped, finished, onto
@@ -269,18 +272,9 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
 
 def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from the start of a chunk: the exponential of the sum of a."""
-    inner = _exponent(walker, factor)
+    inner = exponent(walker, factor)
     along = full(within.row, within.length)
     return inner is not None and _running(walker, inner, along) == within.logarithm
-
-
-def _exponent(walker: Walker, factor: ReadValue) -> ReadValue | None:
-    """What a factor is the exponential of; None where it is none."""
-    op = walker.maker(factor.value)
-    if op is None or op.name != "aten.exp":
-        return None
-    walker.passed.add(op.id)
-    return walker.source(ReadValue(op.inputs[0], factor.dims))
 
 
 def _states(
@@ -374,7 +368,7 @@ def _left_behind(
 
 def _to_end(walker: Walker, decay: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from a token to the end of its chunk."""
-    inner = _exponent(walker, decay)
+    inner = exponent(walker, decay)
     op = None if inner is None else walker.maker(inner.value)
     if inner is None or op is None or op.name != "aten.sub" or len(op.inputs) != 2:
         return False
@@ -434,54 +428,34 @@ def _scan(
     state: ReadValue | None,
     last: ReadValue | None,
 ) -> Scan | None:
-    """The recurrence with its axes called b, t, h, p and n."""
-    graph, length = walker.graph, within.length
+    """The recurrence with the tokens of all chunks as one axis, and the others in their roles."""
+    length, place = within.length, walker.graph.ops[walker.graph.producers[total.value]]
+    factors = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
+    factors |= {"y": total} | ({"last": last} if last else {}) | ({"state": state} if state else {})
     size: dict[Axis, int] = {}
-    read = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
-    others = {"y": total, **({"last": last} if last else {}), **({"state": state} if state else {})}
-    for factor in (*read.values(), *others.values()):
-        for dim in factor.dims:
-            for atom in dim.atoms:
-                size[atom.axis] = max(size.get(atom.axis, 1), atom.step * atom.size)
-    token = {within.row, within.column, chunk}
-    of_decay = [ax for dim in within.logarithm.dims for ax, *_ in dim.atoms if ax not in token]
-    own = [ax for ax in size if ax in within.x.axes - token and ax not in of_decay]
-    parts = walker.parts(within.logarithm)
-    heads = [ax for ax in of_decay if all(ax in part.axes for part in parts)]
-    if len(parts) != 2:  # what is first of x is the batch
-        heads = [ax for dim in within.x.dims for ax, *_ in dim.atoms if ax in of_decay][1:]
-    batch = [ax for ax in of_decay if ax not in heads]
-    if max(len(own), len(heads), len(batch)) > 1:
-        return None
-    names: Names = {
-        within.row: [(Atom(within.row, 1, length), Atom("t", 1, length))],
-        within.column: [(Atom(within.column, 1, length), Atom("t", 1, length))],
-    }
-    chunks = size.get(chunk, 1)
-    names[chunk] = [(Atom(chunk, 1, chunks), Atom("t", length, chunks))]
-    sizes = {"b": 1, "h": 1, "p": 1}
-    for role, group in (("b", batch), ("h", heads), ("p", own), ("n", [within.over])):
-        for axis in group:
-            names[axis] = [(Atom(axis, 1, size[axis]), Atom(role, 1, size[axis]))]
-            sizes[role] = size[axis]
-    made = {name: renamed(f, names) for name, f in {**read, **others}.items()}
-    if any(f is None for f in made.values()):
-        return None
-    factors = {name: f for name, f in made.items() if f is not None}
-    y, after = factors.pop("y"), factors.pop("last", None)
-    decay = decay_of(walker, factors["dt"], [factors["x"]])
+    for factor in factors.values():
+        for axis, n in axes_of(factor).items():
+            size[axis] = max(size.get(axis, 1), n)
+    digits = (
+        (within.row, 1, length),
+        (within.column, 1, length),
+        (chunk, length, size.get(chunk, 1)),
+    )
+    names = {axis: [(Atom(axis, 1, n), Atom("t", step, n))] for axis, step, n in digits}
+    made = {name: renamed(factor, names) for name, factor in factors.items()}
+    factors = {name: factor for name, factor in made.items() if factor is not None}
+    decay = decay_of(walker, factors["dt"], [factors["x"]]) if len(factors) == len(made) else None
     if decay is None:
         return None
     factors |= decay
-    x = clamped(walker, factors["x"])
-    sizes["t"] = next((a.size for d in x.dims for a in d.atoms if a.axis == "t"), 1)
-    place = graph.ops[graph.producers[y.value]]
-    dropped = frozenset() if after is None else frozenset({graph.producers[after.value]})
+    y, after = factors.pop("y"), factors.pop("last", None)
+    axes = {a: size[a] for a in (*axes_of(within.x), within.over) if a not in names}
+    tokens = axes_of(clamped(walker, factors["x"])).get("t", 1)
+    scan = in_roles(walker, factors, y, after, axes, within.over, tokens, place)
+    if scan is None:
+        return None
+    dropped = frozenset() if after is None else frozenset({walker.graph.producers[after.value]})
+    passed = frozenset(walker.passed)
     return finished(
-        walker,
-        Scan(
-            dual=True, sizes=sizes, factors=factors, y=y, last=after, place=place,
-            chunk=length, dropped=dropped, first=min(walker.passed),
-            inside=frozenset(walker.passed),
-        ),
-    )  # fmt: skip
+        walker, replace(scan, chunk=length, dropped=dropped, first=min(passed), inside=passed)
+    )

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.marks import BESIDE
+from rooftrace.costmodels.rewriting.places import same_steps
 from rooftrace.costmodels.traffic.layouts import has_channels_last
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref, in_order, refs
@@ -134,7 +135,7 @@ def is_in_order(value: Tensor) -> bool:
     """Whether elements lie side by side in the order of their indices."""
     if not value.elements:
         return True
-    return _same_steps(value.shape, value.stride, Tensor.contiguous(value.shape))
+    return same_steps(value.shape, value.stride, Tensor.contiguous(value.shape))
 
 
 def _in_either_order(value: Tensor) -> bool:
@@ -145,11 +146,7 @@ def _in_either_order(value: Tensor) -> bool:
         return False
     n, channels, *places = value.shape
     last = Tensor.contiguous((n, *places, channels))
-    return _same_steps(value.shape, value.stride, (last[0], last[-1], *last[1:-1]))
-
-
-def _same_steps(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
+    return same_steps(value.shape, value.stride, (last[0], last[-1], *last[1:-1]))
 
 
 # -- another precision first -------------------------------------------------------------------

@@ -11,14 +11,34 @@ from __future__ import annotations
 from dataclasses import dataclass, replace as with_fields
 from functools import partial
 
-from msgspec.structs import replace
-
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.expert_rows import ExpertRows
-from rooftrace.costmodels.rewriting.gathered_experts import ALIGN, PRODUCT, ungather_experts
+from rooftrace.costmodels.rewriting.expert_rows import (
+    BACK,
+    BIASED,
+    MASKED,
+    ORDER,
+    PRODUCT as GROUPED,
+    TOKEN,
+    in_order,
+    is_choice,
+    taking,
+    unmasked,
+)
+from rooftrace.costmodels.rewriting.gathered_experts import (
+    PRODUCT,
+    aligned,
+    product_of,
+    ungather_experts,
+)
+from rooftrace.costmodels.rewriting.matching import Along, Pat, Words, match, name_of
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
+from rooftrace.costmodels.rewriting.regions import (
+    apart,
+    can_be_one,
+    ops_between,
+    times_rows,
+)
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -26,6 +46,14 @@ from rooftrace.tracer.graph import Op, OpGraph
 COMBINE = "rooftrace.combine_experts.default"
 _LONGEST = 32
 """The most ops between the two products of an expert, or behind the second one."""
+_ZEROS = Pat("zeros zeros_like new_zeros")
+_ADDED_BY_NUMBER = (
+    Pat("index_add", _ZEROS, 0, TOKEN, "sorted"),
+    Pat("scatter_add", _ZEROS, 0, Pat("expand", TOKEN, said="wide"), "sorted"),
+)
+"""Rows that are added to zeros by the numbers of their tokens."""
+_PUT = (*taking("sorted", BACK), Pat("index_put", "room", [ORDER], "sorted"))
+"""Sorted rows that were put back in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,67 +90,58 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     places = Places(graph)
     if not any(op.name == "aten._grouped_mm" for op in graph.ops):
         return graph, gathered
-    rows = ExpertRows(places)
-    layers = [match for op in graph.ops if (match := _match(places, rows, op)) is not None]
+    layers = [layer for op in graph.ops if (layer := _match(places, op)) is not None]
     if not layers:
         return graph, gathered
     edit = Editor(graph)
     order: dict[int, tuple[Ref, Ref]] = {}
     emits = {}
-    for match in layers:
-        for index, first in enumerate(match.firsts):
-            emits[first.op.id] = partial(_first, edit, places, match, first, order, index == 0)
-        emits[match.end.id] = partial(_last, edit, match, order)
-    gone = {number for match in layers for number in match.inside}
+    for layer in layers:
+        for index, first in enumerate(layer.firsts):
+            emits[first.op.id] = partial(_first, edit, places, layer, first, order, index == 0)
+        emits[layer.end.id] = partial(_last, edit, layer, order)
+    gone = {number for layer in layers for number in layer.inside}
     edit.rewrite(emits, lambda emit: emit(), dropped=gone)
     result = without_left_behind(edit.done(), graph)
-    return result, gathered + sum(graph.times(match.end) for match in layers)
+    return result, gathered + sum(graph.times(layer.end) for layer in layers)
 
 
 # -- what stands in their place --------------------------------------------------------------------
 
 
 def _first(
-    edit: Editor, places: Places, match: _Experts, first: _Product,
+    edit: Editor, places: Places, layer: _Experts, first: _Product,
     order: dict[int, tuple[Ref, Ref]], begins: bool,
 ) -> None:  # fmt: skip
     """A product with what the tokens of each expert are; before the first, which they are."""
     if begins:
-        rows, like = edit.values[match.chosen].elements, first.op
-        experts = edit.values[operand(like, "mat2").id].shape[0]
-        made = [edit.value((n,), "int32", "activations", like.repeats) for n in (rows, experts)]
-        arguments: dict[str, Argument] = {"chosen": Ref(match.chosen), "experts": experts}
-        edit.emit(like, ALIGN, arguments, tuple(made))
-        order[match.end.id] = Ref(made[0]), Ref(made[1])
-    for value in own_storage(places, first.out):
-        edit.values[value] = replace(edit.values[value], storage=first.out)
-    tokens = _whole(edit, first.op, match.tokens)
-    _product(edit, first, tokens, order[match.end.id], match.count, first.out)
+        experts = edit.values[operand(first.op, "mat2").id].shape[0]
+        order[layer.end.id] = aligned(edit, first.op, layer.chosen, experts)
+    apart(places, edit, first.out, first.out)
+    tokens = _whole(edit, first.op, layer.tokens)
+    _product(edit, first, tokens, order[layer.end.id], layer.count, first.out)
 
 
-def _last(edit: Editor, match: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
+def _last(edit: Editor, layer: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
     """The product that puts its rows back, and the sum over the experts of a token."""
-    second, end, values = match.second, match.end, edit.values
-    like, total = values[second.op.outputs[0]], values[match.out]
-    alone = match.count == 1 and total.dtype == like.dtype
-    out = match.out if alone else edit.value(like.shape, like.dtype, like.role, end.repeats)
+    second, end, values = layer.second, layer.end, edit.values
+    like, total = values[second.op.outputs[0]], values[layer.out]
+    alone = layer.count == 1 and total.dtype == like.dtype
+    out = layer.out if alone else edit.value(like.shape, like.dtype, like.role, end.repeats)
     _product(edit, second, operand(second.op, "self"), order[end.id], 1, out)
     if not alone:
         dtype = f"dtype:{total.dtype}"
-        arguments: dict[str, Argument] = {"rows": Ref(out), "k": match.count, "dtype": dtype}
-        edit.emit(end, COMBINE, arguments, (match.out,))
+        arguments: dict[str, Argument] = {"rows": Ref(out), "k": layer.count, "dtype": dtype}
+        edit.emit(end, COMBINE, arguments, (layer.out,))
 
 
 def _product(
-    edit: Editor, match: _Product, rows: Ref, order: tuple[Ref, Ref], share: int, out: int
+    edit: Editor, product: _Product, rows: Ref, order: tuple[Ref, Ref], share: int, out: int
 ) -> None:
-    like = match.op
-    arguments: dict[str, Argument] = {
-        "rows": rows, "mat2": operand(like, "mat2"), "order": order[0], "offs": order[1],
-        "bias": None if match.bias is None else Ref(match.bias),
-        "scores": None if match.scores is None else Ref(match.scores), "share": share,
-    }  # fmt: skip
+    like = product.op
+    weight, bias, scores = operand(like, "mat2"), product.bias, product.scores
     facts = {name: fact for name, fact in like.facts.items() if name != "fallback"}
+    arguments = product_of(rows, weight, order, share, bias, scores)
     edit.emit(like, PRODUCT, arguments, (out,), facts=facts)
 
 
@@ -136,18 +155,18 @@ def _whole(edit: Editor, like: Op, value: int) -> Ref:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match(places: Places, rows: ExpertRows, end: Op) -> _Experts | None:
+def _match(places: Places, end: Op) -> _Experts | None:
     values = places.graph.values
-    added = _added_up(places, rows, end)
+    added = _added_up(places, end)
     if added is None:
         return None
     chosen, count, scores = added.chosen, added.count, added.scores
-    second = _weighed(places, rows, added.rows, chosen, scores)
-    walked = None if second is None else _between(places, rows, second.op, chosen)
+    second = _weighed(places, added.rows, chosen, scores)
+    walked = None if second is None else _between(places, second.op, chosen)
     if second is None or walked is None:
         return None
     products, between = walked
-    taken = [_taken(places, rows, product.op, chosen, count) for product in products]
+    taken = [_taken(places, product.op, chosen, count) for product in products]
     sources = {source for source in taken if source is not None}
     if len(sources) != 1 or None in taken:
         return None
@@ -192,117 +211,67 @@ class _Sum:
     scores: int | None = None  # what weighs the rows, if they are back in order by then
 
 
-def _added_up(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
-    if end.name in _ADDITIONS:
-        added = _added_by_number(places, rows, end)
-    else:
-        added = _summed(places, rows, end) if end.name == "aten.sum" else None
-    if added is None:
+def _added_up(places: Places, end: Op) -> _Sum | None:
+    if name_of(end) not in ("sum", "index_add", "scatter_add"):
         return None
-    sizes = places.graph.values
-    tokens = sizes[end.outputs[0]].shape[0]
-    return added if sizes[added.chosen].elements == added.count * tokens else None
-
-
-def _added_by_number(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
-    """Rows that are added to zeros by the numbers of their tokens."""
-    base = places.made_by(operand(end, "self").id)
-    zero = base is not None and base.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-    said = rows.says(_row_index(places, operand(end, "index").id))
-    whole = end.arguments.get("dim") == 0 and end.arguments.get("alpha", 1) == 1
-    if said is None or said.word != "token" or not zero or not whole:
+    values, (out,) = places.graph.values, end.outputs
+    words, scores = match(places, out, _ADDED_BY_NUMBER), None
+    count = None if words is None else words["count"]
+    if words is None:  # or they are put back in order, and added up k by k
+        words, count, scores = _summed(places, out)
+    if words is None or not isinstance(count, int):
         return None
-    return _Sum(operand(end, _ADDITIONS[end.name]).id, said.chosen, said.count)
+    wide, chosen = words.get("wide"), places.straight(words["chosen"])
+    flat = wide is None or values[wide.outputs[0]].stride[-1] == 0
+    fits = is_choice(places, words["chosen"])
+    fits = fits and values[chosen].elements == count * values[out].shape[0]
+    return _Sum(words["sorted"], chosen, count, scores) if fits and flat else None
 
 
-def _summed(places: Places, rows: ExpertRows, end: Op) -> _Sum | None:
-    """Rows that are put back in order, and added up k by k."""
+def _summed(places: Places, out: int) -> tuple[Words | None, int, int | None]:
+    """Sorted rows that are put back in order and added up, how many of each token, and what
+    weighs them behind that."""
     values = places.graph.values
-    value = operand(end, "self").id
-    shape, along = values[value].shape, end.arguments.get("dim")
-    if len(shape) != 3 or along not in ((1,), (-2,), 1, -2) or end.arguments.get("keepdim", False):
-        return None
-    value, scores = straight(places, value), None
-    split = times_rows(places, value)
-    if split is not None and _put(places, rows, straight(places, split[0])) is not None:
-        value, scores = straight(places, split[0]), straight(places, split[1])
-    put = _put(places, rows, value)
-    if put is None or (scores is not None and values[scores].elements != shape[0] * shape[1]):
-        return None
-    return _Sum(*put, shape[1], scores)
+    words = match(places, out, Pat("sum", "added", dim=Along(-2)))
+    if words is None or len(values[words["added"]].shape) != 3:
+        return None, 0, None
+    tokens, count, _ = values[words["added"]].shape
+    split = times_rows(places, places.straight(words["added"]))
+    put = None if split is None else match(places, split[0], _PUT)
+    if split is None or put is None:
+        return match(places, words["added"], _PUT), count, None
+    scores = places.straight(split[1])
+    return (put, count, scores) if values[scores].elements == tokens * count else (None, 0, None)
 
 
-_ADDITIONS = {
-    "aten.index_add": "source", "aten.index_add_": "source",
-    "aten.scatter_add": "src", "aten.scatter_add_": "src",
-}  # fmt: skip
-"""Ops that add rows to others by their numbers, and what they call these rows."""
-
-
-def _row_index(places: Places, index: int) -> int:
-    """The numbers of rows, where they are repeated for every column."""
-    op = places.made_by(index)
-    if op is not None and op.name == "aten.expand" and places.graph.values[index].stride[-1] == 0:
-        return op.inputs[0]
-    return index
-
-
-def _put(places: Places, rows: ExpertRows, value: int) -> tuple[int, int] | None:
-    """The sorted rows that were put back in order, and the experts that were chosen."""
-    op = places.made_by(value)
-    taken = rows.taken(value)
-    if taken is not None:
-        return (taken[0], taken[1].chosen) if taken[1].word == "back" else None
-    if op is None or op.name.rstrip("_") != "aten.index_put" or op.arguments.get("accumulate"):
-        return None
-    index = rows.index(op)
-    said = None if index is None else rows.says(index)
-    if said is None or said.word != "order":
-        return None
-    return operand(op, "values").id, said.chosen
-
-
-def times_rows(places: Places, value: int) -> tuple[int, int] | None:
-    """Rows, and what each is multiplied by, where a value is their product."""
-    values, op = places.graph.values, places.made_by(value)
-    if op is None or op.name not in ("aten.mul", "aten.mul_") or len(op.inputs) != 2:
-        return None
-    for row, score in (op.inputs, op.inputs[::-1]):
-        shape = values[row].shape
-        if values[score].shape == (*shape[:-1], 1) and values[value].shape == shape:
-            return row, score
-    return None
-
-
-def _weighed(
-    places: Places, rows: ExpertRows, value: int, chosen: int, scores: int | None
-) -> _Product | None:
+def _weighed(places: Places, value: int, chosen: int, scores: int | None) -> _Product | None:
     """The product behind sorted rows, with its bias and what weighs its rows."""
-    value = straight(places, value)
-    split = None if scores is not None else times_rows(places, value)
+    split = None if scores is not None else times_rows(places, places.straight(value))
     if split is not None:
-        scores = rows.in_order(split[1], chosen)
+        value, scores = split[0], in_order(places, split[1], chosen)
         if scores is None:
             return None
-        value = straight(places, split[0])
-    product = _with_bias(places, rows, rows.unmasked(value, chosen), chosen)
+    product = _with_bias(places, value, chosen)
     return None if product is None else with_fields(product, scores=scores)
 
 
-def _with_bias(places: Places, rows: ExpertRows, value: int, chosen: int) -> _Product | None:
+def _with_bias(places: Places, value: int, chosen: int) -> _Product | None:
     """The grouped product that made a value, with the bias that was added."""
-    op, bias = places.made_by(value), None
-    if op is not None and op.name in ("aten.add", "aten.add_"):
-        bias = rows.bias(op, chosen)
-        op = None if bias is None else places.made_by(straight(places, op.inputs[0]))
-    if op is None or op.name != "aten._grouped_mm" or not rows.ends_are_of(op, chosen):
+    values, known = places.graph.values, {"chosen": chosen}
+    masked = match(places, value, MASKED, known)
+    value = places.straight(value if masked is None else masked["unmasked"])
+    words = match(places, value, (BIASED, GROUPED), known)
+    if words is None:
         return None
-    return _Product(op=op, out=value, bias=bias)
+    op, bias = words["product"], words.get("bias")
+    experts, weight = values[operand(op, "offs").id].shape[0], values[words["weight"]].shape
+    fits = len(weight) == 3 and weight[0] == experts and words.get("last") in (None, experts - 1)
+    fits = fits and (masked is None or masked["experts"] == experts)
+    flat = bias is None or len(values[bias].shape) == 2
+    return _Product(op=op, out=value, bias=bias) if fits and flat else None
 
 
-def _between(
-    places: Places, rows: ExpertRows, second: Op, chosen: int
-) -> tuple[list[_Product], list[Op]] | None:
+def _between(places: Places, second: Op, chosen: int) -> tuple[list[_Product], list[Op]] | None:
     """The first products, and the ops between them and the second one, which act on rows alone."""
     values = places.graph.values
     size = values[chosen].elements
@@ -316,7 +285,7 @@ def _between(
             continue  # a weight, with one number for each column
         if op is None or shape[:1] != (size,) or len(inner) > _LONGEST:
             return None
-        product = _with_bias(places, rows, rows.unmasked(value, chosen), chosen)
+        product = _with_bias(places, value, chosen)
         if product is not None:
             firsts[product.op.id] = with_fields(product, out=value)
         elif op.id not in inner:
@@ -339,31 +308,27 @@ def _by_row(places: Places, op: Op) -> bool:
     return rule is not None and rule.fusion == "pointwise"
 
 
-def _taken(
-    places: Places, rows: ExpertRows, op: Op, chosen: int, count: int
-) -> tuple[int, int | None] | None:
+def _taken(places: Places, op: Op, chosen: int, count: int) -> tuple[int, int | None] | None:
     """The tokens that a product takes rows of, sorted by expert, and what weighs these."""
     values = places.graph.values
-    value, scores = straight(places, operand(op, "self").id), None
+    value, scores = places.straight(operand(op, "self").id), None
     split = times_rows(places, value)
     if split is not None:
-        scores = rows.in_order(split[1], chosen)
+        value, scores = split[0], in_order(places, split[1], chosen)
         if scores is None:
             return None
-        value = straight(places, split[0])
-    taken = rows.taken(rows.unmasked(value, chosen))
-    if taken is None or taken[1].chosen != chosen:
+    experts = values[operand(op, "mat2").id].shape[0]
+    value = unmasked(places, value, chosen, experts)
+    words = match(places, value, taking("tokens", (*TOKEN, *ORDER)), {"chosen": chosen})
+    if words is None or words.get("count", count) != count:
         return None
-    tokens, said = taken
-    if said.word == "order" and count > 1:
-        repeated = places.made_by(straight(places, tokens))
-        if repeated is None or repeated.name != "aten.expand":
+    tokens = words["tokens"]
+    if "count" not in words and count > 1:  # each token stands there k times
+        repeated = match(places, tokens, Pat("expand", "tokens", said="repeated"))
+        if repeated is None:
             return None
-        tokens = repeated.inputs[0]
-        wide = values[repeated.outputs[0]]
+        tokens, wide = repeated["tokens"], values[repeated["repeated"].outputs[0]]
         if len(wide.shape) != 3 or wide.shape[1] != count or wide.stride[1] or wide.stride[0] == 0:
             return None
-    elif said.word != "order" and (said.word, said.count) != ("token", count):
-        return None
     fits = values[tokens].elements == values[chosen].elements // count * values[tokens].shape[-1]
     return (tokens, scores) if fits else None

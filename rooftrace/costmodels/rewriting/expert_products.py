@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
+from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op
 
@@ -29,9 +30,10 @@ class ExpertLayer:
     scored_first: bool  # whether the tokens are weighed, and not what is made of them
     count: int  # E
     choice: Op  # the top k
+    inside: frozenset[int] = frozenset()  # nothing goes with it that something else may read
 
 
-def emit(edit: Editor, match: ExpertLayer) -> None:
+def emit(places: Places, edit: Editor, match: ExpertLayer) -> None:
     """Sort the chosen rows by expert, multiply, put them back in order and add them up."""
     op, values = match.total, edit.values
     tokens, width = values[match.tokens.id].shape

@@ -12,8 +12,18 @@ from collections.abc import Callable, Collection
 
 from rooftrace.costmodels.rewriting.editing import operand
 from rooftrace.costmodels.rewriting.expert_products import ExpertLayer, emit
-from rooftrace.costmodels.rewriting.places import COPIES, Places
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.matching import (
+    LAST,
+    LAST_OF_TOPK,
+    Along,
+    Number,
+    Pat,
+    Plain,
+    match,
+)
+from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.costmodels.rewriting.regions import times_rows
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -29,6 +39,16 @@ _BY_ROW = frozenset({
 _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice"})
 _LONGEST = 24
 """The most ops between the two products of an expert."""
+_ADDED = Pat("sum", "added", dim=Along(-3))
+_REPEATED = (Pat("repeat", "tokens", repeats=Plain("times")), Pat("expand", "tokens"))
+_CHOSEN = Pat(
+    "scatter",
+    (Pat("zeros zeros_like new_zeros"), Pat("full full_like new_full", fill_value=Number("fill"))),
+    dim=LAST,
+    index=Pat("topk", "ranked", k=Plain("k"), dim=LAST_OF_TOPK, out=1, said="choice"),
+    src="scores",
+)
+"""Scores of the chosen experts among those of all, which are a number."""
 
 
 def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -38,28 +58,23 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     infinity before a sigmoid or softmax), and what lies between the products must keep zeros zero
     where the tokens are weighed before them.
     """
-    places = Places(graph)
-    layers = {}
-    for op in graph.ops:
-        if op.name == "aten.sum" and op.part == "forward":
-            match = _match(places, op)
-            if match is not None:
-                layers[op.id] = match
-    return with_matches(graph, layers, emit)
+    return rewritten(graph, ("aten.sum",), _match, emit)
 
 
 # -- what is there ---------------------------------------------------------------------------------
 
 
 def _match(places: Places, total: Op) -> ExpertLayer | None:
-    graph = places.graph
+    graph, (out,) = places.graph, total.outputs
     added = operand(total, "self").id
-    if not _adds_over_experts(graph, total):
+    result, terms = graph.values[out], graph.values[added]
+    plain = result.dtype == terms.dtype and result.storage == out and len(terms.shape) == 3
+    plain = plain and total.part == "forward"
+    if not plain or match(places, out, _ADDED) is None:
         return None
-    experts, tokens, _ = graph.values[added].shape
-    weighed = _weighed(places, added, experts, tokens)
-    results = added if weighed is None else weighed[0]
-    second = _product(places, results, experts, tokens)
+    experts, tokens, _ = terms.shape
+    weighed = times_rows(places, places.straight(added))
+    second = _product(places, added if weighed is None else weighed[0], experts, tokens)
     if second is None or second.repeats != total.repeats:
         return None
     scored_first = weighed is None
@@ -70,7 +85,7 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     first, between = walked
     rows = operand(first, "self").id
     if scored_first:
-        weighed = _weighed(places, rows, experts, tokens)
+        weighed = times_rows(places, places.straight(rows))
         if weighed is None:
             return None
         rows = weighed[0]
@@ -78,13 +93,14 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     routing = None if weighed is None else _routing(places, weighed[1], experts, tokens)
     if source is None or routing is None:
         return None
-    scores, chosen, choice = routing
+    scores, choice = routing
+    chosen = choice.outputs[1]
     ops = (total, first, second, *between)
     made = graph.producers
     if any(places.overwritten(i, made.get(i, -1), total.id) for i in (source, chosen, scores)):
         return None  # they are read at the sum, later than before
     alike = {op.repeats for op in ops} == {total.repeats} and total.repeats == choice.repeats
-    if not alike or any(r.then or r.every for op in ops for r in op.reads):
+    if not alike or any(beside(op) for op in ops):
         return None
     return ExpertLayer(
         total=total, first=first, second=second, between=tuple(between), tokens=Ref(source),
@@ -93,51 +109,10 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     )  # fmt: skip
 
 
-def _adds_over_experts(graph: OpGraph, total: Op) -> bool:
-    added, out = (graph.values[i] for i in (operand(total, "self").id, total.outputs[0]))
-    dims = total.arguments.get("dim")
-    plain = not total.arguments.get("keepdim", False) and out.dtype == added.dtype
-    first = dims in ((0,), 0, (-3,))
-    return bool(plain and first and len(added.shape) == 3 and out.storage == total.outputs[0])
-
-
-def _rows(places: Places, value: int, experts: int, tokens: int) -> int:
-    """The value [E, T, n] or [E T, n] that a value is a view of, in the same order."""
-    graph = places.graph
-    while True:
-        op, shape = places.made_by(value), graph.values[value].shape
-        if op is None or op.kind != "view" or len(op.inputs) != 1 or len(op.outputs) != 1:
-            return value
-        source = graph.values[op.inputs[0]]
-        alike = source.shape[-1:] == shape[-1:] and source.shape in (
-            (experts, tokens, *shape[-1:]), (experts * tokens, *shape[-1:]),
-        )  # fmt: skip
-        reshapes = op.name in ("aten.view", "aten._unsafe_view", "aten.reshape")
-        if not (alike and reshapes) or any(r.then or r.every for r in op.reads):
-            return value
-        value = op.inputs[0]
-
-
-def _weighed(places: Places, value: int, experts: int, tokens: int) -> tuple[int, int] | None:
-    """The two factors of what is weighed by a score each row; None where nothing is."""
-    op = places.made_by(_rows(places, value, experts, tokens))
-    if op is None or op.name != "aten.mul" or len(op.inputs) != 2:
-        return None
-    if any(r.then or r.every for r in op.reads):
-        return None
-    values = places.graph.values
-    out = values[op.outputs[0]]
-    for rows, score in (op.inputs, op.inputs[::-1]):
-        narrow = values[score].shape
-        if narrow == (*out.shape[:-1], 1) and values[rows].shape == out.shape:
-            return rows, score
-    return None
-
-
 def _product(places: Places, value: int, experts: int, tokens: int) -> Op | None:
     """The batched product with weights that made a value, one matrix for each expert."""
     graph = places.graph
-    op = places.made_by(_rows(places, value, experts, tokens))
+    op = places.made_by(places.straight(value))
     if op is None or op.name != "aten.bmm":
         return None
     weight = graph.values[operand(op, "mat2").id]
@@ -177,110 +152,52 @@ def _between(
 
 def _repeated(places: Places, rows: int, experts: int, tokens: int) -> int | None:
     """The tokens [T, K] that are repeated, or expanded, for every expert."""
-    graph = places.graph
-    rows = _rows(places, rows, experts, tokens)
-    op = places.made_by(rows)
-    width = graph.values[rows].shape[-1]
-    if op is None or any(r.then or r.every for r in op.reads):
+    values, words = places.graph.values, match(places, rows, _REPEATED)
+    if words is None or words.get("times", (experts, 1)) not in ((experts, 1), (experts, 1, 1)):
         return None
-    if op.name == "aten.repeat":
-        source = graph.values[op.inputs[0]].shape
-        times = op.arguments.get("repeats")
-        wanted = {(tokens, width): ((experts, 1), (experts, 1, 1)),
-                  (1, tokens, width): ((experts, 1, 1),)}  # fmt: skip
-        return _two(places, op.inputs[0]) if times in wanted.get(source, ()) else None
-    tensor = graph.values[rows]
-    if op.name == "aten.expand" and len(tensor.shape) == 3 and tensor.stride[0] == 0:
-        source = graph.values[op.inputs[0]].shape
-        return _two(places, op.inputs[0]) if source in ((tokens, width), (1, tokens, width)) else (
-            None
-        )  # fmt: skip
-    return None
-
-
-def _two(places: Places, value: int) -> int | None:
-    """A value [T, K]: this one, or what it is a view of."""
-    values = places.graph.values
-    if len(values[value].shape) == 2:
-        return value
-    op = places.made_by(value)
-    source = op.inputs[0] if op is not None and op.name == "aten.unsqueeze" else None
-    return source if source is not None and len(values[source].shape) == 2 else None
+    behind, shape = places.behind(words["tokens"]), (tokens, values[rows].shape[-1])
+    return next((value for value in behind if values[value].shape == shape), None)
 
 
 # -- where the scores come from --------------------------------------------------------------------
 
 
-def _routing(places: Places, score: int, experts: int, tokens: int) -> tuple[int, int, Op] | None:
-    """Scores [T, E] that are zero but for the experts of a top k, its indices [T, k], and its op.
+def _routing(places: Places, score: int, experts: int, tokens: int) -> tuple[int, Op] | None:
+    """Scores [T, E] that are zero but for the experts of a top k, and its op.
 
     score: the scores as they weigh the rows, expert by expert.
     """
     graph = places.graph
     whole = _by_token(places, score, experts, tokens)
-    if whole is None:
-        return None
     value, after = whole, list[Op]()
-    while True:
-        op = places.made_by(value)
-        if op is None or any(r.then or r.every for r in op.reads):
-            return None
-        if op.name in ("aten.scatter", "aten.scatter_"):
-            break
-        if op.name not in _BACKGROUND or graph.values[op.inputs[0]].shape != (tokens, experts):
+    while value is not None:
+        words = match(places, value, _CHOSEN)
+        if words is not None:
+            choice, filled = words["choice"], words.get("fill", 0.0)
+            for later in reversed(after):
+                filled = _BACKGROUND[later.name](filled, later)
+            by_token = graph.values[choice.inputs[0]].shape == (tokens, experts)
+            return (whole, choice) if whole is not None and by_token and filled == 0 else None
+        op = places.made_by(places.straight(value))
+        if op is None or beside(op) or op.name not in _BACKGROUND:
             return None
         after.append(op)
-        value = op.inputs[0]
-    filled = _filled(places, operand(op, "self").id)
-    chosen = operand(op, "index").id
-    choice = places.made_by(chosen)
-    if (
-        filled is None
-        or op.arguments.get("dim") not in (1, -1)
-        or choice is None
-        or choice.name != "aten.topk"
-        or choice.arguments.get("dim", -1) not in (1, -1)
-        or graph.values[choice.inputs[0]].shape != (tokens, experts)
-        or chosen != choice.outputs[1]
-    ):
-        return None
-    for later in reversed(after):
-        filled = _BACKGROUND[later.name](filled, later)
-    return (whole, chosen, choice) if filled == 0 else None
+        value = op.inputs[0] if graph.values[op.inputs[0]].shape == (tokens, experts) else None
+    return None
 
 
 def _by_token(places: Places, score: int, experts: int, tokens: int) -> int | None:
     """The scores [T, E] of which a value has one for each row, expert by expert."""
-    graph, value = places.graph, score
-    for _ in range(_LONGEST):
+    for value in places.behind(score):
         place = places.place(value)
-        if place is None:
-            return None
-        stride, owner = place.stride[:2], graph.values[place.storage]
-        if place.shape in ((experts, tokens, 1), (experts, tokens)) and _same(
-            place.shape[:2], stride, (1, experts)
-        ):
+        if place is None or place.shape not in ((experts, tokens, 1), (experts, tokens)):
+            continue
+        steps = zip(place.shape[:2], place.stride, (1, experts), strict=False)
+        if all(n == 1 or step == wanted for n, step, wanted in steps):
+            owner = places.graph.values[place.storage]
             plain = owner.shape == (tokens, experts) and not place.offset
             return _last_written(places, place.storage, value) if plain else None
-        rows = graph.values[value]
-        op = places.made_by(place.storage)
-        copied = op is not None and op.name in COPIES and owner.shape[:2] == (experts, tokens)
-        straight = rows.elements == owner.elements and not place.offset
-        if op is None or not (copied and straight and _is_flat(place.shape, stride)):
-            return None
-        value = op.inputs[0]
     return None
-
-
-def _is_flat(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the first dimensions of scores run over memory without a gap."""
-    if len(shape) == 2 and shape[1] == 1:
-        return shape[0] == 1 or stride[0] == 1
-    return _same(shape[:2], stride, (shape[1], 1))
-
-
-def _same(shape: tuple[int, ...], stride: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return all(n == 1 or a == b for n, a, b in zip(shape, stride, wanted, strict=False))
 
 
 def _last_written(places: Places, storage: int, view: int) -> int | None:
@@ -296,19 +213,6 @@ def _last_written(places: Places, storage: int, view: int) -> int | None:
     return value
 
 
-def _filled(places: Places, value: int) -> float | None:
-    """The number that a tensor was filled with; None for any other tensor."""
-    op = places.made_by(value)
-    if op is None:
-        return None
-    if op.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros"):
-        return 0.0
-    if op.name in ("aten.full", "aten.full_like", "aten.new_full"):
-        number = op.arguments.get("fill_value")
-        return float(number) if isinstance(number, (int, float)) else None
-    return None
-
-
 def _sigmoid(x: float, op: Op) -> float:
     return 0.0 if x == -math.inf else 1 / (1 + math.exp(-x))
 
@@ -318,10 +222,6 @@ def _softmax(x: float, op: Op) -> float:
     return 0.0 if x == -math.inf and along else math.nan
 
 
-def _unchanged(x: float, op: Op) -> float:
-    return x
-
-
 def _zero_only(x: float, op: Op) -> float:
     return 0.0 if x == 0 else math.nan
 
@@ -329,8 +229,6 @@ def _zero_only(x: float, op: Op) -> float:
 _BACKGROUND: dict[str, Callable[[float, Op], float]] = {
     "aten.sigmoid": _sigmoid,
     "aten._softmax": _softmax,
-    "aten._to_copy": _unchanged,
-    "aten.clone": _unchanged,
     "aten.relu": _zero_only,
     "aten.mul": _zero_only,
     "aten.div": _zero_only,

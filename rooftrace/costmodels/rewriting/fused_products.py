@@ -21,8 +21,8 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.costmodels.rewriting.places import Places, StoragePlace
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -107,9 +107,10 @@ def _behind(
             if op is None or seen.get(op.id, through + 1) <= between:
                 continue
             seen[op.id] = between
-            written = () if only_way else _writes_into(places, value)
+            written = () if only_way else places.writers.get(graph.values[value].storage, ())
+            copied = (o for o in written if o.name == "aten.copy_")  # part by part
             sources = [
-                i for o in (op, *written) for i in o.inputs if graph.values[i].role != "weights"
+                i for o in (op, *copied) for i in o.inputs if graph.values[i].role != "weights"
             ]
             if op.name in _ANY_PRODUCT:
                 reached[op.id] = min(between, reached.get(op.id, between))
@@ -120,16 +121,6 @@ def _behind(
                 following += [(source, between) for source in sources]
         front = following
     return reached
-
-
-def _writes_into(places: Places, value: int) -> list[Op]:
-    """The ops that write into a new tensor, part by part."""
-    storage, values = places.graph.values[value].storage, places.graph.values
-    return [
-        op
-        for op in places.readers[storage]
-        if op.name == "aten.copy_" and any(values[i].storage == storage for i in op.outputs)
-    ]
 
 
 # -- one product -----------------------------------------------------------------------------------
@@ -160,14 +151,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
         for alike in _alike(places, parts):
             groups[alike[0].product.id] = alike
             taken |= {part.product.id for part in alike}
-    if not groups:
-        return graph, 0
-    edit = Editor(graph)
-    edit.rewrite(groups, partial(_emit, edit, places), dropped=taken)
-    result = edit.done()
-    return without_left_behind(result, graph), sum(
-        graph.times(parts[0].product) for parts in groups.values()
-    )
+    return with_matches(graph, groups, partial(_emit, places), taken)
 
 
 def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
@@ -207,7 +191,7 @@ def _several(view: Tensor, whole: Tensor) -> int:
 def _part(places: Places, op: Op) -> _Part | None:
     """A product of which a part can be made: its weight is read by nothing else."""
     graph = places.graph
-    if any(r.then or r.every for r in op.reads):
+    if beside(op):
         return None
     if any(op.arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
@@ -278,7 +262,7 @@ def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
     return tuple(stride) if reach < columns else None
 
 
-def _emit(edit: Editor, places: Places, parts: list[_Part]) -> None:
+def _emit(places: Places, edit: Editor, parts: list[_Part]) -> None:
     """The product of all parts, and its columns as the results of the parts."""
     like, values = parts[0].product, edit.values
     widths = [values[part.product.outputs[0]].shape[1] for part in parts]

@@ -12,14 +12,21 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
+from rooftrace.costmodels.rewriting.matching import Pat, match, swapped
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, own_storage, straight
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between, stands_for
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 ALIGN = "rooftrace.align_experts.default"
 PRODUCT = "rooftrace.expert_mm.default"
+_TAKEN = (
+    Pat("index", "weight", ["chosen"], said="taken"),
+    Pat("index_select", "weight", 0, "chosen", said="taken"),
+)
+_COPIED = (*_TAKEN, swapped(_TAKEN))
+"""The weights of an expert for each row, as they lie or turned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,56 +48,55 @@ def ungather_experts(graph: OpGraph) -> tuple[OpGraph, int]:
 
     The count is that of choices of experts, of which each has several products.
     """
-    places = Places(graph)
-    matches = {
-        op.id: match
-        for op in graph.ops
-        if op.name == "aten.bmm" and (match := _match(places, op)) is not None
-    }
-    if not matches:
-        return graph, 0
-    edit = Editor(graph)
-    order: dict[int, tuple[Ref, Ref]] = {}
-    gone = {number for match in matches.values() for number in match.inside}
-    edit.rewrite(matches, lambda match: _emit(edit, places, match, order), dropped=gone)
-    result = without_left_behind(edit.done(), graph)
-    first = {match.chosen: match.op for match in reversed(matches.values())}
+    orders: dict[int, tuple[Ref, Ref]] = {}
+    first: dict[int, Op] = {}
+
+    def emit(places: Places, edit: Editor, seen: _Gathered) -> None:
+        if seen.chosen not in orders:
+            experts = edit.values[seen.weight].shape[0]
+            orders[seen.chosen] = aligned(edit, seen.op, seen.chosen, experts)
+            first[seen.chosen] = seen.op
+        _emit(places, edit, seen, orders[seen.chosen])
+
+    result, _ = rewritten(graph, ("aten.bmm",), _match, emit)
     return result, sum(graph.times(op) for op in first.values())
 
 
-def _emit(
-    edit: Editor, places: Places, match: _Gathered, order: dict[int, tuple[Ref, Ref]]
-) -> None:
-    op, values, count = match.op, edit.values, edit.values[match.chosen].elements
-    experts = values[match.weight].shape[0]
-    if match.chosen not in order:
-        made = [edit.value((n,), "int32", "activations", op.repeats) for n in (count, experts)]
-        chosen: dict[str, Argument] = {"chosen": Ref(match.chosen), "experts": experts}
-        edit.emit(op, ALIGN, chosen, tuple(made))
-        order[match.chosen] = Ref(made[0]), Ref(made[1])
-    weight = Ref(match.weight)
-    weight = edit.permuted(op, weight, (0, 2, 1)) if match.turned else weight
-    width = values[weight.id].shape[1]
-    flat = (values[match.rows].elements // width, width)
-    rows = Ref(match.rows)
-    rows = rows if values[rows.id].shape == flat else edit.viewed(op, rows, flat)
-    arguments: dict[str, Argument] = {
-        "rows": rows, "mat2": weight, "order": order[match.chosen][0],
-        "offs": order[match.chosen][1], "bias": None, "scores": None, "share": match.share,
+def aligned(edit: Editor, like: Op, chosen: int, experts: int) -> tuple[Ref, Ref]:
+    """The rows in the order of the experts that were chosen, and where those of each end."""
+    sizes = edit.values[chosen].elements, experts
+    made = [edit.value((n,), "int32", "activations", like.repeats) for n in sizes]
+    edit.emit(like, ALIGN, {"chosen": Ref(chosen), "experts": experts}, tuple(made))
+    return Ref(made[0]), Ref(made[1])
+
+
+def product_of(
+    rows: Ref, weight: Ref, order: tuple[Ref, Ref], share: int, bias: int | None = None,
+    scores: int | None = None,
+) -> dict[str, Argument]:  # fmt: skip
+    """The arguments of a product of the rows of each expert.  share: how many have one token."""
+    return {
+        "rows": rows, "mat2": weight, "order": order[0], "offs": order[1],
+        "bias": None if bias is None else Ref(bias),
+        "scores": None if scores is None else Ref(scores), "share": share,
     }  # fmt: skip
+
+
+def _emit(places: Places, edit: Editor, seen: _Gathered, order: tuple[Ref, Ref]) -> None:
+    op, values, count = seen.op, edit.values, edit.values[seen.chosen].elements
+    weight = Ref(seen.weight)
+    weight = edit.permuted(op, weight, (0, 2, 1)) if seen.turned else weight
+    width = values[weight.id].shape[1]
+    flat, rows = (values[seen.rows].elements // width, width), Ref(seen.rows)
+    rows = rows if values[rows.id].shape == flat else edit.viewed(op, rows, flat)
     (out,) = op.outputs
     old = values[out]
-    touched = match.taken.facts.get("rows_touched", min(experts, count))
+    touched = seen.taken.facts.get("rows_touched", min(values[weight.id].shape[0], count))
     facts = {"groups_touched": touched, "rows_routed": count}
-    like = replace(op, assumptions=tuple({*op.assumptions, *match.taken.assumptions}))
-    made_of = edit.made(
-        like, PRODUCT, arguments, (count, old.elements // count), old.dtype, old.role, facts=facts
-    )
-    for value in own_storage(places, out):
-        values[value] = replace(values[value], storage=made_of.id)
-    edit.emit(
-        op, "aten.reshape.default", {"self": made_of, "shape": old.shape}, (out,), kind="view"
-    )
+    like = replace(op, assumptions=tuple({*op.assumptions, *seen.taken.assumptions}))
+    shape, arguments = (count, old.elements // count), product_of(rows, weight, order, seen.share)
+    made = edit.made(like, PRODUCT, arguments, shape, old.dtype, old.role, facts=facts)
+    stands_for(places, edit, op, made, out)
 
 
 def _match(places: Places, op: Op) -> _Gathered | None:
@@ -98,18 +104,15 @@ def _match(places: Places, op: Op) -> _Gathered | None:
     left, right = operand(op, "self").id, operand(op, "mat2").id
     behind = values[right].shape[2] == 1 != values[left].shape[1]  # W x, where others write x W
     row, weights = (right, left) if behind else (left, right)
-    walked = _copied(places, weights) if 1 in values[row].shape[1:] else None
-    if walked is None:
+    words = match(places, weights, _COPIED) if 1 in values[row].shape[1:] else None
+    if words is None:
         return None
-    taken, turned = walked[0], walked[1] != behind
-    rows, width = values[row].shape[0], max(values[row].shape[1:])
-    indices = taken.arguments.get("indices", (taken.arguments.get("index"),))
-    weight, index = taken.inputs[0], indices[0] if isinstance(indices, tuple) else None
-    plain = isinstance(indices, tuple) and len(indices) == 1 and taken.arguments.get("dim", 0) == 0
-    if not plain or not isinstance(index, Ref) or len(values[weight].shape) != 3:
+    taken, turned = words["taken"], ("swap" in words) != behind
+    rows, width, weight = values[row].shape[0], max(values[row].shape[1:]), taken.inputs[0]
+    chosen = places.straight(words["chosen"])
+    if len(values[weight].shape) != 3 or values[chosen].elements != rows:
         return None
-    chosen = straight(places, index.id)
-    if values[chosen].elements != rows or places.graph.owner(weight).role != "weights":
+    if places.graph.owner(weight).role != "weights":
         return None
     if values[weight].shape[2 if turned else 1] != width:
         return None
@@ -125,27 +128,10 @@ def _match(places: Places, op: Op) -> _Gathered | None:
     )  # fmt: skip
 
 
-def _copied(places: Places, value: int) -> tuple[Op, bool] | None:
-    """The op that copies the weights of an expert for each row, and whether they are turned."""
-    turned = False
-    while True:
-        value = straight(places, value)
-        op = places.made_by(value)
-        if op is None:
-            return None
-        if op.name in ("aten.index", "aten.index_select"):
-            return op, turned
-        rank = len(places.graph.values[value].shape)
-        dims = {op.arguments.get(name) for name in ("dim0", "dim1")}
-        if op.name != "aten.transpose" or dims not in ({-1, -2}, {rank - 1, rank - 2}):
-            return None
-        turned, value = not turned, op.inputs[0]
-
-
 def _tokens(places: Places, value: int) -> tuple[int, int]:
     """What rows are repeated of, and how often each; themselves, once, where they are not."""
     values = places.graph.values
-    repeated = straight(places, value)
+    repeated = places.straight(value)
     op = places.made_by(repeated)
     wide = values[repeated]
     if op is None or op.name != "aten.expand" or len(wide.shape) < 3 or wide.stride[1]:

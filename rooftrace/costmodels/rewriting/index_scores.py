@@ -8,25 +8,22 @@ As written, the scores of every head go through memory in fp32, and keys are cop
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-
-from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.expert_kernels import times_rows
+from rooftrace.costmodels.rewriting.matching import Pat, match, swapped
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import (
     can_be_one,
     ops_between,
-    own_storage,
-    shaped,
-    straight,
+    stands_for,
+    times_rows,
 )
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
 INDEX_SCORES = "rooftrace.index_scores.default"
+_KEYS = (swapped("key"), Pat("expand", swapped("key"), said="wide"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +41,21 @@ class _Scores:
 def fuse_index_scores(graph: OpGraph) -> tuple[OpGraph, int]:
     """Products of queries of several heads with the same keys, cut off below zero, weighed and
     added up over heads, become one op."""
-    places = Places(graph)
-    matches = {
-        op.id: match
-        for op in graph.ops
-        if op.name in ("aten.bmm", "aten.sum") and (match := _match(places, op)) is not None
-    }
-    gone = {number for match in matches.values() for number in match.inside}
-    return with_matches(graph, matches, partial(_emit, places), gone)
+    return rewritten(graph, ("aten.bmm", "aten.sum"), _match, _emit)
 
 
-def _emit(places: Places, edit: Editor, match: _Scores) -> None:
-    op, values = match.total, edit.values
+def _emit(places: Places, edit: Editor, scores: _Scores) -> None:
+    op, values = scores.total, edit.values
     (out,) = op.outputs
-    batch, length, _ = values[match.key].shape
+    batch, length, _ = values[scores.key].shape
     old = values[out]
     arguments: dict[str, Argument] = {
-        "query": Ref(match.query), "key": Ref(match.key), "weights": Ref(match.weights),
-        "scale": match.scale, "dtype": f"dtype:{old.dtype}",
+        "query": Ref(scores.query), "key": Ref(scores.key), "weights": Ref(scores.weights),
+        "scale": scores.scale, "dtype": f"dtype:{old.dtype}",
     }  # fmt: skip
-    shape = (batch, values[match.query].shape[1], length)
+    shape = (batch, values[scores.query].shape[1], length)
     made = edit.made(op, INDEX_SCORES, arguments, shape, old.dtype, old.role)
-    for value in own_storage(places, out):
-        values[value] = replace(values[value], storage=made.id)
-    viewed: dict[str, Argument] = {"self": made, "shape": old.shape}
-    edit.emit(op, "aten.reshape.default", viewed, (out,), kind="view")
+    stands_for(places, edit, op, made, out)
 
 
 def _match(places: Places, total: Op) -> _Scores | None:
@@ -82,8 +69,8 @@ def _match(places: Places, total: Op) -> _Scores | None:
     batch, length, width = values[key].shape
     rows, heads, _ = values[operand(product, "self").id].shape
     sizes = (batch, rows // batch, heads)
-    query = shaped(places, operand(product, "self").id, (*sizes, width))
-    weights = shaped(places, added[1], sizes)
+    query = places.shaped(operand(product, "self").id, (*sizes, width))
+    weights = places.shaped(added[1], sizes)
     together = values[total.outputs[0]].elements == rows * length
     if query is None or weights is None or not together:
         return None
@@ -104,7 +91,7 @@ def _added(places: Places, total: Op) -> tuple[int, int] | None:
         weighs = shape[1] == 1 and shape[2] > 1
         return (operand(total, "mat2").id, source) if weighs else None
     heads = total.arguments.get("dim") in ((2,), (-2,), 2, -2) and len(shape) == 4
-    split = times_rows(places, straight(places, source)) if heads else None
+    split = times_rows(places, places.straight(source)) if heads else None
     return None if split is None or total.arguments.get("keepdim", False) else split
 
 
@@ -113,7 +100,7 @@ def _headed(places: Places, value: int) -> tuple[Op, float] | None:
     they are cut off below zero."""
     scale, cut = 1.0, False
     while True:
-        op = places.made_by(straight(places, value))
+        op = places.made_by(places.straight(value))
         if op is None:
             return None
         number = op.arguments.get("other")
@@ -130,16 +117,11 @@ def _headed(places: Places, value: int) -> tuple[Op, float] | None:
 
 def _key(places: Places, value: int) -> int | None:
     """The keys [B, L, D] that a value has turned round, the same ones for every query."""
-    values = places.graph.values
-    value = straight(places, value)
-    op = places.made_by(value)
-    if op is not None and op.name == "aten.expand":
-        if len(values[value].shape) != 4 or values[value].stride[1]:
-            return None
-        value = straight(places, op.inputs[0])
-        op = places.made_by(value)
-    turns = {op.arguments.get(name) for name in ("dim0", "dim1")} if op is not None else set()
-    if op is None or op.name != "aten.transpose" or turns not in ({-1, -2}, {1, 2}):
+    values, words = places.graph.values, match(places, value, _KEYS)
+    if words is None:
         return None
-    shape = values[op.inputs[0]].shape
-    return straight(places, op.inputs[0], shape) if len(shape) == 3 else None
+    wide, shape = words.get("wide"), values[words["key"]].shape
+    copied = wide is not None and (
+        len(values[wide.outputs[0]].shape) != 4 or values[wide.outputs[0]].stride[1]
+    )
+    return None if copied or len(shape) != 3 else places.straight(words["key"], shape)

@@ -91,13 +91,7 @@ class Walker:
                 self.readers[value].append(op)
         self._edges: set[int] = set()
         """Values that an op outside of a repeat reads of its last iteration."""
-        values = self.graph.values
-        self._written = {
-            values[i].storage
-            for op in self.graph.kernels()
-            for i in op.outputs
-            if values[i].storage != i
-        }
+        self._written = set(places.writers)
 
     def settled(self, storages: set[int]) -> None:
         """From here on, values of these storages are read as they are once all was written."""
@@ -220,7 +214,7 @@ class Walker:
         if name == "aten.expand":
             return self.aligned(op.inputs[0], dims).dims
         if name in ("aten.permute", "aten.transpose", "aten.t"):
-            order = _order(op, len(shape))
+            order = order_of(op, len(shape))
             return tuple(dims[order.index(d)] for d in range(len(shape)))
         dim = arguments.get("dim", 0)
         if name == "aten.select" and isinstance(dim, int):
@@ -275,7 +269,7 @@ class Walker:
         return (ReadValue(op.inputs[0], read),)
 
 
-def _order(op: Op, rank: int) -> list[int]:
+def order_of(op: Op, rank: int) -> list[int]:
     """Which dimension of the operand each dimension of a permuted view is."""
     order = list(range(rank))
     if op.name == "aten.permute":

@@ -25,7 +25,7 @@ from rooftrace.costmodels.rewriting.latent_products import (
     emit,
     first_column,
 )
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import Places, beside, same_steps
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.asking import RequestLengths
@@ -75,7 +75,7 @@ def _match(places: Places, op: Op) -> LatentAttention | None:
     heads_alike = len(query.shape) == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if not heads_alike or not _is_flash_layout(out) or out.storage != op.outputs[0]:
         return None
-    if any(r.then or r.every for r in op.reads):
+    if beside(op):
         return None
     cached = [operand(op, name).id for name in ("key", "value")]
     appends = [_append(places, value) for value in cached]
@@ -92,7 +92,7 @@ def _append(places: Places, value: int) -> Op | None:
     graph, op = places.graph, places.made_by(value)
     if op is None or op.name != "aten.cat" or op.arguments.get("dim", 0) not in (-2, 2):
         return None
-    if len(op.inputs) != 2 or any(r.then or r.every for r in op.reads):
+    if len(op.inputs) != 2 or beside(op):
         return None
     cache = graph.values[op.inputs[0]]
     plain = cache.storage == op.inputs[0] and cache.storage in places.outside and cache.elements
@@ -132,7 +132,7 @@ def _is_flash_layout(out: Tensor) -> bool:
         return False
     _, heads, queries, width = out.shape
     wanted = (queries * heads * width, width, heads * width, 1)
-    return all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride, wanted, strict=True))
+    return same_steps(out.shape, out.stride, wanted)
 
 
 def _is_shared(rope: Tensor) -> bool:
@@ -144,10 +144,13 @@ def _pieces(places: Places, key: int) -> list[tuple[int, int]]:
     """What a key is put together of along its last dimension: where each part begins, and what it
     is.  Nothing where the key is not made of parts."""
     graph = places.graph
-    key = places.plain(key)
+    key = places.straight(key, graph.values[key].shape)
+    place = places.place(key)
+    if place is not None and place == places.place(place.storage):
+        key = place.storage  # which others fill
     width = graph.values[key].shape[-1]
     op = places.made_by(key)
-    if op is None or any(r.then or r.every for r in op.reads):
+    if op is None or beside(op):
         return []
     if op.name == "aten.cat":
         if op.arguments.get("dim", 0) not in (-1, len(graph.values[key].shape) - 1):
@@ -169,7 +172,7 @@ def _written(places: Places, key: int, width: int) -> list[tuple[int, int]]:
     for op in places.readers[key]:
         if not any(graph.values[i].storage == key for i in op.outputs) or op.kind == "view":
             continue
-        if op.name != "aten.copy_" or any(r.then or r.every for r in op.reads):
+        if op.name != "aten.copy_" or beside(op):
             return []
         place = places.place(operand(op, "self").id)
         if place is None or place.stride != whole.stride or place.shape[:-1] != whole.shape[:-1]:
@@ -185,7 +188,7 @@ def _written(places: Places, key: int, width: int) -> list[tuple[int, int]]:
 def _projection(places: Places, attention: Op, value: int) -> Projection | None:
     """The product of all latents with a weight that made a value [B, h, L, d]; None without one."""
     graph = places.graph
-    place = places.place(places.plain(value))
+    place = places.place(places.straight(value, graph.values[value].shape))
     product = None if place is None else places.made_by(place.storage)
     if place is None or product is None or product.name != "aten.mm":
         return None
@@ -193,7 +196,7 @@ def _projection(places: Places, attention: Op, value: int) -> Projection | None:
     batch, heads, length, width = place.shape
     apart = place.stride[1]
     wanted = (length * columns, apart, columns, 1)
-    fits = all(n == 1 or a == b for n, a, b in zip(place.shape, place.stride, wanted, strict=True))
+    fits = same_steps(place.shape, place.stride, wanted)
     weight = operand(product, "mat2")
     last = place.offset + (heads - 1) * apart + width
     if (

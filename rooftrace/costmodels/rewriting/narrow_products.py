@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import beside
-from rooftrace.costmodels.rewriting.unused import with_matches
+from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.costmodels.rewriting.unused import rewritten
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -30,24 +29,28 @@ class _Widened:
     views: tuple[Op, ...]  # of the wide copy, in order
 
 
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product, and its operands before they were widened."""
+
+    op: Op
+    sides: tuple[_Widened, ...]
+    inside: frozenset[int] = frozenset()
+
+
 def narrow_operands(graph: OpGraph) -> tuple[OpGraph, int]:
     """Products of two operands that were widened to the result's precision read the narrow ones."""
-    places = Places(graph)
-    products = {
-        op.id: (op, sides)
-        for op in graph.ops
-        if op.name in _PRODUCTS and (sides := _match(places, op)) is not None
-    }
-    return with_matches(graph, products, _emit)
+    return rewritten(graph, _PRODUCTS, _match, _emit)
 
 
-def _match(places: Places, op: Op) -> tuple[_Widened, ...] | None:
+def _match(places: Places, op: Op) -> _Product | None:
     if beside(op):
         return None
     sides = [_widened(places, operand(op, name).id, op) for name in _OPERANDS]
     narrow = [side for side in sides if side is not None]
     kinds = {places.graph.values[side.source].dtype for side in narrow}
-    return tuple(narrow) if len(narrow) == len(sides) and len(kinds) == 1 else None
+    fits = len(narrow) == len(sides) and len(kinds) == 1
+    return _Product(op, tuple(narrow)) if fits else None
 
 
 def _widened(places: Places, value: int, product: Op) -> _Widened | None:
@@ -72,8 +75,8 @@ def _widened(places: Places, value: int, product: Op) -> _Widened | None:
     return _Widened(op.inputs[0], tuple(reversed(views)))
 
 
-def _emit(edit: Editor, match: tuple[Op, tuple[_Widened, ...]]) -> None:
-    op, sides = match
+def _emit(places: Places, edit: Editor, product: _Product) -> None:
+    op, sides = product.op, product.sides
     arguments: dict[str, Argument] = {}
     for name, side in zip(_OPERANDS, sides, strict=True):
         now = Ref(side.source)

@@ -25,7 +25,15 @@ from rooftrace.costmodels.rewriting.indexing import (
     plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.recurrences import decay_of, fuse, in_roles, scans, summed
+from rooftrace.costmodels.rewriting.recurrences import (
+    axes_of,
+    exponent,
+    fuse,
+    in_roles,
+    operands,
+    scans,
+    summed,
+)
 from rooftrace.costmodels.rewriting.scans import Scan, clamped, finished
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -66,7 +74,7 @@ def parallel_scans(walker: Walker) -> Iterator[Scan]:
 
 def _scan(walker: Walker, entered: int) -> Scan | None:
     values = walker.graph.values
-    added = [walker.places.made_by(op.inputs[-1]) for op in _writes(walker, entered)]
+    added = [walker.places.made_by(op.inputs[-1]) for op in walker.places.writers[entered]]
     read = {values[i].storage for op in added if op is not None for i in op.inputs}
     decays = {d for d in read - {entered} if values[d].shape == values[entered].shape}
     if len(decays) != 1 or len(values[entered].shape) < 2:
@@ -82,15 +90,6 @@ def _scan(walker: Walker, entered: int) -> Scan | None:
     return None
 
 
-def _writes(walker: Walker, storage: int) -> list[Op]:
-    values = walker.graph.values
-    return [
-        op
-        for op in walker.places.readers[storage]
-        if op.kind == "kernel" and any(values[i].storage == storage != i for i in op.outputs)
-    ]
-
-
 def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
     """Whether ops in place make of each token the sum over all tokens before it."""
     graph, values = walker.graph, walker.graph.values
@@ -100,7 +99,7 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
         decay: [_Span("a", t, t) for t in range(tokens)],
     }
     made: dict[int, list[_Span]] = {}
-    writes = [op.id for storage in spans for op in _writes(walker, storage)]
+    writes = [op.id for storage in spans for op in walker.places.writers[storage]]
     begin = max(graph.producers.get(storage, -1) for storage in spans) + 1
     touched = {op.id for storage in spans for op in walker.places.readers[storage]}
     for op in graph.ops[begin : max(writes) + 1]:
@@ -179,7 +178,7 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     values, graph = walker.graph.values, walker.graph
     shape = values[entered].shape
     dims = tuple(full(d, n) for d, n in enumerate(shape))
-    last_write = max(op.id for op in _writes(walker, entered))
+    last_write = max(op.id for op in walker.places.writers[entered])
     reads = [op for op in _behind(walker, entered) if op.id > last_write]
     sums = [(op, made) for op in reads if (made := summed(walker, entered, op)) is not None]
     if len(sums) != 1:
@@ -187,20 +186,13 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     (total, (y, queries, n)) = sums[0]
     last = [_final(walker, entered, op, dims, dim) for op in reads if op is not total]
     last = [value for value in dict.fromkeys(last)]
-    exp = walker.maker(walker.source(ReadValue(decay, dims)).value)
-    if exp is None or exp.name != "aten.exp" or None in last or len(last) > 1:
+    exp = exponent(walker, ReadValue(decay, dims))
+    if exp is None or None in last or len(last) > 1:
         return None
-    exponent = ReadValue(exp.inputs[0], walker.source(ReadValue(decay, dims)).dims)
-    pieces = walker.apart(
-        walker.source(ReadValue(entered, dims)),
-        lambda f: n not in f.axes or f.axes <= queries.axes,
-    )
-    keys = [piece for piece in pieces if n in piece.axes]
-    factors = decay_of(walker, exponent, [piece for piece in pieces if n not in piece.axes])
-    if factors is None or len(keys) != 1:
+    factors = operands(walker, exp, ReadValue(entered, dims), queries, n)
+    if factors is None:
         return None
     names: Names = {dim: [(Atom(dim, 1, shape[dim]), Atom("t", 1, shape[dim]))]}
-    factors |= {"B": keys[0], "C": queries}
     by_token = {name: renamed(f, names) for name, f in factors.items()}
     called_y = renamed(y, names)
     if called_y is None or any(f is None for f in by_token.values()):
@@ -210,7 +202,7 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
         a.size for d in clamped(walker, known["x"]).dims for a in d.atoms if a.axis == "t"
     )
     after = ReadValue(entered, tuple(d for i, d in enumerate(dims) if i != dim))
-    scan = in_roles(walker, known, called_y, after, n, tokens, graph.ops[total.id])
+    scan = in_roles(walker, known, called_y, after, axes_of(after), n, tokens, graph.ops[total.id])
     if scan is None or any(value is not None and tokens != shape[dim] for value in last):
         return None
     return finished(walker, _with_last(walker, scan, last, after))

@@ -7,6 +7,7 @@ rewrites tell what a value is made of, whatever views were taken on the way.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,15 +86,19 @@ class Places:
         across += [then.value for then in beside if then is not None]
         return frozenset(values[i].storage for i in across)
 
+    @cached_property
+    def writers(self) -> dict[int, list[Op]]:
+        """Storage -> the kernels that write into it once it is there, in order."""
+        writers: dict[int, list[Op]] = defaultdict(list)
+        for op in self.graph.kernels():
+            for storage in {self.graph.values[i].storage for i in op.outputs} - {*op.outputs}:
+                writers[storage].append(op)
+        return writers
+
     def overwritten(self, value: int, first: int, last: int) -> bool:
         """Whether an op between two ops, by their ids, writes into the storage of a value."""
-        values = self.graph.values
-        storage = values[value].storage
-        return any(
-            op.kind == "kernel" and any(values[i].storage == storage for i in op.outputs)
-            for op in self.readers[storage]
-            if first < op.id < last
-        )
+        writers = self.writers.get(self.graph.values[value].storage, ())
+        return any(first < op.id < last for op in writers)
 
     def made_by(self, value: int) -> Op | None:
         """The op that made a value; None for what comes from outside."""
@@ -113,26 +118,38 @@ class Places:
             self._known[value] = self._placed(value)
         return self._known[value]
 
-    def plain(self, value: int) -> int:
-        """The value that a value is a copy of, or is the same elements in the same order as.
+    def before(self, value: int) -> int | None:
+        """The value one op earlier that has the same elements in the same order: before a view, a
+        copy or a cast.  None where another op made this one."""
+        values, op = self.graph.values, self.made_by(value)
+        if op is None or len(op.inputs) != 1 or beside(op):
+            return None
+        old, new = values[op.inputs[0]], values[value]
+        viewed = op.kind == "view" and old.dtype == new.dtype and merged(old) == merged(new)
+        alike = viewed or op.name in COPIES
+        return op.inputs[0] if alike and old.elements == new.elements else None
 
-        It follows views that leave the order, and copies of any memory layout or precision.
+    def behind(self, value: int, shape: tuple[int, ...] | None = None) -> Iterator[int]:
+        """A value, and those before it that have its elements in the same order, the latest first.
+
+        shape: only as far as values have this shape.
         """
-        values = self.graph.values
-        while True:
-            place = self.place(value)
-            if place is not None and place == self.place(place.storage):
-                value = place.storage
-            op = self.made_by(value)
-            if op is None or len(op.inputs) != 1 or _neighbours(op):
-                return value
-            source = op.inputs[0]
-            same = values[source].shape == values[value].shape and op.name in (
-                *COPIES, "aten.detach", "aten.alias"
-            )  # fmt: skip
-            if not same:
-                return value
-            value = source
+        step: int | None = value
+        while step is not None and (
+            step == value or shape in (None, self.graph.values[step].shape)
+        ):
+            yield step
+            step = self.before(step)
+
+    def straight(self, value: int, shape: tuple[int, ...] | None = None) -> int:
+        """The first value that this one has the elements of, in the same order."""
+        *_, first = self.behind(value, shape)
+        return first
+
+    def shaped(self, value: int, shape: tuple[int, ...]) -> int | None:
+        """The first value of this shape that this one has the elements of, in the same order."""
+        alike = [v for v in self.behind(value) if self.graph.values[v].shape == shape]
+        return alike[-1] if alike else None
 
     def _placed(self, value: int) -> StoragePlace | None:
         tensor = self.graph.values[value]
@@ -141,7 +158,7 @@ class Places:
         if tensor.storage == value:
             return StoragePlace(value, 0, tensor.shape, tensor.stride)
         op = self.made_by(value)
-        if op is None or not op.inputs or _neighbours(op):
+        if op is None or not op.inputs or beside(op):
             return None
         source = self.place(op.inputs[0])
         alike = self.graph.values[op.inputs[0]].dtype == tensor.dtype
@@ -153,7 +170,8 @@ class Places:
         return StoragePlace(tensor.storage, source.offset + start, tensor.shape, tensor.stride)
 
 
-def _neighbours(op: Op) -> bool:
+def beside(op: Op) -> bool:
+    """Whether an op reads what another iteration of a repeat makes."""
     return any(r.then is not None or r.every for r in op.reads)
 
 
@@ -177,6 +195,11 @@ def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int |
     if not isinstance(first, int):
         return None
     return step * min(max(first + size if first < 0 else first, 0), size)
+
+
+def same_steps(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether strides are the same; those of dimensions of one element say nothing."""
+    return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
 
 
 def merged(tensor: Tensor) -> tuple[tuple[int, int], ...]:

@@ -8,13 +8,14 @@ and views do not matter (see `indexing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
+    Axis,
     Dim,
     ReadValue,
     SumAxis,
@@ -101,7 +102,8 @@ def _step(walker: Walker, add: Op) -> _Step | None:
         if len(product.reads) != 2 or product.repeats != add.repeats:
             continue
         for decay, state in (product.reads, product.reads[::-1]):
-            exp = _exponent(walker, decay, dims)
+            read = walker.aligned(decay.id, dims)
+            exp = exponent(walker, read) if plain((decay,)) else None
             if exp is not None:
                 step = _with_sum(walker, add, product, state, exp, walker.aligned(rest.id, dims))
                 if step is not None:
@@ -109,37 +111,33 @@ def _step(walker: Walker, add: Op) -> _Step | None:
     return None
 
 
-def _exponent(walker: Walker, decay: Ref, dims: Sequence[Dim]) -> ReadValue | None:
-    """What is exponentiated, read as the decay of a state."""
-    if not plain((decay,)):
-        return None
-    factor = walker.source(walker.aligned(decay.id, dims))
+def exponent(walker: Walker, factor: ReadValue) -> ReadValue | None:
+    """What a factor is the exponential of; None where it is none."""
+    factor = walker.source(factor)
     op = walker.maker(factor.value)
-    return (
-        ReadValue(op.inputs[0], factor.dims) if op is not None and op.name == "aten.exp" else None
-    )
+    if op is None or op.name != "aten.exp":
+        return None
+    walker.passed.add(op.id)
+    return walker.source(ReadValue(op.inputs[0], factor.dims))
 
 
 def _with_sum(
-    walker: Walker, add: Op, product: Op, state: Ref, exponent: ReadValue, entered: ReadValue
+    walker: Walker, add: Op, product: Op, state: Ref, decay: ReadValue, entered: ReadValue
 ) -> _Step | None:
     h = add.outputs[0]
     summed = _sum(walker, add)
     if summed is None:
         return None
     y, queries, n, inside = summed
-    pieces = walker.apart(entered, lambda f: n not in f.axes or f.axes <= queries.axes)
-    keys = [piece for piece in pieces if n in piece.axes]
-    others = [piece for piece in pieces if n not in piece.axes]
-    if len(keys) != 1 or walker.readers[term_of(add, product)] != [add]:
+    if walker.readers[term_of(add, product)] != [add]:
         return None
-    factors = decay_of(walker, exponent, others)
+    factors = operands(walker, decay, entered, queries, n)
     if factors is None:
         return None
     shape = walker.graph.values[h].shape
     read = walker.aligned(state.id, tuple(full(d, size) for d, size in enumerate(shape)))
     start = walker.source(read) if plain((state,)) else read
-    factors |= {"B": keys[0], "C": queries, "y": y, "state": start}
+    factors |= {"y": y, "state": start}
     return _Step(add, state, start.value, factors, n, inside | {product.id})
 
 
@@ -185,6 +183,18 @@ def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] |
     if by is None or called_y is None or len(n) != 1:
         return None
     return called_y, by, int(str(n[0]))
+
+
+def operands(
+    walker: Walker, decay: ReadValue, entered: ReadValue, queries: ReadValue, n: Axis
+) -> dict[str, ReadValue] | None:
+    """dt, A, B, C and x, of the logarithm of the decay, what enters, and what reads the states."""
+    pieces = walker.apart(entered, lambda f: n not in f.axes or f.axes <= queries.axes)
+    keys = [piece for piece in pieces if n in piece.axes]
+    factors = decay_of(walker, decay, [piece for piece in pieces if n not in piece.axes])
+    if factors is None or len(keys) != 1:
+        return None
+    return {**factors, "B": keys[0], "C": queries}
 
 
 def decay_of(
@@ -239,7 +249,7 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
         return None
     shape = graph.values[last.h].shape
     after = ReadValue(last.h, tuple(full(d, n) for d, n in enumerate(shape)))
-    scan = in_roles(walker, factors, y, after, first.n, tokens, place)
+    scan = in_roles(walker, factors, y, after, axes_of(after), first.n, tokens, place)
     if scan is None:
         return None
     inside = frozenset(number for step in chain for number in step.inside)
@@ -339,24 +349,24 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
 
 def in_roles(
     walker: Walker,
-    factors: dict[str, ReadValue],
+    factors: Mapping[str, ReadValue],
     y: ReadValue,
-    after: ReadValue,
-    n: int,
+    after: ReadValue | None,
+    axes: Mapping[Axis, int],
+    n: Axis,
     tokens: int,
     place: Op,
 ) -> Scan | None:
-    """A recurrence with its axes called b, t, h, p and n."""
-    axes = {a: size for dim in after.dims for a, _, size in dim.atoms}
+    """A recurrence with its axes called b, t, h, p and n.
+
+    axes: those of a state, by their sizes; n: that which is summed.  after: the last state.
+    """
     decay, x, shared = factors.get("A"), factors["x"], factors["C"].axes | factors["B"].axes
-    steps = _unwrapped(walker, factors["dt"])
+    steps = _unwrapped(walker, factors["dt"]) if decay is None else decay.axes
     own = [a for a in axes if a in x.axes and a not in shared and a != n]
-    dual = n not in (decay.axes if decay is not None else steps)
-    if dual:
-        by_head = (decay.axes if decay is not None else steps) & set(axes)
-        own = [a for a in own if a not in by_head]
-    else:
-        by_head = frozenset()
+    dual = n not in steps
+    by_head = steps & set(axes) if dual else frozenset()
+    own = [a for a in own if a not in by_head]
     rest = [a for a in axes if a not in own and a != n]
     if decay is None and dual and rest:
         by_head = frozenset(rest[1:])
@@ -370,8 +380,8 @@ def in_roles(
     sizes = {"b": 1, "h": 1, "p": 1, "n": 1, "t": tokens}
     sizes |= {role: axes[a] for a, role in roles.items()}
     made = {name: renamed(f, names) for name, f in factors.items()}
-    called_y, last = renamed(y, names), renamed(after, names)
-    if called_y is None or last is None:
+    called_y, last = renamed(y, names), None if after is None else renamed(after, names)
+    if called_y is None or (after is not None and last is None):
         return None
     return Scan(
         dual=dual,
@@ -381,6 +391,11 @@ def in_roles(
         last=last,
         place=place,
     )
+
+
+def axes_of(factor: ReadValue) -> dict[Axis, int]:
+    """The axes that a factor is read along, and how long they are."""
+    return {atom.axis: atom.step * atom.size for dim in factor.dims for atom in dim.atoms}
 
 
 def _unwrapped(walker: Walker, dt: ReadValue) -> frozenset[object]:

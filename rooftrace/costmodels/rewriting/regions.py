@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
-from rooftrace.costmodels.rewriting.places import COPIES, Places
+from msgspec.structs import replace
+
+from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op
-
-_RESHAPES = frozenset({
-    "aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze",
-    "aten.flatten", "aten.unflatten", "aten.detach", "aten.alias", "aten.expand",
-})  # fmt: skip
-"""Views that leave the order of the elements, where there are as many."""
-
-
-def straight(places: Places, value: int, shape: tuple[int, ...] | None = None) -> int:
-    """The value that this one has the elements of, in the same order: behind views, copies, casts.
-
-    shape: only as far as values have this shape.
-    """
-    last = value
-    for earlier in _behind(places, value):
-        if shape not in (None, places.graph.values[earlier].shape):
-            break
-        last = earlier
-    return last
-
-
-def shaped(places: Places, value: int, shape: tuple[int, ...]) -> int | None:
-    """The first value of this shape that this one has the elements of, in the same order."""
-    alike = [v for v in _behind(places, value) if places.graph.values[v].shape == shape]
-    return alike[-1] if alike else None
-
-
-def _behind(places: Places, value: int) -> Iterator[int]:
-    """A value, and those before it that have its elements in the same order, the latest first."""
-    values = places.graph.values
-    while True:
-        yield value
-        op = places.made_by(value)
-        if op is None or len(op.inputs) != 1 or op.name not in _RESHAPES | COPIES or beside(op):
-            return
-        if values[op.inputs[0]].elements != values[value].elements:
-            return
-        value = op.inputs[0]
-
-
-def beside(op: Op) -> bool:
-    """Whether an op reads what another iteration of a repeat makes."""
-    return any(r.then is not None or r.every for r in op.reads)
 
 
 def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
@@ -119,6 +80,27 @@ def can_be_one(
     )
 
 
-def own_storage(places: Places, value: int) -> list[int]:
-    """The values that lie where this one does: with it they get a storage of their own."""
-    return places.members[places.graph.values[value].storage]
+def apart(places: Places, edit: Editor, value: int, storage: int) -> None:
+    """Let a value, and all that lies where it does, lie in another storage."""
+    for member in places.members[places.graph.values[value].storage]:
+        edit.values[member] = replace(edit.values[member], storage=storage)
+
+
+def stands_for(places: Places, edit: Editor, like: Op, made: Ref, value: int) -> None:
+    """Let a value be a view of a new one that has its elements in order."""
+    shape = edit.values[value].shape
+    apart(places, edit, value, made.id)
+    viewed: dict[str, Argument] = {"self": made, "shape": shape}
+    edit.emit(like, "aten.reshape.default", viewed, (value,), kind="view")
+
+
+def times_rows(places: Places, value: int) -> tuple[int, int] | None:
+    """Rows, and what each is multiplied by, where a value is their product."""
+    values, op = places.graph.values, places.made_by(value)
+    if op is None or op.name not in ("aten.mul", "aten.mul_") or len(op.inputs) != 2:
+        return None
+    for row, score in (op.inputs, op.inputs[::-1]):
+        shape = values[row].shape
+        if values[score].shape == (*shape[:-1], 1) and values[value].shape == shape:
+            return row, score
+    return None

@@ -101,12 +101,8 @@ def _overwritten(walker: Walker, scan: Scan) -> bool:
     """Whether an op writes into an operand between the first op of the recurrence and its place."""
     values = walker.graph.values
     operands = {values[f.value].storage for f in scan.factors.values()}
-    return any(
-        op.kind == "kernel"
-        and op.id not in scan.dropped
-        and any(values[i].storage in operands and values[i].storage != i for i in op.outputs)
-        for op in walker.graph.ops[scan.first : scan.place.id]
-    )
+    writers = (op for s in operands for op in walker.places.writers.get(s, ()))
+    return any(scan.first <= op.id < scan.place.id for op in writers if op.id not in scan.dropped)
 
 
 def _with_steps(walker: Walker, scan: Scan) -> Scan:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.smallruns import KNOWN
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
@@ -58,6 +59,7 @@ class StateWiring:
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
         self.outputs = frozenset(graph.outputs)
+        self.writers = Places(graph).writers
 
     @cached_property
     def readers(self) -> dict[int, list[Op]]:
@@ -80,15 +82,6 @@ class StateWiring:
             else:
                 read.update(inputs_of(op))
         return frozenset(unused)
-
-    @cached_property
-    def writers(self) -> dict[int, list[Op]]:
-        """Storage -> the ops that write into a tensor that is there already."""
-        writers: dict[int, list[Op]] = defaultdict(list)
-        for op in self.graph.ops:
-            if op.name.endswith("_") and op.kind == "kernel" and op.inputs:
-                writers[self.graph.values[op.outputs[0]].storage].append(op)
-        return writers
 
     def maker(self, value: int) -> Op | None:
         """The op that made a value; None for what comes from outside."""
@@ -208,7 +201,7 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
     zeros = op is not None and op.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
     if not zeros and op is not None and op.name in KNOWN:
         return None
-    outer = len(_shared([start.repeats, *(graph.ops[i].repeats for i in done)]))
+    outer = len(shared([start.repeats, *(graph.ops[i].repeats for i in done)]))
     each = math.prod(graph.repeats[r].count for r in start.repeats[:outer])
     return StateChain(
         last=last, first=None if zeros else value, turns=turns // each,
@@ -216,8 +209,8 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
     )  # fmt: skip
 
 
-def _shared(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The repeats in which all of these are."""
+def shared(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The repeats that all of these begin with."""
     result: tuple[int, ...] | None = None
     for path in paths:
         if result is None:

@@ -18,6 +18,7 @@ from rooftrace.costmodels.rewriting.statechains import (
     StateWiring,
     behind,
     is_closed,
+    shared,
 )
 from rooftrace.costmodels.rewriting.statetrials import (
     TABLE,
@@ -217,7 +218,7 @@ def _line(region: StateRegion, leaf: int) -> list[int]:
             stack += following
         return True
 
-    outside = _common(list(region.ops.values()))
+    outside = shared(op.repeats for op in region.ops.values())
     line = [leaf]
     for value in sorted(alone - {leaf}):
         if passes(line[-1], value):
@@ -297,7 +298,7 @@ def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) ->
     ops = _ops_of(region, rule)
     if ops is None:
         return None
-    outside = _common(ops)
+    outside = shared(op.repeats for op in ops)
     rule = changed(rule, ops=tuple(ops), outer=len(outside))
     if not _stands_alone(region, rule, outside) or any(_branches(region, op) for op in ops):
         return None
@@ -336,14 +337,6 @@ def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]
     made = max((op.id for op in map(region.wiring.maker, starts) if op is not None), default=-1)
     writers = (w for t in tensors for w in region.wiring.writers.get(t.storage, ()))
     return not any(made < writer.id < ops[-1].id for writer in writers)
-
-
-def _common(ops: Sequence[Op]) -> tuple[int, ...]:
-    first = ops[0].repeats
-    for op in ops:
-        while first != op.repeats[: len(first)]:
-            first = first[:-1]
-    return first
 
 
 def _least_lengths(region: StateRegion, rule: StateRule, role: str) -> Iterator[float]:

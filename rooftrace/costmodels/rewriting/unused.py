@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence, Set
 from functools import partial
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, Match
+from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -38,6 +40,34 @@ def with_matches(
     edit.rewrite(matches, partial(emit, edit), dropped)
     count = sum(graph.times(graph.ops[place]) for place in matches)
     return without_left_behind(edit.done(), graph), count
+
+
+class Found(Protocol):
+    """What an op was found to end.  inside: the ops that go with it, by their ids."""
+
+    @property
+    def inside(self) -> frozenset[int]: ...
+
+
+Seen = TypeVar("Seen", bound=Found)
+
+
+def rewritten(
+    graph: OpGraph,
+    names: Collection[str],
+    find: Callable[[Places, Op], Seen | None],
+    emit: Callable[[Places, Editor, Seen], object],
+) -> tuple[OpGraph, int]:
+    """The graph with what `emit` writes for each op of these names of which `find` says what it
+    ends, in its place and in that of the ops inside, and how often these ops ran."""
+    places = Places(graph)
+    there = {
+        op.id: seen
+        for op in graph.ops
+        if op.name in names and (seen := find(places, op)) is not None
+    }
+    gone = {number for seen in there.values() for number in seen.inside}
+    return with_matches(graph, there, partial(emit, places), gone)
 
 
 def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:

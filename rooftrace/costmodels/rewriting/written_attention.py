@@ -10,21 +10,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from rooftrace.costmodels.rewriting.editing import operand
-from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.written_parts import (
-    COPIES,
-    LONGEST_CHAIN,
-    Differs,
-    WrittenAttention,
-    WrittenMask,
-)
-from rooftrace.costmodels.rewriting.written_softmax import SoftmaxReader
-from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.costmodels.rewriting.marks import UNFUSED
+from rooftrace.costmodels.rewriting.matching import LAST, Number, Pat, Pattern, Plain, Words, match
+from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
+from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between
+from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
 PRODUCT = "aten.bmm"
+LONGEST_CHAIN = 24
+
+_DROPPED = Pat("native_dropout", "kept", Plain("p"), train=Plain("train"))
+_CUT = Pat("slice", "whole", dim=LAST, start=Plain("start"), end=Plain("end"))
+_SHIFTED = (Pat("sub", "logits", "shift"), "logits")
+"""A softmax does not change when one number for each row is taken off."""
+_SOFTMAX = Pat("_softmax _safe_softmax", _SHIFTED, dim=LAST, said="softmax")
+_SHARES = Pat("div", "raised", "total")
+_RAISED = Pat("exp", _SHIFTED)
+_SUM = Pat("sum", "raised", dim=LAST, keepdim=True)
+_FILL = (Number("fill"), "filler")
+_SCALED = (Pat("mul", "scores", Plain("by")), Pat("div", "scores", Plain("over")))
+_WEIGHED = (Pat("mul", "scores", "by", said="op"), Pat("div", "scores", "by", said="op"))
+_MASKED = (
+    Pat("add", "scores", "mask", said="op"),
+    Pat("masked_fill", "scores", "hidden", _FILL, said="op"),
+    Pat("where", "shown", "scores", _FILL, said="op"),
+    Pat("where", "hidden", _FILL, "scores", said="op"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenMask:
+    """What hides scores.  op: puts the mask on, and has what is known of it as facts.
+
+    tensor: added to the scores, or true where they are hidden or shown.  fill: what hidden scores
+    are replaced by, None where the mask is added.  factor: on the masked scores.
+    """
+
+    op: Op
+    tensor: Ref
+    hides: bool = False
+    fill: float | Ref | None = None
+    factor: float = 1.0
+
+
+@dataclass(slots=True)
+class WrittenAttention:
+    """first: the product of queries and keys.  last: that of probabilities and values.
+
+    inner: all ops before the last, views included.  alone: whether nothing else reads what they
+    make.  lead: the dimensions before queries and keys.  scales: tensors on the scores, with their
+    op.  sinks: a value with one number for each head, which is one more column of the scores.
+    plain: written as compilers know it: with a softmax op, without sinks and soft caps.
+    """
+
+    last: Op
+    first: Op
+    lead: tuple[int, ...]
+    inner: frozenset[int] = frozenset()
+    scale: float = 1.0
+    scales: list[tuple[Op, Ref]] = field(default_factory=list)
+    softcap: float = 0.0
+    mask: WrittenMask | None = None
+    sinks: Ref | None = None
+    dropout: float = 0.0
+    plain: bool = True
+    alone: bool = False
 
 
 def written_attentions(graph: OpGraph) -> Iterator[WrittenAttention]:
@@ -34,187 +88,203 @@ def written_attentions(graph: OpGraph) -> Iterator[WrittenAttention]:
     for op in graph.ops:
         if op.name != PRODUCT or op.part != "forward":
             continue
-        try:
-            attention = _AttentionReader(places, op).read()
-        except Differs:
-            continue
+        attention = _Reader(places, op).read()
         # The last product of an attention cannot be the first of another.
-        if attention.first.id not in ends:
+        if attention is not None and attention.first.id not in ends:
             ends.add(op.id)
             yield attention
 
 
-class _AttentionReader(SoftmaxReader):
-    """Reads from the softmax back to the first product: scale, soft cap and mask."""
+class _Reader:
+    """The way from the last product of an attention back to its first, through its scores.
 
-    factor = 1.0
-    """On the scores, by ops behind the one that is read."""
+    H: heads over the batch.  S: queries.  L: keys.
+    """
 
-    def read(self) -> WrittenAttention:
-        """The attention.  Raises Differs where there is none."""
-        written = self.written
-        logits = self.logits_of(operand(self.last, "self").id)
+    def __init__(self, places: Places, last: Op) -> None:
+        self.places, self.values, self.last = places, places.graph.values, last
+        self.heads, self.queries, self.length = self.values[operand(last, "self").id].shape
+        self.written = WrittenAttention(last, last, ())
+        self.factor = 1.0  # on the scores, by ops behind the one that is read
+
+    def read(self) -> WrittenAttention | None:
+        """The attention; None where there is none."""
+        written, logits = self.written, self._logits(operand(self.last, "self").id)
         apart: tuple[int, ...] = ()
         for _ in range(LONGEST_CHAIN):
+            if logits is None:
+                return None
             lead = self.values[logits].shape[:-2]
             apart = lead if len(lead) > len(apart) else apart
-            op = self.maker(logits)
+            op = self.places.made_by(self.places.straight(logits))
+            if op is None or op.repeats != self.last.repeats or op.part != "forward" or beside(op):
+                return None
             if op.name == PRODUCT:
-                break
-            logits = self._step(op)
-        else:
-            raise Differs
-        written.first = op
-        written.lead = written.lead or apart
-        whole = self.values[op.outputs[0]].shape == (self.heads, self.queries, self.length)
-        sunk = (self.cut is not None) == (written.sinks is not None)
-        if not whole or not sunk or math.prod(written.lead) != self.heads:
-            raise Differs
+                return self._finished(op, written.lead or apart)
+            logits = self._step(logits)
+        return None
+
+    def _finished(self, first: Op, lead: tuple[int, ...]) -> WrittenAttention | None:
+        """The attention once its first product is known."""
+        written, graph = self.written, self.places.graph
+        whole = self.values[first.outputs[0]].shape == (self.heads, self.queries, self.length)
+        if not whole or math.prod(lead) != self.heads:
+            return None
+        written.first, written.lead = first, lead
         written.scale = self.factor * (written.softcap or 1.0)
-        written.alone = self._alone() and not self._overwritten()
+        read = [operand(op, name) for op, name in ((first, "self"), (first, "mat2"))]
+        read += [operand(self.last, "mat2"), *(tensor for _, tensor in written.scales)]
+        read += [written.sinks] if written.sinks is not None else []
+        if written.mask is not None:
+            read.append(written.mask.tensor)
+            read += [written.mask.fill] if isinstance(written.mask.fill, Ref) else []
+        start = {ref.id for ref in read}
+        inside = ops_between(self.places, start, self.last.outputs) | {self.last.id}
+        written.inner = inside - {self.last.id}
+        own = all(graph.ops[number].part == "forward" for number in inside)
+        written.alone = own and can_be_one(self.places, inside, self.last.outputs, start)
         return written
 
-    def _overwritten(self) -> bool:
-        """Whether an operand of the first product is another one when the last begins."""
-        first = self.written.first
-        return any(
-            self.places.overwritten(operand(first, name).id, first.id, self.last.id)
-            for name in ("self", "mat2")
-        )
+    def _match(self, value: int, pattern: Pattern, known: Words | None = None) -> Words | None:
+        """What the words of a pattern name, of which "scores" are a number for each pair."""
+        return match(self.places, value, pattern, known, accept=self._accept)
+
+    def _accept(self, word: str, value: int) -> bool:
+        """Whether a word may name a value: of scores there is one for each pair of all heads."""
+        if word == "shift":
+            return self._has(value, 1)
+        return word != "scores" or self._has(value, self.length)
+
+    def _has(self, value: int, columns: int) -> bool:
+        """Whether a value has so many numbers for each query of all heads."""
+        tensor = self.values[value]
+        rows = tensor.shape[-2:] == (self.queries, columns)
+        return rows and tensor.elements == self.heads * self.queries * columns
+
+    # -- from probabilities to what they are the softmax of ------------------------------------
+
+    def _logits(self, value: int) -> int | None:
+        """The value whose softmax `value` is, sinks not counted."""
+        written, columns, cut = self.written, self.length, None
+        dropped = self._match(value, _DROPPED)
+        if dropped is not None:
+            written.dropout, value = float(dropped["p"]), dropped["kept"]
+        whole = self._match(value, _CUT)
+        if whole is not None and self.values[whole["whole"]].shape[-1] == self.length + 1:
+            value, columns = whole["whole"], self.length + 1
+            cut = int(whole["start"] or 0) not in (0, -columns)  # whether the first one is
+        words = self._match(value, _SOFTMAX)
+        if words is None:
+            return self._exponentials(value) if cut is None else None
+        if UNFUSED in words["softmax"].facts or not self._has(words["logits"], columns):
+            return None
+        written.plain = "shift" not in words
+        if cut is None:
+            return int(words["logits"])
+        parts = ["sinks", "scores"] if cut else ["scores", "sinks"]
+        joined = self._match(words["logits"], Pat("cat", parts, dim=LAST, said="cat"))
+        if joined is None:
+            return None
+        lead = self.values[joined["cat"].outputs[0]].shape[:-2]
+        return int(joined["scores"]) if self._take_sinks(joined["sinks"], lead) else None
+
+    def _exponentials(self, value: int) -> int | None:
+        """e / sum(e), or e / (sum(e) + exp(sink)), of e = exp(scores), each less the same rows."""
+        shares = self._match(value, _SHARES)
+        words = None if shares is None else self._match(shares["raised"], _RAISED)
+        if shares is None or words is None or not self._has(words["logits"], self.length):
+            return None
+        self.written.plain = False
+        sink = Pat("sub", "sinks", "shift") if "shift" in words else "sinks"
+        known = {name: item for name, item in {**shares, **words}.items() if name != "logits"}
+        total = self._match(shares["total"], (_SUM, Pat("add", _SUM, Pat("exp", sink))), known)
+        if total is None:
+            return None
+        lead = self.values[shares["raised"]].shape[:-2]
+        taken = "sinks" not in total or self._take_sinks(total["sinks"], lead)
+        return int(words["logits"]) if taken else None
+
+    def _take_sinks(self, sinks: int, lead: tuple[int, ...]) -> bool:
+        """Note the vector of one number for each head that lies under a broadcast [.., H, S, 1],
+        where there is one."""
+        self.written.lead, self.written.plain = lead, False
+        value, heads = sinks, lead[-1]
+        place = self.places.place(value)
+        if place is None or not _only(place, -3, heads):
+            return False
+        while True:
+            here = self.places.place(value)
+            if here is None or here.offset != place.offset:
+                return False
+            if math.prod(here.shape) == heads and sum(n > 1 for n in here.shape) == (heads > 1):
+                self.written.sinks = Ref(value)
+                return True
+            op = self.places.made_by(value)
+            if op is None or op.kind != "view" or beside(op):
+                return False
+            value = op.inputs[0]
 
     # -- between the first product and the softmax ---------------------------------------------
 
-    def _step(self, op: Op) -> int:
+    def _step(self, value: int) -> int | None:
         """What an op makes the scores of."""
-        name = op.name.removesuffix("_")
-        if name in COPIES:
-            return operand(op, "self").id
-        if name in ("aten.mul", "aten.div"):
-            return self._scaled(op, name)
-        if name == "aten.tanh":
-            if self.written.softcap or self.written.scales or self.factor <= 0:
-                raise Differs
-            self.written.softcap, self.factor = self.factor, 1.0
-            self.written.plain = False
-            return operand(op, "self").id
-        if name in ("aten.add", "aten.masked_fill", "aten.where"):
-            return self._masked(op, name)
-        raise Differs
+        written = self.written
+        words = self._match(value, _SCALED)
+        number = None if words is None else words.get("by", words.get("over"))
+        if words is not None and isinstance(number, (int, float)) and number:
+            self.factor *= float(number) if "by" in words else 1 / number
+            return int(words["scores"])
+        words = self._match(value, Pat("tanh", "scores"))
+        if words is not None:
+            if written.softcap or written.scales or self.factor <= 0:
+                return None
+            written.softcap, self.factor, written.plain = self.factor, 1.0, False
+            return int(words["scores"])
+        words = self._match(value, _WEIGHED)
+        if words is not None:
+            return self._weighed(words["op"], words["scores"], words["by"])
+        words = self._match(value, _MASKED)
+        return None if words is None else self._masked(words)
 
-    def _scores_of(self, op: Op, names: tuple[str, ...]) -> tuple[int, Argument]:
-        """Of two operands the scores, and the other one."""
-        sides = [op.arguments.get(name) for name in names]
-        whole = [self.is_scores(side, self.length) for side in sides]
-        if all(whole) and op.name not in ("aten.add", "aten.add_"):
-            raise Differs
-        scores, other = sides if whole[0] else sides[::-1]
-        if not any(whole) or not isinstance(scores, Ref):
-            raise Differs
-        return scores.id, other
-
-    def _scaled(self, op: Op, name: str) -> int:
-        scores, other = self._scores_of(op, ("self", "other"))
-        if name == "aten.div" and operand(op, "self").id != scores:
-            raise Differs
-        if isinstance(other, (int, float)) and other and not op.arguments.get("rounding_mode"):
-            self.factor *= 1 / other if name == "aten.div" else float(other)
-            return scores
-        if not isinstance(other, Ref) or other.then or other.every:
-            raise Differs
-        tensor = self.values[other.id]
+    def _weighed(self, op: Op, scores: int, by: int) -> int | None:
+        """The scores before an op multiplied them by a tensor of one number for each head."""
+        tensor = self.values[by]
         alike = self.values[op.outputs[0]].dtype == self.values[scores].dtype
         if math.prod(tensor.shape[-2:]) != 1 or not alike:
-            raise Differs
-        if len(tensor.shape) > 2:
-            self._lead(self.values[scores].shape[:-2])
-        self.written.scales.append((op, other))
+            return None
+        if len(tensor.shape) > 2 and not self._lead(self.values[scores].shape[:-2]):
+            return None
+        self.written.scales.append((op, Ref(by)))
         return scores
 
-    def _lead(self, lead: tuple[int, ...]) -> None:
-        if self.written.lead not in ((), lead):
-            raise Differs
+    def _lead(self, lead: tuple[int, ...]) -> bool:
+        fits = self.written.lead in ((), lead)
         self.written.lead = lead
+        return fits
 
-    def _masked(self, op: Op, name: str) -> int:
-        written = self.written
+    def _masked(self, words: Words) -> int | None:
+        """The scores before a mask was put on them."""
+        written, scores = self.written, int(words["scores"])
         if written.mask is not None or written.softcap or written.scales:
-            raise Differs
-        if any(ref.then or ref.every for ref in op.reads):
-            raise Differs
-        hides, fill = False, None
-        if name == "aten.add":
-            scores, mask = self._scores_of(op, ("self", "other"))
-            if op.arguments.get("alpha", 1) != 1:
-                raise Differs
-        elif name == "aten.masked_fill":
-            scores, fill = operand(op, "self").id, op.arguments.get("value")
-            mask, hides = op.arguments.get("mask"), True
-        else:
-            scores, fill = self._scores_of(op, ("self", "other"))
-            mask = op.arguments.get("condition")
-            hides = op.arguments.get("other") == Ref(scores)
-        if not isinstance(mask, Ref) or not self.is_scores(Ref(scores), self.length):
-            raise Differs
-        if isinstance(fill, Ref):
-            fill = self._number(fill)
-        if name != "aten.add" and not isinstance(fill, (int, float, Ref)):
-            raise Differs
-        if len(self.values[mask.id].shape) > 2:
-            self._lead(self.values[scores].shape[:-2])
-        written.mask = WrittenMask(op, mask, hides, fill, self.factor)
-        if isinstance(fill, Ref) and self.factor != 1:
-            raise Differs
+            return None
+        tensor = next(words[name] for name in ("mask", "hidden", "shown") if name in words)
+        fill = Ref(words["filler"]) if "filler" in words else words.get("fill")
+        if isinstance(fill, Ref) and (self.values[fill.id].elements != 1 or self.factor != 1):
+            return None
+        if len(self.values[tensor].shape) > 2 and not self._lead(self.values[scores].shape[:-2]):
+            return None
+        hides = "hidden" in words
+        written.mask = WrittenMask(words["op"], Ref(tensor), hides, fill, self.factor)
         self.factor = 1.0
         return scores
 
-    def _number(self, item: Ref) -> float | Ref:
-        """What a tensor of one element holds, where an op says so; else the tensor."""
-        if self.values[item.id].elements != 1 or item.then or item.every:
-            raise Differs
-        op = self.places.kernel_of(item.id)
-        says = {"aten.scalar_tensor": "s", "aten.full": "fill_value"}
-        number = None if op is None else op.arguments.get(says.get(op.name, ""))
-        return float(number) if isinstance(number, (int, float)) else item
 
-    # -- readers -------------------------------------------------------------------------------
-
-    def _alone(self) -> bool:
-        """Whether nothing else reads what is made inside; what only they read joins them."""
-        inner = self.written.inner
-        inner |= self._rows_between(self._made(inner))
-        for storage in self._made(inner):
-            owner = self.places.made_by(storage)
-            if owner is None or owner.id not in inner or storage in self.places.shared:
-                return False
-            for reader in self.places.readers[storage]:
-                if reader.kind == "view":
-                    inner.add(reader.id)
-                elif reader.id not in inner and reader.id != self.last.id:
-                    return False
-        return True
-
-    def _made(self, inner: set[int]) -> set[int]:
-        ops = self.places.graph.ops
-        return {self.values[value].storage for index in inner for value in ops[index].outputs}
-
-    def _rows_between(self, made: set[int]) -> set[int]:
-        """Ops that lie between values made inside: those that make what is taken off each row."""
-        inner = self.written.inner
-        between: set[int] = set()
-        following = [
-            reader
-            for storage in made
-            for reader in self.places.readers[storage]
-            if reader.id not in inner and reader.id < self.last.id
-        ]
-        while following:
-            op = following.pop()
-            if op.id in between or op.id in inner or op.id >= self.last.id:
-                continue
-            rows = self.heads * self.queries
-            if any(self.values[v].elements != rows for v in op.outputs):
-                continue
-            between.add(op.id)
-            for storage in {self.values[v].storage for v in op.outputs}:
-                following += self.places.readers[storage]
-        return between
+def _only(place: StoragePlace, dim: int, size: int) -> bool:
+    """Whether a value differs along one dimension only, which has this size."""
+    if len(place.shape) < -dim or place.shape[dim] != size:
+        return False
+    at = len(place.shape) + dim
+    steps = place.steps
+    return all(step == 0 for d, step in enumerate(steps) if d != at) and (
+        size == 1 or steps[at] > 0
+    )

@@ -15,6 +15,7 @@ from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import over_link, total, vector
+from rooftrace.hardware.systems.records import torch_ops
 
 RESULTS = ("output", "outputs", "output_tensor", "output_tensors", "output_lists", "out")
 """Arguments that are written and not read."""
@@ -55,10 +56,7 @@ def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
     return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), Cost())
 
 
-@builtin("_c10d_functional.all_reduce", "_c10d_functional.all_reduce_",
-         "_c10d_functional.all_reduce_coalesced", "_c10d_functional.all_reduce_coalesced_",
-         "c10d.allreduce_", "c10d.allreduce_coalesced_", "symm_mem.two_shot_all_reduce_",
-         "symm_mem.two_shot_all_reduce_out", family="communication")
+@builtin(*torch_ops("all_reduce"), family="communication")
 def all_reduce(op: OpView) -> Cost:
     """Reduce-scatter, then all-gather: 2 (n - 1) / n of the buffer, and (n - 1) / n adds."""
     sources = _sources(op)
@@ -76,11 +74,7 @@ def one_shot_all_reduce(op: OpView) -> Cost:
     return vector(op, others * total(sources)) + links + _moved(op)
 
 
-@builtin("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.reduce_scatter_tensor_out",
-         "_c10d_functional.reduce_scatter_tensor_coalesced",
-         "_c10d_functional_autograd.reduce_scatter_tensor", "c10d.reduce_scatter_",
-         "c10d._reduce_scatter_base_", "c10d.reduce_scatter_tensor_coalesced_", "c10d.reduce_",
-         "symm_mem.reduce_scatter_out", family="communication")
+@builtin(*torch_ops("reduce_scatter", "reduce"), family="communication")
 def reduce_scatter(op: OpView) -> Cost:
     """(n - 1) / n of the input is sent, and as much added.  A reduction to one root sends as much
     in a ring, per device."""
@@ -88,41 +82,31 @@ def reduce_scatter(op: OpView) -> Cost:
     return vector(op, round(sent_share(op) * total(sources))) + _sent(op, sources) + _moved(op)
 
 
-@builtin("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_gather_into_tensor_out",
-         "_c10d_functional.all_gather_into_tensor_coalesced",
-         "_c10d_functional_autograd.all_gather_into_tensor", "c10d.allgather_",
-         "c10d._allgather_base_", "c10d.allgather_coalesced_",
-         "c10d.allgather_into_tensor_coalesced_", "symm_mem.multimem_all_gather_out",
-         family="communication")
+@builtin(*torch_ops("all_gather"), family="communication")
 def all_gather(op: OpView) -> Cost:
     """(n - 1) / n of the output passes through each device."""
     return _sent(op, _results(op)) + _moved(op)
 
 
-@builtin("_c10d_functional.all_to_all_single", "_c10d_functional_autograd.all_to_all_single",
-         "c10d.alltoall_base_", "c10d.alltoall_", "_dtensor.shard_dim_alltoall",
-         "symm_mem.all_to_all_vdev", "symm_mem.nvshmem_all_to_all", "c10d.gather_",
-         "c10d.gather_into_tensor_", family="communication")
+@builtin(*torch_ops("all_to_all", "gather"), family="communication")
 def all_to_all(op: OpView) -> Cost:
     """(n - 1) / n of the input is for others.  Over all devices this also holds for a gather."""
     return _sent(op, _sources(op)) + _moved(op)
 
 
-@builtin("_c10d_functional.broadcast", "_c10d_functional.broadcast_", "c10d.broadcast_",
-         "symm_mem.nvshmem_broadcast", family="communication")
+@builtin(*torch_ops("broadcast"), family="communication")
 def broadcast(op: OpView) -> Cost:
     """In a pipeline all devices but the last pass the buffer on: (n - 1) / n of it each."""
     return _sent(op, _sources(op)) + _moved(op)
 
 
-@builtin("c10d.scatter_", family="communication")
+@builtin(*torch_ops("scatter"), family="communication")
 def scatter(op: OpView) -> Cost:
     """The root sends n - 1 of n equal parts; every device gets one."""
     return _sent(op, _sources(op)) + _moved(op)
 
 
-@builtin("c10d.send", "c10d.recv_", "c10d.recv_any_source_", "_c10d_functional.isend",
-         "_c10d_functional.irecv", "_c10d_functional.batch_p2p_ops", family="communication")
+@builtin(*torch_ops("send", "recv"), "_c10d_functional.batch_p2p_ops", family="communication")
 def between_two(op: OpView) -> Cost:
     """The whole of the tensors goes over the link, and through memory once."""
     return sum((over_link(t, t.nbytes) for t in _sources(op)), Cost()) + op.read_all(_sources(op))
@@ -134,11 +118,10 @@ def check_for_nan(op: OpView) -> Cost:
     return vector(op, total(op.inputs)) + op.streamed()
 
 
-@builtin("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",
-         "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
-         "c10d.monitored_barrier_", "rooftrace.record_event", "rooftrace.wait_event",
-         "rooftrace.resize_storage", "rooftrace.free_storages", "rooftrace.bring_storages",
-         fusion="free", family="communication")
+@builtin(*torch_ops("barrier"), "_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",
+         "_c10d_functional._wrap_tensor_autograd", "rooftrace.record_event",
+         "rooftrace.wait_event", "rooftrace.resize_storage", "rooftrace.free_storages",
+         "rooftrace.bring_storages", fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing, nor does freeing."""
     return Cost()

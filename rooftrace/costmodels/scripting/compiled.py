@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from rooftrace._plain import Plain
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.hardware.units import plural
 from rooftrace.tracer.collectives import marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledPart:
+class CompiledPart(Plain):
     """What of a turn is compiled, beside all of it.  callables: what torch.compile was called on,
     of those that ran."""
 
@@ -52,7 +52,3 @@ class CompiledPart:
         left = f" and {more} more" if more > 0 else ""
         ops = f"{self.ops:,} of {plural(self.of_ops, 'op')}"
         return f"compiled: {share} % of FLOP, {ops}, in {names}{left}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """By the names of its fields."""
-        return asdict(self)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.estimating import Estimate, estimate
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnCost:
+class TurnCost(Plain):
     """Equal turns of a script.  Quantities are of one turn: FLOP, byte, second.
 
     parts: the estimate of each piece of a turn, and how often it runs.  A step with gradient
@@ -125,39 +126,27 @@ class TurnCost:
                 seconds[regime] += share * times  # type: ignore[assignment]
         return max(seconds, key=lambda regime: seconds[regime], default="")
 
-    def to_dict(self) -> dict[str, Any]:
-        """By the columns of `ScriptCost.to_frame`."""
-        low, high = self.t_interval or (None, None)
-        stretch = self.stretch
-        return {
-            "kind": self.kind,
-            "label": self.label,
-            "shape": list(stretch.shape),
-            "first": stretch.first,
-            "turns": self.turns,
-            "recorded": stretch.run,
-            "by_form": stretch.by_form,
-            "t_est": self.t_est,
-            "t_low": low,
-            "t_high": high,
-            "t_bound": self.t_bound,
-            "flops": self.flops,
-            "bytes_hbm": self.bytes_hbm,
-            "bytes_net": self.bytes_net,
-            "kernels": self.kernels,
-            "peak": self.peak,
-            "mfu": self.mfu,
-            "limit": self.limit,
-            "loading": self.loading,
-            "batches": stretch.batches,
-            "brought": stretch.brought,
-            "taken": stretch.taken,
-            "optimizers": "+".join(stretch.optimizers),
-            "pieces": [
-                {"graph": piece.graph, "times": piece.times, "t_est": step.t_est}
-                for piece, (step, _) in zip(stretch.pieces, self.parts, strict=True)
-            ],
-        }
+    @property
+    def _interval(self) -> tuple[float | None, float | None]:
+        return self.t_interval or (None, None)
+
+    @property
+    def _optimizers(self) -> str:
+        return "+".join(self.stretch.optimizers)
+
+    @property
+    def _pieces(self) -> list[dict[str, Any]]:
+        return [
+            {"graph": piece.graph, "times": piece.times, "t_est": step.t_est}
+            for piece, (step, _) in zip(self.stretch.pieces, self.parts, strict=True)
+        ]
+
+    KEYS = (
+        "kind label shape=stretch.shape first=stretch.first turns recorded=stretch.run "
+        "by_form=stretch.by_form t_est t_low=_interval.0 t_high=_interval.1 t_bound flops "
+        "bytes_hbm bytes_net kernels peak mfu limit loading batches=stretch.batches "
+        "brought=stretch.brought taken=stretch.taken optimizers=_optimizers pieces=_pieces"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +197,7 @@ def _together(rows: Sequence[TurnCost]) -> ShapeCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptCost(Shown):
+class ScriptCost(Plain, Shown):
     """A script on a chip: its turns, equal ones together, in the order in which they came.
 
     steps: the estimate of each graph of the script.
@@ -219,6 +208,13 @@ class ScriptCost(Shown):
     execution: ExecutionModel
     rows: tuple[TurnCost, ...]
     steps: tuple[Estimate, ...]
+
+    KEYS = (
+        "title script=script.name chip=chip.name execution=execution_name rank=script.rank "
+        "world=script.world ended=script.ended code=script.code compiled "
+        "seconds_here=script.seconds device_seconds loading_seconds turns=rows shapes=by_shape "
+        "emulated=script.said assumptions"
+    )
 
     @cached_property
     def steady(self) -> TurnCost | None:
@@ -295,28 +291,6 @@ class ScriptCost(Shown):
         import pandas
 
         return pandas.DataFrame.from_records(self.to_rows())
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: how the script ran, its turns, what was assumed."""
-        script = self.script
-        return {
-            "title": self.title,
-            "script": script.name,
-            "chip": self.chip.name,
-            "execution": self.execution_name,
-            "rank": script.rank,
-            "world": script.world,
-            "ended": script.ended,
-            "code": script.code,
-            "compiled": None if self.compiled is None else self.compiled.to_dict(),
-            "seconds_here": script.seconds,
-            "device_seconds": self.device_seconds,
-            "loading_seconds": self.loading_seconds,
-            "turns": [row.to_dict() for row in self.rows],
-            "shapes": [asdict(row) for row in self.by_shape()],
-            "emulated": dict(script.said),
-            "assumptions": list(self.assumptions()),
-        }
 
     def __repr__(self) -> str:
         steady = self.steady

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rooftrace._escapes import to_toml
+from rooftrace._escapes import toml_key
 from rooftrace.hardware.chip import FACT_UNITS, Chip, Fact
 from rooftrace.hardware.chipfile.reading import SPARSE, ChipFileError
 from rooftrace.hardware.facttables import fact_rows as rows_of, toml_sections
-
-
-def _toml_key(key: str) -> str:
-    bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if bare else to_toml(key)
 
 
 def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, str]:
@@ -51,6 +46,6 @@ def dump_chip(chip: Chip) -> str:
             rows["quoted"] = peak.quoted.text if inherits else quoted
         sections.append(("[[peak]]", rows))
     for name, fact in chip.measured.items():
-        key = f"[measured.{_toml_key(name)}]"
+        key = f"[measured.{toml_key(name)}]"
         sections.append((key, _fact_rows(fact, "value", None, f"measured {name}")))
     return toml_sections(sections)

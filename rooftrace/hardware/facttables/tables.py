@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from rooftrace._escapes import to_toml
+from rooftrace._escapes import to_toml, toml_key
 from rooftrace._reading import FileKind, text_of, toml_of
 from rooftrace.errors import hint
 from rooftrace.hardware import units
@@ -80,7 +80,7 @@ class FactTable:
         self.sources = sources
         self.failure = failure
         if not isinstance(table, dict):
-            raise failure(f"{self._where()}expected a table, found {toml_value(table):.200}")
+            raise failure(f"{self._where()}expected a table, found {to_toml(table):.200}")
         self.rest = dict(table)
 
     @classmethod
@@ -107,7 +107,7 @@ class FactTable:
 
     def error(self, key: str, value: object, expected: str) -> FactFileError:
         """The error about one value: its place, the value itself, and what was expected."""
-        return self.failure(f"{self._where(key)} = {toml_value(value):.200}: {expected}")
+        return self.failure(f"{self._where(key)} = {to_toml(value):.200}: {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
         """The text at `key`; without a default it must be there, and not be blank."""
@@ -223,20 +223,6 @@ class FactTable:
             )
 
 
-def toml_value(value: object) -> str:
-    """A value in TOML's notation, for files and for errors."""
-    if isinstance(value, str):
-        return to_toml(value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
-    if isinstance(value, dict):
-        inside = ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items())
-        return f"{{ {inside} }}"
-    return str(value)
-
-
 def fact_rows(
     fact: Fact, key: str, unit: str | None, place: str, failure: type[FactFileError]
 ) -> dict[str, str]:
@@ -244,7 +230,7 @@ def fact_rows(
     value = units.parse(fact.text, unit) if unit else units.parse_any(fact.text)[0]
     if value != fact.value:
         raise failure(
-            f"{place}: text {toml_value(fact.text)} is {value!r}, but the value is "
+            f"{place}: text {to_toml(fact.text)} is {value!r}, but the value is "
             f"{fact.value!r}: expected a text that says the value (see Fact.of and units.write)"
         )
     rows = {key: fact.text, "kind": fact.kind, "source": fact.source}
@@ -260,7 +246,7 @@ def toml_sections(sections: Iterable[tuple[str, Mapping[str, object]]]) -> str:
     return "\n".join(
         "".join(
             [f"{title}\n" if title else ""]
-            + [f"{key} = {toml_value(value)}\n" for key, value in rows.items()]
+            + [f"{toml_key(key)} = {to_toml(value)}\n" for key, value in rows.items()]
         )
         for title, rows in sections
     )

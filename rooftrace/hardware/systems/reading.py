@@ -266,7 +266,7 @@ def _collective(table: FactTable) -> CollectiveFit:
     problems = Problems()
     facts = _fit_facts(table, problems)
     facts["library"] = problems.of(table.choice, "library", LIBRARIES)
-    facts["op"] = problems.of(table.choice, "op", COLLECTIVES)
+    facts["op"] = problems.of(table.choice, "op", tuple(COLLECTIVES))
     facts["level"] = problems.of(table.text, "level")
     facts["fall"] = problems.of(_number, table, "fall", -2.0, 4.0, 0.0)
     facts["direct"] = problems.of(_number, table, "direct", 0.0, 2.0, 0.0)

@@ -14,6 +14,12 @@ from typing import Literal, get_args
 from rooftrace._shown import Shown, short
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import Chip, Fact, FactKind
+from rooftrace.hardware.systems.collectives import (
+    COLLECTIVES,
+    Pattern,
+    collective_kind,
+    torch_ops,
+)
 
 __all__ = [
     "COLLECTIVES",
@@ -22,38 +28,26 @@ __all__ = [
     "LEVEL_KINDS",
     "LIBRARIES",
     "CollectiveFit",
-    "CollectiveKind",
     "ExchangeFit",
     "ExchangeMode",
     "ExchangeWay",
     "Level",
     "LevelKind",
     "Library",
+    "Pattern",
     "System",
     "SystemSizeError",
+    "collective_kind",
+    "torch_ops",
 ]
 
 LevelKind = Literal["nvswitch", "nvlink", "pcie-shared", "fabric", "link"]
 Library = Literal["nccl", "custom", "vllm", "sglang", "trtllm", "gloo"]
-CollectiveKind = Literal[
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "barrier",
-]
 ExchangeMode = Literal["normal", "low-latency"]
 ExchangeWay = Literal["dispatch", "combine"]
 
 LEVEL_KINDS: tuple[LevelKind, ...] = get_args(LevelKind)
 LIBRARIES: tuple[Library, ...] = get_args(Library)
-COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
 EXCHANGE_WAYS: tuple[ExchangeWay, ...] = get_args(ExchangeWay)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from rooftrace._outputs import MARKS
+from rooftrace._outputs import TOML_MARK
 from rooftrace._writing import write_bytes
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import Fact
@@ -47,7 +47,7 @@ def dump_system(system: System, path: str | os.PathLike[str] | None = None) -> s
     sections += [("[[exchange]]", exchange_rows(fit)) for fit in system.exchanges]
     text = toml_sections(sections)
     if path is not None:
-        write_bytes(Path(path), f"{MARKS['toml']}{text}".encode())
+        write_bytes(Path(path), f"{TOML_MARK}{text}".encode())
     return text
 
 

@@ -16,15 +16,7 @@ from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES
 from rooftrace.measured.collectives.fitting import TimedCollective
 from rooftrace.measured.tables import tabular
 
-SPELLINGS = {
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "sendrecv": "send",
-    "send_recv": "send",
-}
+SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
 COLUMNS = ("op", "dtype", "ranks", "bytes", "seconds", "library")
 NEEDED = ("op", "ranks", "bytes", "seconds")
 _PROGRAM = re.compile(r"\b(\w+)_perf(?:_mpi)?\b")

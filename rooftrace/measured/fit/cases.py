@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
@@ -52,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors:
+class Errors(Plain):
     """Relative errors of predictions: (predicted - measured) / measured."""
 
     count: int  # predictions
@@ -62,10 +63,6 @@ class Errors:
     p90: float  # size that 90 % are below
     worst: float  # the largest, with its sign
     worst_case: str  # its name
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for files."""
-        return dict(vars(self))
 
 
 # -- from measurements ----------------------------------------------------------------------------

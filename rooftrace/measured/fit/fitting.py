@@ -18,7 +18,7 @@ from rooftrace.costmodels.intervals.residuals import FITTED
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors
-from rooftrace.measured.fit.freeknobs import ATTENTION, TILING, UNKNOWN, Space
+from rooftrace.measured.fit.freeknobs import TABLES, UNKNOWN, Space
 from rooftrace.measured.fit.leftout import (
     by_class,
     left_out,
@@ -162,9 +162,9 @@ def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[
     ]
     table = kernels[0].table
     if table.has_tiles and {"mm", "bmm"} & counts.keys():
-        names += [f"tiling.{number}" for number in TILING]
+        names += [f"tiling.{number}" for number in TABLES["tiling"]]
     if table.has_attention_blocks and "attention" in counts:
-        names += [f"attention.{number}" for number in ATTENTION]
+        names += [f"attention.{number}" for number in TABLES["attention"]]
     space = Space(start, names, table.chip, alone=True)
     knobs, parameters, _ = _solved(space, Stack(kernels, start))
     return knobs, tuple(parameter for parameter in parameters if parameter.identified)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.kernels import attention_knobs
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs import Knobs, numbers
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit.cases import CalibrationError, Stack
@@ -19,31 +18,28 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-STEP = ("pace", "compute", "memory", "cache", "overlap", "launch", "dispatch", "layout")
+LAYOUT, LAYOUT_PRIOR = "layout", 0.5
+"""One factor on the layout copies of all classes, and how far it usually is from 1: a guess."""
+STEP = (*(item.name for item, facts in numbers.knobs_of(Knobs) if facts.prior), LAYOUT)
 """Knobs of a whole chip that a fit can free (pace is one factor on all of them); beside them
 "tiling.prologue" and its like, "attention.start" and its like, and "mm.compute", "layer
-norm.memory" ...: the shares of a class."""
-TILING = ("prologue", "split", "feed", "busy")
-ATTENTION = {
-    "products": 1.0, "convert": 0.5, "stream": 1.0,
-    "start": 1e-6, "combine": 3e-6, "prepare": 3e-6, "request": 1e-8,
-}  # fmt: skip
-"""Numbers of attention kernels, and where a fit begins that is given none."""
-_PRIORS = {
-    "pace": 0.2, "compute": 0.2, "memory": 0.2, "cache": 0.7, "overlap": 0.4, "launch": 0.7,
-    "dispatch": 0.7, "layout": 0.5, "tiling": 1.0, "attention": 1.0, "share": 0.15, "alone": 0.8,
-}  # fmt: skip
-"""Standard deviation of the logarithm of a knob around its start, before anything is measured;
-"alone": of a share or a number of tiles where single kernels were.
+norm.memory" ...: the shares of a class.
 
-Those of pace, compute and memory are how far fitted numbers of GPUs scatter around the typical
-ones, as root mean square of the logarithm: pace 0.22, compute 0.20, memory 0.19, over seven fits to
-steps of image models (timm; RTX 3090 thrice, RTX 4090 twice, a card held to 300 W at 0.65 of its
-rates) and language models on A100.  Those of the others are guesses: steps of large batches do not
-tell them."""
-_ON_CPU = {"pace": 0.4, "memory": 0.4}
-"""Those that differ on CPUs: twelve fits to halves of this project's own runs are 0.38 around the
-typical memory, and 0.09 around the typical compute, all on one machine."""
+What a knob's declaration has as `prior` is the standard deviation of its logarithm around its
+start, before anything is measured.  Those of pace, compute and memory are how far fitted numbers of
+GPUs scatter around the typical ones, as root mean square of the logarithm: pace 0.22, compute 0.20,
+memory 0.19, over seven fits to steps of image models (timm; RTX 3090 thrice, RTX 4090 twice, a card
+held to 300 W at 0.65 of its rates) and language models on A100.  On CPUs, twelve fits to halves of
+this project's own runs are 0.38 around the typical memory, and 0.09 around the typical compute, all
+on one machine.  Those of the others are guesses: steps of large batches do not tell them."""
+TABLES: Mapping[str, tuple[str, ...]] = {
+    name: tuple(item.name for item, facts in numbers.knobs_of(record) if facts.prior)
+    for name, record in (("tiling", numbers.Tiling), ("attention", numbers.AttentionKnobs))
+}
+"""Numbers of tiles and of attention kernels that a fit can free."""
+_SHARES = tuple(item.name for item, facts in numbers.knobs_of(numbers.Share) if facts.prior)
+_ALONE = 0.8
+"""The prior of a share or a number of tiles where single kernels were measured."""
 _NOISE = 0.1
 """Standard deviation of the logarithm of a measurement over a good prediction: of steps of image
 models that a fit had not seen, on three GPUs, it is 0.08 to 0.12."""
@@ -52,9 +48,7 @@ _NOISE_CASES = 2.0
 """Measurements that this first guess counts for beside those of a fit."""
 UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
-_START = {"launch": 3e-6, "dispatch": 8e-6, "cache": 3.0}
 _CLOSE = 1e-4  # of its own size, a step of the solver is the last
-_MOST_OVERLAP = 20.0
 
 
 class Space:
@@ -62,77 +56,45 @@ class Space:
 
     def __init__(self, start: Knobs, names: Sequence[str], chip: Chip, alone: bool = False) -> None:
         self.start, self.names, self.chip, self.alone = start, list(names), chip, alone
-        self.starts = [self._start(name) for name in names]
-        cpu = _ON_CPU if chip.kind == "cpu" else {}
+        self._paths = [_path(name) for name in names]
+        if any(path.startswith("attention.") for path in self._paths):
+            start = replace(start, attention=attention_knobs(start.attention, chip))
+        self._begin = start
+        self._facts = [_facts(start, path) for path in self._paths]
+        self.starts = [
+            self._start(path, facts) for path, facts in zip(self._paths, self._facts, strict=True)
+        ]
+        cpu = chip.kind == "cpu"
         self.priors = [
-            _PRIORS["alone"] if alone else cpu.get(name, self._prior(name)) for name in names
+            _ALONE if alone else float((cpu and facts.on_cpu) or facts.prior or 0.0)
+            for facts in self._facts
         ]
 
-    def _start(self, name: str) -> float:
-        kind, dot, number = name.rpartition(".")
-        if name == "layout":
+    def _start(self, path: str, facts: numbers.KnobFacts) -> float:
+        """The number of a knob, or where a fit begins where it is as if it were not there."""
+        if path == LAYOUT:
             return 1.0
-        if name == "overlap":
-            return min(self.start.overlap, _MOST_OVERLAP)
-        if name == "launch":
-            return self.start.launch or self.chip.kernel_gap.value or _START[name]
-        if name == "dispatch":
-            return self.start.dispatch or self.chip.dispatch_eager.value or _START[name]
-        if name == "cache":
-            return self.start.cache if self.start.cache > 1 else _START[name]
-        if name in STEP:
-            return float(getattr(self.start, name))
-        if kind == "tiling" and number in TILING:
-            value = float(getattr(self.start.tiling, number))
-            usual = {"prologue": 200.0, "split": 2e-6, "feed": 1.0, "busy": 1.3}[number]
-            return value if 0 < value < math.inf else usual
-        if kind == "attention" and number in ATTENTION:
-            numbers = attention_knobs(self.start.attention, self.chip)
-            return float(getattr(numbers, number)) or ATTENTION[number]
-        if dot and kind in CLASSES and number in ("compute", "memory"):
-            return float(getattr(self.start.share(kind), number))
-        raise CalibrationError(
-            f"free knob {name!r}: expected one of {', '.join(STEP)}, "
-            f"{', '.join(f'tiling.{t}' for t in TILING)}, "
-            f"{', '.join(f'attention.{a}' for a in ATTENTION)}, or a class and a number such as "
-            f"'mm.compute' or 'layer norm.memory' (classes: {'; '.join(CLASSES)})"
-        )
-
-    @staticmethod
-    def _prior(name: str) -> float:
-        if name in _PRIORS:
-            return _PRIORS[name]
-        kind, _, number = name.rpartition(".")
-        table = kind == "tiling" or (kind == "attention" and number in ATTENTION)
-        return _PRIORS[kind if table else "share"]
+        value = _number(self._begin, path)
+        if not value or value == facts.default:
+            of_chip = getattr(self.chip, facts.of_chip).value if facts.of_chip else None
+            value = of_chip or facts.start or facts.default
+        return min(float(value), facts.fitted)
 
     def knobs(self, vector: Any) -> Knobs:
         """The knobs at a point."""
-        knobs = self.start
-        tiling, attention = knobs.tiling, knobs.attention
-        shares: dict[str, dict[str, float]] = defaultdict(dict)
-        for name, start, move in zip(self.names, self.starts, vector, strict=True):
-            value = start * math.exp(min(max(float(move), -6.0), 6.0))
-            kind, _, number = name.rpartition(".")
-            if name == "layout":
-                shares["layout"] |= {
-                    k: s.layout * value for k, s in self.start.shares.items() if s.layout
-                }
-            elif name == "overlap":
-                knobs = replace(knobs, overlap=min(max(value, 1.0), _MOST_OVERLAP))
-            elif name == "cache":
-                knobs = replace(knobs, cache=max(value, 1.0))
-            elif name in STEP:
-                change: dict[str, Any] = {name: value}
-                knobs = replace(knobs, **change)
-            elif kind == "tiling":
-                tile: dict[str, Any] = {number: value}
-                tiling = replace(tiling, **tile)
-            elif kind == "attention" and number in ATTENTION:
-                attention = replace(attention_knobs(attention, self.chip), **{number: value})
+        values: dict[str, float] = {}
+        for path, facts, start, move in zip(
+            self._paths, self._facts, self.starts, vector, strict=True
+        ):
+            factor = math.exp(min(max(float(move), -6.0), 6.0))
+            if path == LAYOUT:
+                for kind, share in self.start.shares.items():
+                    if share.layout:
+                        values[f"shares.{kind}.layout"] = share.layout * factor
             else:
-                shares[number][kind] = value
-        return replace(knobs.with_shares(**shares), tiling=tiling, attention=attention)
+                values[path] = min(max(start * factor, facts.least), facts.fitted)
+        knobs: Knobs = numbers.with_numbers(self._begin, values, missing=numbers.PLAIN)
+        return knobs
 
     def solve(self, stack: Stack) -> tuple[Array, Array, Array]:
         """The fitted vector, standard errors of the logarithms, and their covariance."""
@@ -159,6 +121,33 @@ class Space:
             noise = _noise(off, len(self.names))
         covariance = np.linalg.pinv(solution.jac.T @ solution.jac)
         return vector, np.sqrt(np.diag(covariance)), covariance
+
+
+def _path(name: str) -> str:
+    """The path of a knob in its record.  Raises CalibrationError for a name that is none."""
+    kind, dot, number = name.rpartition(".")
+    if name in STEP or number in TABLES.get(kind, ()):
+        return name
+    if dot and kind in CLASSES and number in _SHARES:
+        return f"shares.{name}"
+    tables = (f"{table}.{number}" for table, names in TABLES.items() for number in names)
+    raise CalibrationError(
+        f"free knob {name!r}: expected one of {', '.join(STEP)}, {', '.join(tables)}, or a class "
+        f"and a number such as 'mm.compute' or 'layer norm.memory' (classes: {'; '.join(CLASSES)})"
+    )
+
+
+def _number(knobs: Knobs, path: str) -> Any:
+    """The number at a path; of a class that has no share of its own, that of `Knobs.share`."""
+    kind = path.removeprefix("shares.").rpartition(".")[0]
+    record, name = numbers.place_of(knobs, path, missing=knobs.share(kind))
+    return getattr(record, name)
+
+
+def _facts(knobs: Knobs, path: str) -> numbers.KnobFacts:
+    """What the declaration of a knob says of it."""
+    facts = numbers.facts_of(knobs, path, missing=numbers.PLAIN) if path != LAYOUT else None
+    return facts or numbers.KnobFacts(prior=LAYOUT_PRIOR)
 
 
 def _noise(off: Array, free: int) -> float:

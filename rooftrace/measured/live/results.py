@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_share, format_time
@@ -67,7 +67,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffKernel:
+class OffKernel(Plain):
     """Equal kernels of a step that took far longer than expected."""
 
     name: str
@@ -79,6 +79,8 @@ class OffKernel:
     expected: float  # s
     reason: str  # why, as far as the numbers show
 
+    KEYS = "* lost"
+
     @property
     def lost(self) -> float:
         """Seconds of a step beyond the expected ones."""
@@ -86,7 +88,7 @@ class OffKernel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveResult(Shown):
+class LiveResult(Plain, Shown):
     """A loop beside its prediction; print() shows it."""
 
     chip: Chip
@@ -103,32 +105,15 @@ class LiveResult(Shown):
     notes: tuple[str, ...] = ()  # what was not counted, and what is assumed
     validation: Validation | None = field(default=None, repr=False)  # of the profiled steps
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for files: seconds, bytes, FLOP; null is what is not known."""
-        return {
-            "schema": SCHEMA,
-            "chip": self.chip.name,
-            "execution": self.execution,
-            "device": self.device,
-            **{name: _plain(value) for name, value in asdict(self.figures).items()},
-            "flops_per_s": self.figures.flops_per_s,
-            "bytes_per_s": self.figures.bytes_per_s,
-            "median_s": self.median,
-            "warmups": self.warmups,
-            "profiled": self.profiled,
-            "off": [{**asdict(kernel), "lost": kernel.lost} for kernel in self.off],
-            "typical_ratio": self.typical,
-            "outside_graph_s": dict(self.outside_graph),
-            "matched_share": self.matched,
-            "notes": list(self.notes),
-        }
+    schema = SCHEMA
+    KEYS = (
+        "schema chip=chip.name execution device **figures flops_per_s=figures.flops_per_s "
+        "bytes_per_s=figures.bytes_per_s median_s=median warmups profiled off "
+        "typical_ratio=typical outside_graph_s=outside_graph matched_share=matched notes"
+    )
 
     def __repr__(self) -> str:
         figures = self.figures
         time = "no step timed" if figures.seconds is None else format_time(figures.seconds)
         mfu = "" if figures.mfu is None else f", MFU {format_share(figures.mfu)}"
         return short(self, f"{figures.steps:,} steps on {self.chip.name}: {time}{mfu}")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

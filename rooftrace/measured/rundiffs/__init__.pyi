@@ -1,4 +1,4 @@
-from rooftrace.measured.rundiffs import limits as limits, rundiff as rundiff
+from rooftrace.measured.rundiffs import metrics as metrics, rundiff as rundiff
 from rooftrace.measured.rundiffs.diffing import (
     RunQuestion as RunQuestion,
     diff_runs as diff_runs,

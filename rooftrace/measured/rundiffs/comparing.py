@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
-from rooftrace.measured.rundiffs.limits import METRICS
+from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.measured.rundiffs.noise import noise_of
 from rooftrace.measured.rundiffs.pairs import KernelPair, paired
 from rooftrace.measured.rundiffs.rundiff import (
@@ -26,12 +25,12 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
 
     Every kernel of both is in one row, so that rows add up to the total `work`.
     """
-    sums: dict[Hashable, _Sums] = {}
+    folded: dict[Hashable, list[KernelPair]] = defaultdict(list)
     steps = (before.timed, after.timed)
     for pair in paired(before, after):
-        sums.setdefault(_fold(pair), _Sums(steps)).add(pair)
-    rows = sorted((_row(of_pairs) for of_pairs in sums.values()), key=_importance)
-    known = any(row.module for row in rows)
+        folded[_fold(pair)].append(pair)
+    rows = [(_row(pairs, steps), pairs) for pairs in folded.values()]
+    known = any(row.module for row, _ in rows)
     return StepDiff(
         label=label,
         steps=(before.steps, after.steps),
@@ -39,9 +38,9 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
         on_device=before.on_device and after.on_device,
         timed_inside=before.middle == after.middle == "mean",
         totals=_totals(before, after),
-        rows=tuple(rows),
-        modules=_groups(sums.values(), lambda row: row.module or NO_MODULE) if known else (),
-        families=_groups(sums.values(), lambda row: row.family),
+        rows=tuple(sorted((row for row, _ in rows), key=_importance)),
+        modules=_groups(rows, steps, lambda row: row.module or NO_MODULE) if known else (),
+        families=_groups(rows, steps, lambda row: row.family),
         notes=tuple(_notes(before, after)),
     )
 
@@ -64,25 +63,28 @@ def _totals(before: MeasuredSide, after: MeasuredSide) -> dict[str, MeasuredChan
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Sums:
-    """Equal pairs of kernels, added up step by step."""
+def _kernels(pairs: Iterable[KernelPair], side: int) -> list[MeasuredKernel]:
+    """All kernels of a side."""
+    return [kernel for pair in pairs for kernel in (pair.was, pair.now)[side]]
 
-    steps: tuple[int, int]  # measured before and after
-    pairs: list[KernelPair] = field(default_factory=list)
 
-    def add(self, pair: KernelPair) -> None:
-        """One more pair."""
-        self.pairs.append(pair)
+def _time(pairs: Sequence[KernelPair], steps: tuple[int, int]) -> MeasuredChange:
+    """Seconds of all kernels in a step; steps: measured before and after."""
+    before, after = (
+        [sum(values) for values in zip(*(k.seconds for k in _kernels(pairs, side)), strict=True)]
+        or [0.0] * steps[side]
+        for side in (0, 1)
+    )
+    return MeasuredChange(
+        before=middle_of(before, "mean"),
+        after=middle_of(after, "mean"),
+        noise=noise_of(before, after),
+    )
 
-    def kernels(self, side: int) -> list[MeasuredKernel]:
-        """All kernels of a side."""
-        return [kernel for pair in self.pairs for kernel in (pair.was, pair.now)[side]]
 
-    def seconds(self, side: int) -> list[float]:
-        """Seconds of a side in each of its steps."""
-        columns = [kernel.seconds for kernel in self.kernels(side)]
-        return [sum(values) for values in zip(*columns, strict=True)] or [0.0] * self.steps[side]
+def _count(pairs: Sequence[KernelPair]) -> MeasuredChange:
+    """Launches of all kernels in a step."""
+    return MeasuredChange(*(sum(k.count for k in _kernels(pairs, side)) for side in (0, 1)))
 
 
 def _fold(pair: KernelPair) -> Hashable:
@@ -96,16 +98,12 @@ def _fold(pair: KernelPair) -> Hashable:
     )
 
 
-def _row(sums: _Sums) -> KernelChange:
-    pair = sums.pairs[0]
+def _row(pairs: Sequence[KernelPair], steps: tuple[int, int]) -> KernelChange:
+    pair = pairs[0]
     was, now = pair.before, pair.after
     first = now or was
     assert first is not None
-    time = _change(sums.seconds(0), sums.seconds(1))
-    count = MeasuredChange(
-        before=sum(kernel.count for kernel in sums.kernels(0)),
-        after=sum(kernel.count for kernel in sums.kernels(1)),
-    )
+    time, count = _time(pairs, steps), _count(pairs)
     names = (tuple(kernel.name for kernel in pair.was), tuple(kernel.name for kernel in pair.now))
     sizes = (was.sizes if was else "", now.sizes if now else "")
     return KernelChange(
@@ -119,15 +117,7 @@ def _row(sums: _Sums) -> KernelChange:
         kernels=names,
         count=count,
         time=time,
-        places=len(sums.pairs),
-    )
-
-
-def _change(before: Sequence[float], after: Sequence[float]) -> MeasuredChange:
-    return MeasuredChange(
-        before=middle_of(before, "mean"),
-        after=middle_of(after, "mean"),
-        noise=noise_of(before, after),
+        places=len(pairs),
     )
 
 
@@ -166,23 +156,16 @@ def _importance(row: KernelChange) -> tuple[bool, float, float, str, str]:
 
 
 def _groups(
-    sums: Iterable[_Sums], name_of: Callable[[KernelChange], str]
+    rows: Iterable[tuple[KernelChange, Sequence[KernelPair]]],
+    steps: tuple[int, int],
+    name_of: Callable[[KernelChange], str],
 ) -> tuple[GroupChange, ...]:
-    grouped: dict[str, _Sums] = {}
-    counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for own in sums:
-        name = name_of(_row(own))
-        grouped.setdefault(name, _Sums(own.steps)).pairs.extend(own.pairs)
-    for name, own in grouped.items():
-        for side in (0, 1):
-            counts[name][side] = sum(kernel.count for kernel in own.kernels(side))
+    grouped: dict[str, list[KernelPair]] = defaultdict(list)
+    for row, pairs in rows:
+        grouped[name_of(row)] += pairs
     groups = [
-        GroupChange(
-            name=name,
-            time=_change(own.seconds(0), own.seconds(1)),
-            count=MeasuredChange(before=counts[name][0], after=counts[name][1]),
-        )
-        for name, own in grouped.items()
+        GroupChange(name=name, time=_time(pairs, steps), count=_count(pairs))
+        for name, pairs in grouped.items()
     ]
     return tuple(sorted(groups, key=lambda group: (-abs(group.time.delta), group.name)))
 

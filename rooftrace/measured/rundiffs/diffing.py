@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -29,6 +29,7 @@ from rooftrace.measured.rundiffs.sides import MeasuredSide, equal_as_one
 from rooftrace.measured.rundiffs.traceside import GraphPlace, side_of_trace
 from rooftrace.measured.runs import ModelRow, Run
 from rooftrace.measured.traces import Trace
+from rooftrace.tracer.changes.aligning import Pairing
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -140,6 +141,13 @@ def _check_devices(before: Trace, after: Trace, labels: Sequence[str]) -> None:
 # -- rows of runs ----------------------------------------------------------------------------------
 
 _Rows: TypeAlias = "tuple[ModelRow | None, ModelRow | None]"
+_KEYS: tuple[Callable[[ModelRow], Hashable], ...] = (
+    lambda row: row.key,
+    lambda row: (row.phase, tuple(row.sizes.items()), row.mode),
+    lambda row: (row.phase, tuple(row.sizes.items())),
+    lambda row: row.phase,
+)
+"""What two rows of a step have in common that each run has alone: all, or less."""
 
 
 def _paired_rows(
@@ -150,38 +158,33 @@ def _paired_rows(
     Rows pair by key, then by phase, sizes and mode, then by phase.  A trace has no rows: beside it
     a run has one.
     """
-    left = [_rows(before, phases), _rows(after, phases)]
-    pairs: list[_Rows] = []
+    rows = _rows(before, phases), _rows(after, phases)
     if isinstance(before, Run) and isinstance(after, Run):
-        keys: tuple[Callable[[ModelRow], object], ...] = (
-            lambda row: row.key,
-            lambda row: (row.phase, tuple(row.sizes.items()), row.mode),
-            lambda row: (row.phase, tuple(row.sizes.items())),
-            lambda row: row.phase,
-        )
-        for key in keys:
-            for row in left[0][:]:
-                same = [[r for r in rows if key(r) == key(row)] for rows in left]
-                if len(same[0]) == len(same[1]) == 1:
-                    pairs.append((row, same[1][0]))
-                    left[0].remove(row)
-                    left[1].remove(same[1][0])
+        pairing = Pairing(*(range(len(each)) for each in rows))
+        for key in _KEYS:
+            keys = [[key(row) for row in each] for each in rows]
+            pairing.by(keys[0].__getitem__, keys[1].__getitem__, alone=True)
         has_operations = bool({r.key for r in before.micro} & {r.key for r in after.micro})
-        if not pairs and not has_operations:
-            listed = [", ".join(row.key for row in rows) or "none" for rows in left]
+        if not pairing.pairs and not has_operations:
+            listed = [", ".join(row.key for row in each) or "none" for each in rows]
             raise MeasuredRequestError(
                 f"the two runs have no step in common: before has {listed[0]}, after {listed[1]}"
             )
-        if len(left[0]) == len(left[1]) == 1 and not pairs:
-            pairs, left = [(left[0][0], left[1][0])], [[], []]
-        return pairs, (tuple(r.key for r in left[0]), tuple(r.key for r in left[1]))
-    for rows in left:
-        if len(rows) > 1:
+        if len(rows[0]) == len(rows[1]) == 1 and not pairing.pairs:
+            pairing.pair(0, 0)
+        pairs: list[_Rows] = [(rows[0][pair.before], rows[1][pair.after]) for pair in pairing.pairs]
+        first, second = (
+            tuple(each[number].key for number in left)
+            for each, left in zip(rows, pairing.left, strict=True)
+        )
+        return pairs, (first, second)
+    for each in rows:
+        if len(each) > 1:
             raise MeasuredRequestError(
-                f"a trace is of one step, and the run beside it has {len(rows)}: "
-                f"{', '.join(row.key for row in rows[:6])}; choose with --phase, or compare runs"
+                f"a trace is of one step, and the run beside it has {len(each)}: "
+                f"{', '.join(row.key for row in each[:6])}; choose with --phase, or compare runs"
             )
-    return [(left[0][0] if left[0] else None, left[1][0] if left[1] else None)], ((), ())
+    return [(next(iter(rows[0]), None), next(iter(rows[1]), None))], ((), ())
 
 
 def _rows(measured: Trace | Run, phases: Sequence[str] | None) -> list[ModelRow]:
@@ -224,13 +227,13 @@ def _side(
     own = measured.graphs.get(row.key)
     graph = own if graphs is None else graphs.get(row.phase, _only(graphs))
     if graph is None:
-        return _Predicted(side=side_of_row(measured, row, label))
+        return _Predicted(side=side_of_row(measured, row))
     chip, reason = _chip(question, str(measured.device.get("name") or ""))
     if chip is None:
-        return _Predicted(side=side_of_row(measured, row, label, graph), reason=reason)
+        return _Predicted(side=side_of_row(measured, row, graph), reason=reason)
     model = question.execution or execution_model(row.mode)
     priced = estimate(graph, chip, model.as_called)
-    side = side_of_row(measured, row, label, priced.graph)
+    side = side_of_row(measured, row, priced.graph)
     by_path = row.source == "replay" and not row.kernels
     return _Predicted(side=side, estimate=priced, by_path=by_path)
 
@@ -256,7 +259,7 @@ def _of_trace(trace: Trace, label: str, graphs: Graphs | None, question: RunQues
         trace, lambda: graphs, chip or load_chip(_ANY), model, question.tell
     )
     alignment = match.alignment
-    side = side_of_trace(alignment.trace, label, _places(alignment), alignment.graph)
+    side = side_of_trace(alignment.trace, label, _places(alignment))
     estimated = None if chip is None else match.estimate
     return _Predicted(side=side, estimate=estimated, reason=reason, by_path=True)
 

@@ -7,13 +7,14 @@ then whatever is left of both stands for each other: one kernel in place of anot
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from rooftrace.measured.alignment import keys
+from rooftrace.measured.alignment import keys as alignment_keys
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
 from rooftrace.measured.rundiffs.sides import MeasuredCall, MeasuredKernel, MeasuredSide
+from rooftrace.tracer.changes.aligning import Pairing
 
 _Key = Callable[[MeasuredCall], Hashable]
 
@@ -59,18 +60,27 @@ def paired(before: MeasuredSide, after: MeasuredSide) -> list[KernelPair]:
     """Every kernel of both sides, each in one pair; the other way round it gives the same pairs."""
     if _order(after.calls) < _order(before.calls):
         return [KernelPair(p.after, p.before, p.now, p.was) for p in paired(after, before)]
+    calls = before.calls, after.calls
+    pairing = Pairing(*(range(len(side)) for side in calls))
     in_order = before.in_order and after.in_order
-    partner = _partners(before.calls, after.calls, in_order)
+    for number, key in enumerate(_PASSES):
+        keys = tuple([key(call) for call in side] for side in calls)
+        if in_order:
+            _between(pairing, keys)
+        if key in _MOVED or not in_order:
+            _anywhere(pairing, keys)
+        if number == 0 and len(pairing.pairs) == min(map(len, calls)):
+            break
+    partner = {pair.before: pair.after for pair in pairing.pairs}
     pairs: list[KernelPair] = []
-    taken = set(partner.values())
     for number, call in enumerate(before.calls):
         if number in partner:
             pairs += _inside(call, after.calls[partner[number]])
         else:
             pairs += [KernelPair(call, None, (kernel,), ()) for kernel in call.kernels]
-    for number, call in enumerate(after.calls):
-        if number not in taken:
-            pairs += [KernelPair(None, call, (), (kernel,)) for kernel in call.kernels]
+    for number in pairing.left[1]:
+        call = after.calls[number]
+        pairs += [KernelPair(None, call, (), (kernel,)) for kernel in call.kernels]
     return pairs
 
 
@@ -82,41 +92,29 @@ def _order(calls: Sequence[MeasuredCall]) -> list[tuple[object, ...]]:
     ]
 
 
-def _partners(
-    before: Sequence[MeasuredCall], after: Sequence[MeasuredCall], in_order: bool
-) -> dict[int, int]:
-    """The number of the call of `after` for a call of `before`."""
-    partner: dict[int, int] = {}
-    for number, key in enumerate(_PASSES):
-        have, wanted = [key(call) for call in before], [key(call) for call in after]
-        if in_order:
-            _between(partner, have, wanted)
-        if key in _MOVED or not in_order:
-            _anywhere(partner, have, wanted)
-        if number == 0 and len(partner) == min(len(before), len(after)):
-            break
-    return partner
+_Keys = tuple[Sequence[Hashable], ...]
+"""The keys of the things of either side, by their numbers."""
 
 
-def _between(partner: dict[int, int], have: Sequence[Hashable], wanted: Sequence[Hashable]) -> None:
-    """Pair what has no partner yet, in order, between calls that have one."""
-    taken = set(partner.values())
-    for mine, other in keys.gaps(_rising(partner), len(have), len(wanted)):
-        free = [i for i in mine if i not in partner]
-        open_ = [j for j in other if j not in taken]
-        if not free or not open_:
-            continue
+def _between(pairing: Pairing[int], keys: _Keys) -> None:
+    """Pair what has no partner yet, in order, between things that have one."""
+    left = pairing.left
+    for ranges in list(alignment_keys.gaps(_rising(pairing), *map(len, keys))):
+        free = [[i for i in part if i in side] for part, side in zip(ranges, left, strict=True)]
+        wanted = [[side[i] for i in each] for side, each in zip(keys, free, strict=True)]
         # Equal items are all that the search asks for.
-        a, b = [have[i] for i in free], [wanted[j] for j in open_]
-        for x, y in keys.common(a, b):  # type: ignore[arg-type]
-            partner[free[x]] = open_[y]
+        for x, y in alignment_keys.common(*wanted):  # type: ignore[arg-type]
+            pairing.pair(free[0][x], free[1][y])
 
 
-def _rising(partner: dict[int, int]) -> list[tuple[int, int]]:
+def _anywhere(pairing: Pairing[int], keys: _Keys) -> None:
+    """Pair what has no partner yet by its key alone, the first with the first."""
+    pairing.by(keys[0].__getitem__, keys[1].__getitem__)
+
+
+def _rising(pairing: Pairing[int]) -> list[tuple[int, int]]:
     """The longest part of the pairs in which both numbers rise."""
-    from bisect import bisect_left
-
-    pairs = sorted(partner.items())
+    pairs = sorted((pair.before, pair.after) for pair in pairing.pairs)
     ends: list[int] = []
     at: list[int] = []
     above: list[int] = []
@@ -136,20 +134,6 @@ def _rising(partner: dict[int, int]) -> list[tuple[int, int]]:
     return chain[::-1]
 
 
-def _anywhere(
-    partner: dict[int, int], have: Sequence[Hashable], wanted: Sequence[Hashable]
-) -> None:
-    """Pair what has no partner yet by its key alone, the first with the first."""
-    taken = set(partner.values())
-    free: dict[Hashable, list[int]] = defaultdict(list)
-    for number in reversed(range(len(wanted))):
-        if number not in taken:
-            free[wanted[number]].append(number)
-    for number, key in enumerate(have):
-        if number not in partner and free.get(key):
-            partner[number] = free[key].pop()
-
-
 def _inside(before: MeasuredCall, after: MeasuredCall) -> list[KernelPair]:
     """The kernels of two calls that are each other's.
 
@@ -157,17 +141,16 @@ def _inside(before: MeasuredCall, after: MeasuredCall) -> list[KernelPair]:
     one in place of the other.
     """
     was, now = before.kernels, after.kernels
-    partner: dict[int, int] = {}
-    for key in (lambda name: name, kernel_key):
-        have, wanted = ([(key(k.name), k.kind) for k in side] for side in (was, now))
-        _between(partner, have, wanted)
-        _anywhere(partner, have, wanted)
-    pairs = [KernelPair(before, after, (was[i],), (now[j],)) for i, j in partner.items()]
-    taken, rising = set(partner.values()), _rising(partner)
+    pairing = Pairing(range(len(was)), range(len(now)))
+    for name_of in (str, kernel_key):
+        keys = tuple([(name_of(k.name), k.kind) for k in side] for side in (was, now))
+        _between(pairing, keys)
+        _anywhere(pairing, keys)
+    pairs = [KernelPair(before, after, (was[i],), (now[j],)) for i, j, _ in pairing.pairs]
     i = j = 0
-    for end, other in [*rising, (len(was), len(now))]:
-        gone = tuple(was[k] for k in range(i, end) if k not in partner)
-        new = tuple(now[k] for k in range(j, other) if k not in taken)
+    for end, other in [*_rising(pairing), (len(was), len(now))]:
+        gone = tuple(was[k] for k in range(i, end) if k in pairing.left[0])
+        new = tuple(now[k] for k in range(j, other) if k in pairing.left[1])
         if gone and new:
             pairs.append(KernelPair(before, after, gone, new))
         else:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.findings.comparing import diff_estimates
+from rooftrace.costmodels.findings.diffs import diff_estimates
 from rooftrace.hardware.chipfile import chips_called
-from rooftrace.hardware.units import format_time
-from rooftrace.measured.rundiffs.limits import METRICS, written
+from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.measured.rundiffs.rundiff import (
     NO_MODULE,
     GroupChange,
@@ -19,6 +18,7 @@ from rooftrace.measured.rundiffs.rundiff import (
     StepDiff,
     ratio_of,
 )
+from rooftrace.tracer.changes.aligning import union
 from rooftrace.tracer.paths import pattern_of
 
 NEAR = (0.5, 2.0)
@@ -87,20 +87,17 @@ def _beside(
     root: str,
 ) -> tuple[GroupChange, ...]:
     """Groups with the predicted seconds of their kernels; those only predicted come last."""
-    sums = [_seconds(estimate.rows, names_of, root) for estimate in estimates]
-    here = {group.name for group in groups}
-    beside = [replace(group, predicted=_of(sums, group.name)) for group in groups]
+    first, second = (_seconds(estimate.rows, names_of, root) for estimate in estimates)
+    predicted = {
+        name: MeasuredChange(before, after) for name, before, after in union(first, second, 0.0)
+    }
     nothing = MeasuredChange(before=0.0, after=0.0)
+    beside = [replace(g, predicted=predicted.pop(g.name, nothing)) for g in groups]
     beside += [
-        GroupChange(name=name, time=nothing, count=nothing, predicted=_of(sums, name))
-        for name in dict.fromkeys((*sums[0], *sums[1]))
-        if name not in here
+        GroupChange(name=name, time=nothing, count=nothing, predicted=change)
+        for name, change in predicted.items()
     ]
     return tuple(beside)
-
-
-def _of(sums: Sequence[Mapping[str, float]], name: str) -> MeasuredChange:
-    return MeasuredChange(before=sums[0].get(name, 0.0), after=sums[1].get(name, 0.0))
 
 
 def _seconds(
@@ -160,9 +157,7 @@ def _disagreement(measured: MeasuredChange, predicted: MeasuredChange, whole: fl
 def _signed(metric: str, value: float) -> str:
     if not value:
         return "0"
-    sign = "+" if value > 0 else "-"
-    amount = format_time(abs(value)) if METRICS[metric] == "s" else written(metric, abs(value))
-    return f"{sign}{amount}"
+    return f"{'+' if value > 0 else '-'}{METRICS[metric].write(abs(value))}"
 
 
 def chip_for(device: str) -> tuple[str | None, str]:

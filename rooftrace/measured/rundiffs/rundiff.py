@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
-from rooftrace.measured.rundiffs.limits import METRICS, written
+from rooftrace.measured.rundiffs.metrics import METRICS
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.limits import broken
 
 SCHEMA = "rooftrace.rundiff/1"
+_UNITS = {"second": "s", "byte": "byte", "count": "launches"}
+"""Units of metrics, as JSON names them."""
 NO_MODULE = "(no module)"
 """The name of the group of kernels whose module is not known."""
-_ROUNDING = 1e-9
-"""Seconds of a trace are differences of large times, as floats."""
-
-
 _NEXT_TO_NONE = 1e-3
 """Share of a prediction: ratios to a smaller difference say nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredChange:
+@dataclass(frozen=True, slots=True)
+class MeasuredChange(Change):
     """One measured quantity of a step before and after (SI units)."""
 
-    before: float
-    after: float
+    rounding: ClassVar[float] = 1e-9
+    """Seconds of a trace are differences of large times, as floats."""
+
     noise: float | None = None  # half the 95 % interval of the difference; None: not known
 
-    @property
-    def delta(self) -> float:
-        """after - before; 0 where the two differ by rounding only."""
-        delta = self.after - self.before
-        return 0.0 if abs(delta) <= _ROUNDING * max(abs(self.before), abs(self.after)) else delta
-
-    @property
-    def relative(self) -> float | None:
-        """delta / before; None where before is 0 and after is not."""
-        if self.before:
-            return self.delta / self.before
-        return 0.0 if not self.after else None
+    KEYS = "before after delta relative noise within_noise"
 
     @property
     def within_noise(self) -> bool | None:
         """Whether the steps' own spread explains the difference; None where it is not known."""
         return None if self.noise is None else abs(self.delta) <= self.noise
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: SI numbers, the relative change as a fraction."""
-        return {
-            "before": self.before,
-            "after": self.after,
-            "delta": self.delta,
-            "relative": self.relative,
-            "noise": self.noise,
-            "within_noise": self.within_noise,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelChange:
+class KernelChange(Plain):
     """A kernel of a call, or equal ones of several layers, before and after."""
 
     # slower, faster, same, new, gone; replaced: by another kernel; resized: in the same time;
@@ -86,25 +65,9 @@ class KernelChange:
         first, second = (kernel_key(names[0]) if names else "" for names in self.kernels)
         return first, second
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "status": self.status,
-            "call": list(self.call),
-            "module": self.module,
-            "part": self.part,
-            "family": self.family,
-            "kind": self.kind,
-            "sizes": list(self.sizes),
-            "kernels": [list(names) for names in self.kernels],
-            "count": self.count.to_dict(),
-            "time": self.time.to_dict(),
-            "places": self.places,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupChange:
+class GroupChange(Plain):
     """All kernels of a module, or of a family, before and after."""
 
     name: str
@@ -112,24 +75,16 @@ class GroupChange:
     count: MeasuredChange  # launches in a step
     predicted: MeasuredChange | None = None  # s of its kernels; None: nothing was predicted
 
+    KEYS = "* ratio"
+
     @property
     def ratio(self) -> float | None:
         """Measured difference over the predicted one; None without a prediction, or one of 0."""
         return ratio_of(self.time, self.predicted)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "name": self.name,
-            "time": self.time.to_dict(),
-            "count": self.count.to_dict(),
-            "predicted": None if self.predicted is None else self.predicted.to_dict(),
-            "ratio": self.ratio,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Plain):
     """What was predicted for a step, before and after."""
 
     chips: tuple[str, str]
@@ -139,19 +94,16 @@ class Prediction:
     diff: Diff | None = None  # the cost of the two, where both are on one chip
     notes: tuple[str, ...] = ()  # where prediction and measurement disagree
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "chips": list(self.chips),
-            "executions": list(self.executions),
-            "time_is": "expected" if self.expected else "bound",
-            "totals": {name: change.to_dict() for name, change in self.totals.items()},
-            "notes": list(self.notes),
-        }
+    KEYS = "chips executions time_is totals notes"
+
+    @property
+    def time_is(self) -> str:
+        """What its seconds are: "expected", by knobs, or a "bound"."""
+        return "expected" if self.expected else "bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDiff:
+class StepDiff(Plain):
     """One measured step before and after."""
 
     label: str  # the key of its row; "step" of a trace
@@ -165,6 +117,15 @@ class StepDiff:
     families: tuple[GroupChange, ...]
     notes: tuple[str, ...] = ()
     prediction: Prediction | None = None
+
+    KEYS = (
+        "label steps devices seconds_of timed_inside totals rows modules families prediction notes"
+    )
+
+    @property
+    def seconds_of(self) -> str:
+        """Whose seconds the rows have."""
+        return "kernels" if self.on_device else "host calls"
 
     @property
     def changes(self) -> tuple[KernelChange, ...]:
@@ -181,25 +142,9 @@ class StepDiff:
         predicted = None if self.prediction is None else self.prediction.totals.get(metric)
         return ratio_of(self.totals[metric], predicted)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "label": self.label,
-            "steps": list(self.steps),
-            "devices": list(self.devices),
-            "seconds_of": "kernels" if self.on_device else "host calls",
-            "timed_inside": self.timed_inside,
-            "totals": {name: change.to_dict() for name, change in self.totals.items()},
-            "rows": [row.to_dict() for row in self.rows],
-            "modules": [module.to_dict() for module in self.modules],
-            "families": [family.to_dict() for family in self.families],
-            "prediction": None if self.prediction is None else self.prediction.to_dict(),
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunDiff(Shown):
+class RunDiff(Plain, Shown):
     """The difference of two measured runs, step by step."""
 
     names: tuple[str, str]
@@ -208,6 +153,16 @@ class RunDiff(Shown):
     only_before: tuple[str, ...] = ()  # rows that only one side has
     only_after: tuple[str, ...] = ()
     operations: Mapping[str, MeasuredChange] | None = None  # s of operations alone, of two runs
+
+    schema = SCHEMA
+    KEYS = (
+        "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps "
+        "operations"
+    )
+
+    @property
+    def _metrics(self) -> dict[str, str]:
+        return {name: _UNITS[metric.unit] for name, metric in METRICS.items()}
 
     @property
     def unchanged(self) -> bool:
@@ -224,27 +179,15 @@ class RunDiff(Shown):
 
         Raises FailOnError for a condition that cannot be read, and for a metric that no step has.
         """
-        from rooftrace.measured.rundiffs.limits import not_measured, parse_limit
+        places = [(f"{step.label}: measured ", step.totals) for step in self.steps]
+        return broken(self.limits(conditions), METRICS, places or [("", {})])
 
-        sentences = []
-        for metric, limit, relative, text in map(parse_limit, conditions):
-            if not any(metric in step.totals for step in self.steps):
-                raise not_measured(text, metric, {m for s in self.steps for m in s.totals})
-            for step in self.steps:
-                if metric not in step.totals:
-                    continue
-                change = step.totals[metric]
-                growth = change.delta
-                if relative:
-                    growth = math.inf if change.relative is None else change.relative
-                if growth > limit:
-                    amount = f"{growth:+.2%}" if relative else f"+{written(metric, growth)}"
-                    noise = " (within the noise of its steps)" if change.within_noise else ""
-                    sentences.append(
-                        f"{step.label}: measured {metric} grew by {amount}, more than {text!r} "
-                        f"allows{noise}"
-                    )
-        return sentences
+    @staticmethod
+    def limits(conditions: Sequence[str]) -> list[Limit]:
+        """The limits that conditions say.  Raises FailOnError."""
+        return [
+            Limit.parse(text, METRICS, "measured runs", example="idle>1 ms") for text in conditions
+        ]
 
     def __repr__(self) -> str:
         changes = [
@@ -253,22 +196,6 @@ class RunDiff(Shown):
             for step in self.steps
         ]
         return short(self, f"{self.names[0]} -> {self.names[1]}: {some(changes)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: SI numbers, relative changes as fractions; null is what is not known."""
-        return {
-            "schema": SCHEMA,
-            "before": self.names[0],
-            "after": self.names[1],
-            "kinds": list(self.kinds),
-            "metrics": dict(METRICS),
-            "only_before": list(self.only_before),
-            "only_after": list(self.only_after),
-            "steps": [step.to_dict() for step in self.steps],
-            "operations": None
-            if self.operations is None
-            else {key: change.to_dict() for key, change in self.operations.items()},
-        }
 
 
 def ratio_of(measured: MeasuredChange, predicted: MeasuredChange | None) -> float | None:

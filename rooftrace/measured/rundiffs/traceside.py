@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 from rooftrace.errors import ProfileError
 from rooftrace.hardware import units
@@ -21,7 +21,6 @@ from rooftrace.measured.rundiffs.modulepaths import module_paths
 from rooftrace.measured.rundiffs.sides import MeasuredCall, MeasuredKernel, MeasuredSide
 from rooftrace.measured.rundiffs.timeparts import host_figures, step_figures
 from rooftrace.measured.traces import Trace, TraceStep, records
-from rooftrace.tracer.graph import OpGraph
 
 _CALL = re.compile(r"\w+::\w+(\.\w+)?")
 """The name of an op of the dispatcher; ranges of autograd and of compiled code have others."""
@@ -43,40 +42,38 @@ _OPERANDS = 4
 """Operands of a call of which the sizes are kept."""
 
 
-class CallKey(NamedTuple):
-    """What a call is, but for its kernels."""
-
-    name: str
-    sizes: str
-    module: str
-    pattern: str
-    part: str
-    family: str
+_Kernels: TypeAlias = tuple[tuple[str, str], ...]
+"""The name and the kind of each kernel of a call."""
 
 
-@dataclass(slots=True)
-class _Instance:
+class _Instance(NamedTuple):
     """One call in one step."""
 
-    key: CallKey
-    kernels: tuple[tuple[str, str], ...]  # (name, kind)
-    seconds: list[float]  # of each kernel
+    call: MeasuredCall  # without its kernels
+    kernels: _Kernels
+    seconds: Sequence[float]  # of each kernel
 
 
-@dataclass(slots=True)
 class _Slot:
     """A place in the sequence of calls, over all steps."""
 
-    key: CallKey
-    kernels: tuple[tuple[str, str], ...]
-    seconds: list[list[float]] = field(default_factory=list)  # of each kernel in each step
-    calls: int = 0
+    def __init__(self, call: MeasuredCall, kernels: _Kernels, steps: int) -> None:
+        self.call, self.kernels, self.calls = call, kernels, 0
+        self.seconds = [[0.0] * steps for _ in kernels]
 
     def add(self, step: int, seconds: Sequence[float]) -> None:
         """The call of one step."""
         self.calls += 1
         for own, more in zip(self.seconds, seconds, strict=True):
             own[step] += more
+
+    def over(self, steps: int) -> MeasuredCall:
+        """The call with what its kernels took in each of so many steps."""
+        kernels = (
+            MeasuredKernel(name=name, kind=kind, count=self.calls / steps, seconds=tuple(seconds))
+            for (name, kind), seconds in zip(self.kernels, self.seconds, strict=True)
+        )
+        return replace(self.call, kernels=tuple(kernels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +89,10 @@ def side_of_trace(
     trace: Trace,
     label: str,
     places: Mapping[int, GraphPlace] | None = None,
-    graph: OpGraph | None = None,
 ) -> MeasuredSide:
     """The steps of a trace as one side.
 
-    places: of ops of the trace, by their index, in `graph`, the graph of what ran.  Raises
+    places: of ops of the trace, by their index, in the graph of what ran.  Raises
     ProfileError for a file of several ranks.
     """
     if trace.processes > 1:
@@ -115,14 +111,12 @@ def side_of_trace(
         if not trace.on_device:
             figure["kernels"] = sum(len(instance.kernels) for instance in step)
     return MeasuredSide(
-        label=label,
         device=units.listed(sorted(set(trace.devices.values()))) if trace.devices else "",
         on_device=trace.on_device,
         figures={name: tuple(f[name] for f in figures) for name in figures[0]},
         middle="mean",
         calls=folded(steps),
         notes=tuple(_notes(trace)),
-        graph=graph,
     )
 
 
@@ -197,8 +191,8 @@ class _StepReader:
                 (kernels.names.items[kernels.name[i]], records.KINDS[kernels.kind[i]])
                 for i in launched
             )
-            key = self._key(group, launched, named[0])
-            instances.append(_Instance(key, named, [kernels.duration[i] for i in launched]))
+            call = self._call(group, launched, named[0])
+            instances.append(_Instance(call, named, [kernels.duration[i] for i in launched]))
         return instances
 
     def _launch(self, kernel: int) -> tuple[float, int, float]:
@@ -215,8 +209,8 @@ class _StepReader:
             name = self._name(op)
             # What is around calls of the dispatcher counts without them.
             seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.own[op]
-            key = self._key(op, (), (name, "op"))
-            instances.append(_Instance(key, ((name, "op"),), [seconds]))
+            call = self._call(op, (), (name, "op"))
+            instances.append(_Instance(call, ((name, "op"),), [seconds]))
         return instances
 
     def spans(self, step: TraceStep) -> list[tuple[float, float]]:
@@ -228,9 +222,10 @@ class _StepReader:
         """Whether no other op is around it."""
         return self.trace.ops.parent[op] == records.NONE
 
-    def _key(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> CallKey:
+    def _call(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> MeasuredCall:
+        """A call without its kernels."""
         if op < 0:
-            return CallKey("", "", "", "", "", family_of_kernel(*kernel))
+            return MeasuredCall(name="", family=family_of_kernel(*kernel))
         ops = self.trace.ops
         place = self.places.get(op)
         if place is None:
@@ -238,7 +233,7 @@ class _StepReader:
             # In a graph paths have other names, so that those of classes would not fit beside.
             path, pattern = ("", "") if self.places else self.paths[stack]
             place = GraphPlace(path, pattern, self._family(op, launched, kernel))
-        return CallKey(
+        return MeasuredCall(
             name=self._name(op),
             sizes=self._sizes_of(ops.inputs[op]),
             module=place.module,
@@ -301,9 +296,9 @@ def _sized(shape: Sequence[object]) -> str:
 
 def folded(steps: Sequence[Sequence[_Instance]]) -> tuple[MeasuredCall, ...]:
     """The calls of all steps as one sequence; every second of every step is in it."""
-    identities = [tuple((one_call.key, one_call.kernels) for one_call in step) for step in steps]
+    identities = [tuple((each.call, each.kernels) for each in step) for step in steps]
     reference, _ = Counter(identities).most_common(1)[0]
-    slots = [_slot(key, kernels, len(steps)) for key, kernels in reference]
+    slots = [_Slot(call, kernels, len(steps)) for call, kernels in reference]
     extra: dict[tuple[int, object, int], _Slot] = {}
     for number, (step, own) in enumerate(zip(steps, identities, strict=True)):
         if own == reference:
@@ -320,23 +315,9 @@ def folded(steps: Sequence[Sequence[_Instance]]) -> tuple[MeasuredCall, ...]:
             seen[anchor, own[place]] += 1
             which = (anchor, own[place], seen[anchor, own[place]])
             if which not in extra:
-                extra[which] = _slot(instance.key, instance.kernels, len(steps))
+                extra[which] = _Slot(instance.call, instance.kernels, len(steps))
             extra[which].add(number, instance.seconds)
     placed = [(place, 0, slot) for place, slot in enumerate(slots)]
     placed += [(anchor, 1, slot) for (anchor, _, _), slot in extra.items()]
     placed.sort(key=lambda entry: entry[:2])
-    return tuple(_call(slot, len(steps)) for _, _, slot in placed)
-
-
-def _slot(key: CallKey, kernels: tuple[tuple[str, str], ...], steps: int) -> _Slot:
-    return _Slot(key, kernels, [[0.0] * steps for _ in kernels])
-
-
-def _call(slot: _Slot, steps: int) -> MeasuredCall:
-    return MeasuredCall(
-        **slot.key._asdict(),
-        kernels=tuple(
-            MeasuredKernel(name=name, kind=kind, count=slot.calls / steps, seconds=tuple(seconds))
-            for (name, kind), seconds in zip(slot.kernels, slot.seconds, strict=True)
-        ),
-    )
+    return tuple(slot.over(len(steps)) for _, _, slot in placed)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.hardware import Chip
@@ -27,7 +28,7 @@ LINES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCheck:
+class StepCheck(Plain):
     """One measured step beside its estimate."""
 
     label: str
@@ -41,6 +42,13 @@ class StepCheck:
     device_predicted: float  # s, `t_serial`
     peak: int | None = None  # byte, measured; None where the run does not say
     peak_predicted: int | None = None  # byte; None where none was measured
+
+    KEYS = (
+        "label group phase measured_s=measured predicted_s=predicted interval_s=interval error "
+        "inside regime_shares=shares device_measured_s=device "
+        "device_predicted_s=device_predicted peak_measured_bytes=peak "
+        "peak_predicted_bytes=peak_predicted peak_error"
+    )
 
     @property
     def line(self) -> str:
@@ -72,28 +80,9 @@ class StepCheck:
         """The regime with the largest share."""
         return max(self.shares, key=self.shares.__getitem__)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for files."""
-        return {
-            "label": self.label,
-            "group": self.group,
-            "phase": self.phase,
-            "measured_s": self.measured,
-            "predicted_s": self.predicted,
-            "interval_s": list(self.interval) if self.interval else None,
-            "error": self.error,
-            "inside": self.inside,
-            "regime_shares": dict(self.shares),
-            "device_measured_s": self.device,
-            "device_predicted_s": self.device_predicted,
-            "peak_measured_bytes": self.peak,
-            "peak_predicted_bytes": self.peak_predicted,
-            "peak_error": self.peak_error,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class NodeCheck:
+class NodeCheck(Plain):
     """One kernel of a step beside its measurement."""
 
     step: str  # label of its step
@@ -101,40 +90,35 @@ class NodeCheck:
     node: Node
     dram: float | None = None  # byte that counters saw; None where they did not see all of it
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for files."""
-        node, row = self.node, self.node.row
-        return {
-            "step": self.step,
-            "kernel": row.index,
-            "name": row.name,
-            "class": self.kind,
-            "module": row.module,
-            "family": row.family,
-            "part": row.part,
-            "count": row.count,
-            "ops": len(row.ops),
-            "ops_found": node.measured_ops,
-            "predicted_s": node.predicted,
-            "measured_s": node.measured,
-            "miss_s": None if node.measured is None else node.miss,
-            "regime": row.timing.regime,
-            "flops": row.flops_causal,
-            "hbm_bytes": row.bytes,
-            "dram_bytes": self.dram,
-            "kernels_launched": node.kernels,
-            "reason": node.reason,
-        }
+    KEYS = (
+        "step kernel=node.row.index name=node.row.name class=kind module=node.row.module "
+        "family=node.row.family part=node.row.part count=node.row.count ops "
+        "ops_found=node.measured_ops predicted_s=node.predicted measured_s=node.measured miss_s "
+        "regime=node.row.timing.regime flops=node.row.flops_causal hbm_bytes=node.row.bytes "
+        "dram_bytes=dram kernels_launched=node.kernels reason=node.reason"
+    )
+
+    @property
+    def ops(self) -> int:
+        """How many ops its kernel stands for."""
+        return len(self.node.row.ops)
+
+    @property
+    def miss_s(self) -> float | None:
+        """Measured seconds less the predicted ones; None where it was not found."""
+        return None if self.node.measured is None else self.node.miss
 
 
 @dataclass(frozen=True, slots=True)
-class ClassCheck:
+class ClassCheck(Plain):
     """All measured kernels of one class."""
 
     count: int  # launches
     predicted: float  # s
     measured: float  # s
     off: float  # s, the sum of |measured - predicted|
+
+    KEYS = "launches=count predicted_s=predicted measured_s=measured bias mean"
 
     @property
     def bias(self) -> float:
@@ -145,16 +129,6 @@ class ClassCheck:
     def mean(self) -> float:
         """Mean relative error of a kernel, weighted by its measured seconds."""
         return self.off / self.measured
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for files."""
-        return {
-            "launches": self.count,
-            "predicted_s": self.predicted,
-            "measured_s": self.measured,
-            "bias": self.bias,
-            "mean": self.mean,
-        }
 
 
 def step_check(

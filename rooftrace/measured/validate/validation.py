@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.hardware import Chip
@@ -29,7 +30,7 @@ _IN_JSON = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation(Shown):
+class Validation(Plain, Shown):
     """Measurements beside what was predicted for them."""
 
     kind: Records  # run, trace or steps
@@ -111,48 +112,40 @@ class Validation(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The contents of validation.json: seconds, bytes, errors as (predicted - measured) /
         measured; null is what was not measured."""
-        peaks = self.peak_errors
-        inside = self.inside
-        return {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            "source": Path(self.source).name,
-            "chip": self.chip.name,
-            "execution": self.execution,
-            "knobs": self.knobs or None,
-            "measured_steps": self.planned,
-            "compared_steps": len(self.steps),
-            "left_out": dict(self.failures),
-            "notes": list(self.notes),
-            "errors": {line: of_line.to_dict() for line, of_line in self.by_phase.items()},
-            "peak_memory_errors": peaks.to_dict() if peaks else None,
-            "inside_interval": {"steps": inside[0], "of": inside[1]} if inside else None,
-            "steps": [step.to_dict() for step in self.steps],
-            "ops": self._ops(),
-        }
+        return {**plain_record(self, self.KEYS), "source": Path(self.source).name}
 
+    KEYS = (
+        "schema kind source chip=chip.name execution knobs=_knobs measured_steps=planned "
+        "compared_steps=steps.__len__ left_out=failures notes errors=by_phase "
+        "peak_memory_errors=peak_errors inside_interval=_inside steps ops=_ops"
+    )
+    schema = SCHEMA
+
+    @property
+    def _knobs(self) -> str | None:
+        return self.knobs or None
+
+    @property
+    def _inside(self) -> dict[str, int] | None:
+        return dict(zip(("steps", "of"), self.inside, strict=True)) if self.inside else None
+
+    @property
     def _ops(self) -> dict[str, Any] | None:
         if not self.nodes:
             return None
-        strays = sorted(self.strays, key=lambda entry: -entry[1].seconds)
+        strays = sorted(self.strays, key=lambda entry: -entry[1].seconds)[:_IN_JSON]
         worst = sorted(self.nodes, key=lambda check: -abs(check.node.miss))
         return {
             "measured_s": self.op_seconds,
             "matched_s": self.op_matched,
             "matched_share": self.coverage,
-            "classes": {kind: check.to_dict() for kind, check in self.by_class.items()},
+            "classes": self.by_class,
             "nodes": len(self.nodes),
             "nodes_measured": sum(check.node.measured is not None for check in self.nodes),
-            "worst_nodes": [check.to_dict() for check in worst[:_IN_JSON]],
+            "worst_nodes": worst[:_IN_JSON],
             "not_in_graph": [
-                {
-                    "step": step,
-                    "name": stray.name,
-                    "shapes": [list(shape) for shape in stray.shapes],
-                    "count": stray.count,
-                    "measured_s": stray.seconds,
-                }
-                for step, stray in strays[:_IN_JSON]
+                {"step": step, **plain_record(stray, "name shapes count measured_s=seconds")}
+                for step, stray in strays
             ],
         }
 

@@ -17,6 +17,7 @@ from rooftrace._writing import write_bytes
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.findings.playback import Following, kernels_in_order
 from rooftrace.errors import RequestError
+from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.reporting.chakra import schema
 from rooftrace.reporting.chakra.ranks import groups_of, traced_rank
 from rooftrace.reporting.sections import Results
@@ -63,6 +64,11 @@ def write_traces(report: Results, folder: Path, every_rank: bool = False) -> lis
         written = save_chakra(report.estimate(phase), folder / prefix, every_rank)
         names += [path.name for path in written]
     return names
+
+
+def write_traces_of_all(report: Results, folder: Path) -> list[str]:
+    """The same, for every process of the mesh."""
+    return write_traces(report, folder, every_rank=True)
 
 
 def _files(estimate: Estimate, name: str, every_rank: bool) -> dict[str, bytes]:
@@ -170,8 +176,9 @@ def _exchanged(together: Collective, ranks: int, rank: int) -> dict[str, schema.
     """What a process exchanges; comm_size is what it puts in."""
     size = together.bytes // ranks if together.kind == "all_gather" else together.bytes
     facts: dict[str, schema.Attribute] = {"comm_size": size}
-    if together.kind in schema.COLLECTIVES:
-        return {"comm_type": schema.COLLECTIVES[together.kind], **facts}
+    number = COLLECTIVES[together.kind].chakra
+    if number is not None:
+        return {"comm_type": number, **facts}
     peer = -1 if together.peer is None else together.peer
     if peer < 0:
         return facts

@@ -13,19 +13,6 @@ VERSION = "1.0.0"
 
 COMP, SEND, RECV, COLLECTIVE = 4, 5, 6, 7
 """Types of nodes: kernels, and exchanges of two and of more processes."""
-COLLECTIVES: Mapping[str, int] = {
-    "all_reduce": 0,
-    "reduce": 1,
-    "all_gather": 2,
-    "gather": 3,
-    "scatter": 4,
-    "broadcast": 5,
-    "all_to_all": 6,
-    "reduce_scatter": 7,
-    "barrier": 9,
-}
-"""Numbers of collectives by kind."""
-
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
 """Wire types."""
 _DOUBLE_VAL, _INT32_VAL, _INT64_VAL, _UINT64_VAL, _BOOL_VAL, _STRING_VAL = 3, 7, 9, 13, 27, 29

@@ -42,6 +42,7 @@ from rooftrace.reporting.cli.solve_command import solve
 from rooftrace.reporting.cli.sweep_commands import sweep
 from rooftrace.reporting.cli.system_commands import systems
 from rooftrace.reporting.cli.weight_commands import inventory
+from rooftrace.reporting.requests.calls import CALLS
 
 __all__ = ["cli", "main", "run"]
 
@@ -152,8 +153,12 @@ def _end_orderly() -> None:
             signal.signal(number, end)
 
 
-_OPTIONS = {"inputs": "input", "phases": "phase", "repeats": "no-repeats"}
-"""Options whose names are not those of the arguments."""
+_OPTIONS = {"repeats": "no-repeats"} | {
+    each.name: each.spelled.removeprefix("--")
+    for each in CALLS["estimate"].options()
+    if each.name != "repeats"
+}
+"""Options by the names of arguments."""
 
 
 def _message(error: BaseException) -> str:

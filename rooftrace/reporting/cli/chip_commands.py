@@ -7,9 +7,8 @@ import sys
 import click
 
 import rooftrace as rt
-from rooftrace.reporting.cli.options import page_options
 from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.shared import write_result
+from rooftrace.reporting.cli.written import Written, results
 
 
 @click.group()
@@ -18,20 +17,20 @@ def chips() -> None:
 
 
 @chips.command("list")
-@page_options
-def chips_list(form: str | None, out: str | None) -> None:
+@results()
+def chips_list(written: Written) -> None:
     """Every chip with its dense peaks, memory and ridge point."""
     from rooftrace.reporting.text import list_of
 
-    write_result(list_of("chips"), form, out)
+    written.write(list_of("chips"))
 
 
 @chips.command("show")
 @click.argument("name")
-@page_options
-def chips_show(name: str, form: str | None, out: str | None) -> None:
+@results()
+def chips_show(name: str, written: Written) -> None:
     """Every fact of one chip (a name or a TOML path) with its source and kind."""
-    write_result(rt.load_chip(name), form, out)
+    written.write(rt.load_chip(name))
 
 
 @chips.command("lint")

@@ -9,33 +9,19 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.group_measuring import calibrate_groups, measure_groups
-from rooftrace.reporting.cli.options import (
-    FIGURES,
-    TARGET_HELP,
-    Commas,
-    calibration_options,
-    measured_options,
-    pricing_options,
-    rules_option,
-    timeline_option,
-    workload_options,
-)
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas, timeline_option
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
-from rooftrace.reporting.cli.shared import (
-    console,
-    load_executions,
-    load_rules,
-    once,
-    progress,
-    workload,
-    write_result,
-    write_timeline,
-)
+from rooftrace.reporting.cli.shared import console, once, progress, write_result, write_timeline
+from rooftrace.reporting.requests.calls import CALLS
+
+_HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
 
 
 @click.command()
@@ -114,19 +100,19 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
-    from rooftrace._outputs import MARKS
+    from rooftrace._outputs import TOML_MARK
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import devices, measure_chip
-    from rooftrace.reporting.text import renderable
+    from rooftrace.reporting.text import shown
 
     with progress():
         chip = measure_chip(device or devices.default_device(), budget, progress=tell)
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return
-    write_bytes(Path(str(out)), f"{MARKS['toml']}{dump_chip(chip)}".encode())
-    console().print(renderable(chip))
+    write_bytes(Path(str(out)), f"{TOML_MARK}{dump_chip(chip)}".encode())
+    console().print(shown(chip, "rich"))
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
@@ -138,34 +124,17 @@ def _measure_chip(
     metavar="TARGET",
     help="Measure this target here and now, with random weights, and calibrate by it.",
 )
-@calibration_options
-@click.option(
-    "--counters",
-    metavar="FILE",
-    help="DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, LIKWID.",
+@asks(
+    "calibrate",
+    chip="The chip that the steps were measured on; default with --run: this device, measured now.",
+    execution=f"{_HOW}  Default: eager.",
+    counters="DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, LIKWID.",
+    system="With --collectives: the system that they were measured on.",
 )
-@click.option(
-    "--counted-steps", type=int, help="How many steps the totals of perf or LIKWID count."
-)
-@click.option("--by-layer", is_flag=True, help="Also show the weight residency of each layer.")
-@workload_options
-@rules_option
-@click.option("--start", metavar="FILE", help="Knobs to begin with; default: typical ones.")
-@click.option(
-    "--free",
-    type=Commas(),
-    help="Knobs to fit: pace (one factor on all), compute, memory, cache, overlap, launch, "
-    'dispatch, layout, tiling.split and its like, or the share of a class, such as "mm.compute".  '
-    "Default: as many as lower the error on what is left out by more than chance.",
-)
-@click.option("--title", default="", help="What to call the result.")
 @click.option(
     "--collectives",
     metavar="FILE",
     help="Fit constants of collectives instead, for a system: what nccl-tests print, or a CSV.",
-)
-@click.option(
-    "--system", metavar="NAME", help="With --collectives: the system that they were measured on."
 )
 @click.option(
     "-o",
@@ -178,16 +147,9 @@ def _measure_chip(
 def calibrate(
     measured: str | None,
     running: str | None,
-    chip: str | None,
-    execution: str | None,
-    target: str | None,
-    counted_steps: int | None,
-    free: tuple[str, ...] | None,
     collectives: str | None,
-    system: str | None,
     out: str,
-    rules: tuple[str, ...],
-    **request: Any,
+    asked: dict[str, Any],
 ) -> None:
     """Fit knobs to measurements, for --knobs of the other commands.
 
@@ -201,31 +163,18 @@ def calibrate(
     """
     from rooftrace.costmodels.knobs import dump_knobs
 
-    if collectives is not None or system is not None:
-        calibrate_groups(collectives, system, out)
+    if collectives is not None or "system" in asked:
+        calibrate_groups(collectives, ",".join(asked.get("system", ())) or None, out)
         return
-    load_rules(rules)
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
-    if running is None and chip is None:
+    if running is None and "chip" not in asked:
         raise click.UsageError("--chip: say which chip the steps were measured on")
-    model = None if execution is None else load_executions((execution,))[0]
     with progress():
-        how: dict[str, Any] = {
-            name: request.pop(name)
-            for name in ("counters", "by_layer", "start", "title", "trust_targets")
-        }
-        if running is None:
-            how |= workload(**request)
-        result = rt.calibrate(
-            measured if running is None else _measured_now(running, model, target, request),
-            None if chip is None else rt.load_chip(chip),
-            model,
-            target,
-            free=free or None,
-            counted_steps=counted_steps,
-            **how,
-        )
+        made: Any = measured
+        if running is not None:
+            made, asked = _measured_now(running, asked)
+        result = rt.calibrate(made, **asked)
     if out == "-":
         click.echo(dump_knobs(result.knobs), nl=False)
         return
@@ -234,42 +183,39 @@ def calibrate(
     say(f"\nwritten to {out}; use it as --knobs {out}")
 
 
-def _measured_now(
-    target: str, model: rt.ExecutionModel | None, other: str | None, request: dict[str, Any]
-) -> rt.Run:
-    """The run of a target at the sizes of a request."""
+def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.Run, dict[str, Any]]:
+    """The run of a target at the sizes that are asked for, and what else is asked."""
     from rooftrace.measured.realsteps import measured_target
 
-    if other is not None:
+    if "target" in asked:
         raise click.UsageError("--run measures its own target: leave out --target")
-    job = workload(**request)
-    sizes = rt.Request(job.pop("batch", None), job.pop("seq", None), job.pop("kv", None))
-    phases = job.pop("phases", None)
-    usual: tuple[Any, ...] = (None, {}, True, False, "adamw")
-    left = [name for name, value in job.items() if value not in usual]
+    of_run = {each.name for each in CALLS["compare"].options()}
+    job = {name: value for name, value in asked.items() if name in of_run}
+    left = [name for name in job if name not in ("batch", "seq", "kv", "phases")]
     if left:
         raise click.UsageError(
             f"--run measures the target as it is: leave out {', '.join(left)}; it takes --batch, "
             "--seq, --kv and --phase"
         )
-    compiled = model is not None and model.dispatch != "eager"
-    return measured_target(target, sizes, phases, compiled, progress=tell)
+    sizes = rt.Request(job.get("batch"), job.get("seq"), job.get("kv"))
+    model = rt.execution_model(*asked.get("execution", ("eager",)))
+    run = measured_target(
+        target, sizes, job.get("phases"), model.dispatch != "eager", progress=tell
+    )
+    return run, {name: value for name, value in asked.items() if name not in job}
 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("measured")
-@measured_options
-@click.option(
-    "--counters",
-    metavar="FILE",
-    help="DRAM bytes of a trace's kernels: a CSV of Nsight Compute (ncu) or of rocprof.",
+@asks(
+    "validate",
+    chip="The chip that the steps were measured on.",
+    execution=f"{_HOW}  Default: eager.",
 )
-@workload_options
-@pricing_options
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "tex", "json"]),
+    type=click.Choice(["terminal", *names("page", "data")]),
     default="terminal",
     show_default=True,
 )
@@ -280,7 +226,7 @@ def _measured_now(
     help="Folder for validation.html, validation.md, validation.json, parity.png, and where they "
     "apply nodes.csv and timeline.json.gz.",
 )
-@timeline_option
+@timeline_option()
 @click.option(
     "--figures",
     type=Commas(),
@@ -288,20 +234,11 @@ def _measured_now(
 )
 def validate(
     measured: str,
-    chip: str,
-    execution: str,
-    target: str | None,
-    trust_targets: bool,
-    counters: str | None,
     form: str,
     out: str | None,
     figures: tuple[str, ...] | None,
     timeline: str | None,
-    tf32: bool,
-    rewrites: tuple[str, ...],
-    rules: tuple[str, ...],
-    knobs: str | None,
-    **request: Any,
+    asked: dict[str, Any],
 ) -> None:
     """Predicted against measured: steps, kernels, bytes.
 
@@ -311,8 +248,6 @@ def validate(
     """
     from rooftrace.reporting.pages.files import check_folder, check_formats
 
-    (model,) = load_executions((execution,), tf32, knobs, rewrites)
-    load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
     if figures is not None and folder is None:
         raise RequestError(f"--figures {','.join(figures)}: say where they land with --out DIR")
@@ -321,15 +256,7 @@ def validate(
     if folder is not None:
         check_folder(folder)
     with once():
-        result = rt.validate(
-            measured,
-            rt.load_chip(chip),
-            model,
-            target,
-            counters=counters,
-            trust_targets=trust_targets,
-            **workload(**request),
-        )
+        result = rt.validate(measured, **asked)
         written = result.write(folder, drawn) if folder is not None else []
     write_result(result, form, None)
     if timeline is not None and result.estimate is None:

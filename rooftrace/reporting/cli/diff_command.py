@@ -10,37 +10,14 @@ from typing import Any
 import click
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import usual_execution
-from rooftrace.reporting.cli.diffing import check_measured, check_priced
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    Commas,
-    output_options,
-    pricing_options,
-    timeline_option,
-    workload_options,
-)
+from rooftrace.reporting.cli.asking import asks, made, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.shared import (
-    load_executions,
-    load_rules,
-    once,
-    workload,
-    write_result,
-    write_timeline,
-)
+from rooftrace.reporting.cli.shared import once
 from rooftrace.reporting.cli.weight_commands import diff_of_checkpoints
-
-_HOW = ("execution", "tf32", "knobs", "rewrites")
-_PRICING = ("chip", *_HOW)
-_chip = click.option(
-    "--chip",
-    help="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
-)
-_execution = click.option(
-    "--execution",
-    help="The execution model to compare under; default: efficient, of measured runs how they ran.",
-)
+from rooftrace.reporting.cli.written import Written, results
+from rooftrace.reporting.requests.calls import CALLS
+from rooftrace.reporting.requests.options import Option
 
 
 @click.command(epilog=TARGET_HELP)
@@ -83,8 +60,12 @@ _execution = click.option(
     help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
     "show the diff of that commit.",
 )
-@workload_options
-@pricing_options
+@asks(
+    "diff",
+    chip="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
+    execution="The execution model to compare under; default: efficient, of measured runs how "
+    "they ran.",
+)
 @click.option(
     "--names",
     nargs=2,
@@ -92,8 +73,6 @@ _execution = click.option(
     metavar="BEFORE AFTER",
     help="What to call the two in the output.",
 )
-@_chip
-@_execution
 @click.option(
     "--target",
     "targets",
@@ -101,8 +80,7 @@ _execution = click.option(
     metavar="TARGET[,TARGET]",
     help="What measured runs ran, to predict the difference: one target for both, or one each.",
 )
-@timeline_option
-@output_options
+@results("data", timeline=True)
 @click.option(
     "--fail-on",
     multiple=True,
@@ -121,12 +99,9 @@ def diff(
     bisect: str | None,
     names: tuple[str, str] | None,
     targets: tuple[str, ...] | None,
-    form: str | None,
-    out: str | None,
-    timeline: str | None,
+    written: Written,
     fail_on: tuple[str, ...],
-    rules: tuple[str, ...],
-    **options: Any,
+    asked: dict[str, Any],
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets, saved graphs, or revisions of a target.
 
@@ -139,39 +114,48 @@ def diff(
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
-        return diff_of_checkpoints(str(sources[0]), str(sources[1]), names, form, out, fail_on)
-    pricing = {name: options.pop(name) for name in _PRICING}
-    job = workload(**options)
-    if any(map(is_measured, sources)):
-        if timeline is not None:
-            raise click.UsageError(
-                f"--timeline {timeline}: measured runs have timelines of their own; it is for "
-                "predicted steps"
-            )
-        check_measured(fail_on, targets, **{n: pricing[n] for n in _HOW}, job=job)
-    else:
-        check_priced([*fail_on, *([bisect] if bisect is not None else [])], targets)
-        pricing["execution"] = pricing["execution"] or usual_execution(*sources)
-    load_rules(rules)
-    asked: dict[str, Any] = {"graphs": targets} if targets else {}
+        return diff_of_checkpoints(str(sources[0]), str(sources[1]), names, written, fail_on)
+    _check(any(map(is_measured, sources)), targets, [*fail_on, *filter(None, [bisect])], written)
+    graphs: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():
         result = rt.diff(
             *sources,
             git=revisions,
             bisect=bisect,
-            before=_side("before", before, pythons, pricing),
-            after=_side("after", after, pythons, pricing),
+            before=_side("before", before, pythons),
+            after=_side("after", after, pythons),
             names=names,
-            **_priced(**pricing),
+            **graphs,
             **asked,
-            **job,
         )
-    write_timeline(timeline, result, quiet=not write_result(result, form, out))
+    written.write(result)
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)
     if broken:
         sys.exit(1)
+
+
+def _check(
+    measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
+) -> None:
+    """Raise the error of an option that does not fit two graphs, or two measured runs."""
+    from rooftrace.costmodels.findings.diffs import Diff
+    from rooftrace.measured.rundiffs import RunDiff
+
+    (RunDiff if measured else Diff).limits(limits)
+    if measured and written.timeline is not None:
+        raise click.UsageError(
+            f"--timeline {written.timeline}: measured runs have timelines of their own; it is for "
+            "predicted steps"
+        )
+    if targets is not None and not measured:
+        raise click.UsageError(
+            f"--target {','.join(targets)}: it says what measured runs ran, and neither BEFORE nor "
+            "AFTER is one"
+        )
+    if targets is not None and not 1 <= len(targets) <= 2:
+        raise click.UsageError("--target: expected one target, or two with a comma between them")
 
 
 def _targets(
@@ -213,57 +197,35 @@ def _is_target(word: str) -> bool:
 # -- options of one side ---------------------------------------------------------------------------
 
 
-@click.command(add_help_option=False)
-@workload_options
-@pricing_options
-@_chip
-@_execution
-@click.option("--git")
-@click.option("--python")
-def _of_side(**_: Any) -> None:
-    """The options that may differ from side to side: parsed, never run."""
+_OF_SIDE = {
+    each.name: each
+    for each in (
+        *CALLS["diff"].options(),
+        Option(name="git", help="A revision of one side."),
+        Option(name="python", help="The interpreter of one side."),
+    )
+}
+"""The options that may differ from side to side."""
 
 
-def _side(
-    which: str, texts: Sequence[str], pythons: Sequence[str], pricing: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The options of one side, as `rt.diff` takes them; None for a side without any.
-
-    pricing: the options of both sides that change an execution model.
-    """
+def _side(which: str, texts: Sequence[str], pythons: Sequence[str]) -> dict[str, Any] | None:
+    """The options of one side, as `rt.diff` takes them; None for a side without any."""
     words = []
     for text in texts:
         name, equals, value = text.partition("=")
+        if name.lstrip("-") == "rules":
+            raise click.UsageError(f"--{which}: rules hold for both sides; use --rules")
         words += [f"--{name.lstrip('-')}", *([value] if equals else [])]
     for text in pythons:
         side, equals, path = text.partition("=")
         if not equals or side not in ("before", "after"):
             raise click.UsageError(f"--python {text!r}: expected before=PATH or after=PATH")
         words += ["--python", path] if side == which else []
+    command = click.Command(which, params=list(map(made, _OF_SIDE.values())), add_help_option=False)
     try:
-        context = _of_side.make_context(f"--{which}", words)
+        own = typed(command.make_context(f"--{which}", words), _OF_SIDE)
     except click.UsageError as error:
         raise click.UsageError(f"--{which}: {error.format_message()}") from None
-    if context.params.pop("rules"):
-        raise click.UsageError(f"--{which}: rules hold for both sides; use --rules")
-    if context.params.pop("phases"):
+    if "phases" in own:
         raise click.UsageError(f"--{which}: both sides have the same phases; use --phase")
-    own = {
-        name: value
-        for name, value in context.params.items()
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-    }
-    if "execution" in own:  # with what --knobs, --tf32 and --rewrite say for both
-        own["execution"] = _priced(**{**pricing, "execution": own["execution"]})["execution"]
-    usual = {"inputs": (), "assumed": (), "repeats": True}
-    made = workload(**{**usual, **own})
-    told = {"assume": "assumed"}
-    return {n: value for n, value in made.items() if told.get(n, n) in own} or None
-
-
-def _priced(chip: str | None, execution: str | None, **changes: Any) -> dict[str, Any]:
-    """The chip and the execution model of pricing options; None for what is left out."""
-    return {
-        "chip": None if chip is None else rt.load_chip(chip),
-        "execution": None if execution is None else load_executions((execution,), **changes)[0],
-    }
+    return own or None

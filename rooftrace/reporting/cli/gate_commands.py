@@ -10,46 +10,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from rooftrace._escapes import visible
+from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    Commas,
-    pricing_options,
-    workload_options,
-)
+from rooftrace.reporting.cli.asking import asks, load_rules
+from rooftrace.reporting.cli.options import TARGET_HELP
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
-from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_text
+from rooftrace.reporting.cli.shared import progress, write_result
+from rooftrace.reporting.requests.pricing import PricingOptions, each_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import GateOutcome
     from rooftrace.costmodels.locks.settings import Settings
 
 _dry_run = click.option(
     "--dry-run", is_flag=True, help="List the code that would run, and the lock; run nothing."
 )
-FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
+FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@workload_options
-@pricing_options
-@click.option(
-    "--chip",
-    "chips",
-    type=Commas(),
-    help="Chips by name or TOML path.  Default: that of --knobs, else h200-sxm.",
-)
-@click.option(
-    "--execution",
-    "executions",
-    type=Commas(),
-    help="naive, eager, compiled, efficient, serving ...  Default: efficient; of a script, mixed.",
+@asks(
+    "lock",
+    run_rules=False,
+    chip="Chips by name or TOML path.  Default: that of --knobs, else h200-sxm.",
+    execution="naive, eager, compiled, efficient, serving ...  Default: efficient; of a script, "
+    "mixed.",
 )
 @click.option(
     "--depth",
@@ -64,14 +53,12 @@ FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
     help="The lock; - is stdout.  Default: costs.lock.",
 )
 @_dry_run
-@click.pass_context
 def lock(
-    context: click.Context,
-    /,
     targets: tuple[str, ...],
+    depth: int | None,
     out: str | None,
     dry_run: bool,
-    **options: Any,
+    asked: dict[str, Any],
 ) -> None:
     """Write down what each TARGET costs, for review; `rooftrace check` holds it.
 
@@ -81,13 +68,8 @@ def lock(
     from rooftrace.costmodels.locks.settings import load_settings
     from rooftrace.reporting import gates
 
-    explicit = {
-        name: value
-        for name, value in options.items()
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    }
-    settings = _changed(load_settings(Path.cwd()), explicit)
-    settings = _named(settings, targets, options, explicit)
+    settings = _changed(load_settings(Path.cwd()), depth, asked)
+    settings = _named(settings, targets, asked)
     if out is None:
         settings.check_place()
     elif out != "-":
@@ -120,46 +102,49 @@ def _shown(settings: Settings) -> str:
     return os.path.relpath(settings.path)
 
 
-def _changed(settings: Settings, explicit: Mapping[str, Any]) -> Settings:
+def _changed(settings: Settings, depth: int | None, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    own = {name: explicit[name] for name in ("chips", "executions", "depth") if name in explicit}
-    for name in ("chips", "executions"):
-        if name in own and not own[name]:
+    pricing, others = PricingOptions.parted(asked)
+    several = {"chips": asked.get("chip"), "executions": asked.get("execution")}
+    for name, value in several.items():
+        if value == ():
             raise click.UsageError(f"--{name[:-1]}: expected at least one")
-    pricing: dict[str, Any] = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in explicit.items()
-        if name in ("knobs", "tf32", "rewrites", "rules")
+    own: dict[str, Any] = {
+        name: value for name, value in {**several, "depth": depth}.items() if value is not None
     }
-    return replace(settings, **own, pricing=replace(settings.pricing, **pricing))
+    changed = {name: value for name, value in vars(pricing).items() if name in asked}
+    if "rules" in others:
+        changed["rules"] = list(others["rules"])
+    if pricing.factors:
+        changed["factors"] = pricing.factors
+    if "rewrites" in changed:
+        changed["rewrites"] = list(changed["rewrites"])
+    if pricing.system is not None:
+        (changed["system"],) = each_of("system", pricing.system, (str,))
+    kept = {each.name for each in fields(settings.pricing)}
+    changed = {name: value for name, value in changed.items() if name in kept}
+    return replace(settings, **own, pricing=replace(settings.pricing, **changed))
 
 
-def _named(
-    settings: Settings,
-    targets: tuple[str, ...],
-    options: Mapping[str, Any],
-    explicit: Mapping[str, Any],
-) -> Settings:
+def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
     from rooftrace.costmodels.locks.records import Asked
 
-    sizes = {item.name for item in fields(Asked)} | {"assumed"}
-    if (targets or "rules" in explicit) and settings.folder != Path.cwd().resolve():
-        what = f"TARGET {targets[0]!r}" if targets else f"--rules {explicit['rules'][0]!r}"
+    if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
+        what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
         raise click.UsageError(
             f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
         )
+    _, others = PricingOptions.parted(asked)
+    request = {each.name: others[each.name] for each in fields(Asked) if each.name in others}
     if not targets:
-        for name in sorted(sizes & explicit.keys()):
-            option = {"phases": "phase", "inputs": "input", "assumed": "assume"}.get(name, name)
+        for name in sorted(request):
+            option = {"phases": "phase", "inputs": "input", "settings": "set"}.get(name, name)
             reason = "without a TARGET, each target of [tool.rooftrace] has its own"
-            raise UnusedError(option, str(explicit[name]), reason)
+            raise UnusedError(option, str(request[name]), reason)
         return settings
-    request = workload(**{name: options[name] for name in options if name in sizes})
     if "phases" in request:
         request["phases"] = list(request["phases"])
-    if "optimizer" not in explicit:
-        del request["optimizer"]
     return replace(
         settings, targets={target: Asked(target=target, **request) for target in targets}
     )
@@ -235,29 +220,10 @@ def check(
     with progress():
         cause = None if update else gates.causes_since(settings, before)
         result = checking.compare_locks(before, after, settings, strict=strict, cause=cause)
-    _write(result, form, out)
+    write_result(result, form, out)
     if update:
         if before != after:
             files.write_lock(settings.path, after)
         say(f"{_shown(settings)}: {'written' if before != after else 'nothing to update'}")
     elif result.failed:
         sys.exit(1)
-
-
-def _write(result: GateOutcome, form: str, out: str | None) -> None:
-    from rooftrace.reporting.text import renderable
-
-    write_text(form, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
-
-
-def _text(result: GateOutcome, form: str) -> str:
-    from rooftrace.reporting.gates import reports
-    from rooftrace.reporting.text import as_markdown, shown
-
-    if form == "tex":
-        return str(shown(result, "latex"))
-    if form == "github":
-        return reports.comment(result)
-    if form == "gitlab":
-        return reports.code_quality(result)
-    return reports.junit(result) if form == "junit" else as_markdown(result)

@@ -33,12 +33,12 @@ def report_many(
     asked: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
-    from rooftrace.reporting.text import renderable
+    from rooftrace.reporting.text import shown
 
     with progress():
         result = rt.reports(targets, out=out, formats=formats, style=style, **asked)
     if result.reports:
-        console().print(told(lambda: renderable(result)))
+        console().print(told(lambda: shown(result, "rich")))
     if out is not None and result.reports:
         there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,64 +11,33 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.many_reports import check_many, report_many, several
 from rooftrace.reporting.cli.options import (
-    FIGURES,
     TARGET_HELP,
     Commas,
-    chips_option,
-    exchange_option,
-    executions_option,
-    output_options,
-    pricing_options,
-    requests_options,
-    rules_option,
     style_option,
-    system_option,
     timeline_option,
-    what_if_option,
-    workload_options,
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import (
     console,
-    form_of,
-    load_executions,
-    load_joined,
-    load_rules,
     once,
     progress,
     told,
-    workload,
-    write_document,
-    write_text,
+    write_result,
     write_timeline,
 )
-
-_ON_STDOUT = ("json", "md", "csv", "html", "tex")
+from rooftrace.reporting.cli.written import Written, results
 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("targets", metavar="TARGET...", nargs=-1)
-@workload_options
-@requests_options
-@pricing_options
-@chips_option("Chips by name or TOML path; times are those of the first.")
-@system_option
-@executions_option("naive,efficient")
-@what_if_option
-@exchange_option
-@click.option(
-    "--set",
-    "factors",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A field of every execution model, for example weight_residency.moe=2, "
-    "utilization.b_sat=64 or kv_append=as-run.  Repeatable.",
-)
+@asks("report", chip="Chips by name or TOML path; times are those of the first.")
 @click.option(
     "--out",
     type=Output(folder=True, table=True),
@@ -87,7 +55,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
     "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
 @style_option
-@timeline_option
+@timeline_option()
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -95,22 +63,12 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
 )
 def report(
     targets: tuple[str, ...],
-    chips: tuple[str, ...],
-    systems: tuple[str, ...],
-    executions: tuple[str, ...],
-    exchange: str,
     out: str | None,
     formats: tuple[str, ...] | None,
     style: str,
     timeline: str | None,
     max_batch: bool,
-    tf32: bool,
-    rules: tuple[str, ...],
-    knobs: str | None,
-    rewrites: tuple[str, ...],
-    disturbances: dict[str, float] | None,
-    factors: tuple[str, ...],
-    **request: Any,
+    asked: dict[str, Any],
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out.
 
@@ -125,20 +83,16 @@ def report(
     many = several(targets)
     if many:
         check_many(targets, out, single)
-    loaded = load_joined(chips, systems)
-    models = load_executions(executions, tf32, knobs, rewrites, disturbances, factors)
-    models = [rt.execution_model(model, exchange=exchange) for model in models]
-    load_rules(rules)
     if out not in (None, "-") and not single and not many:
         check_folder(Path(str(out)), **how)
-    asked = {"chip": loaded, "execution": models, "max_batch": max_batch, **workload(**request)}
+    asked = {"max_batch": max_batch, **asked}
     if many:
         report_many(targets, out, formats, style, timeline, asked)
         return
     with once():
         result = rt.report(targets[0], **asked)
     if out == "-":
-        click.echo(told(lambda: _text(result, (formats or ("json",))[0], style)), nl=False)
+        write_result(result, (formats or ("json",))[0], out, style=style)
         write_timeline(timeline, result, quiet=True)
         return
     _write(result, out, single, how, style)
@@ -147,16 +101,16 @@ def report(
 
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.text import renderable
+    from rooftrace.reporting.text import shown
 
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_document(out, single, told(lambda: _text(result, single, style)))
+        write_result(result, single, out, style=style)
     elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    console().print(told(lambda: renderable(result)))
+    console().print(told(lambda: shown(result, "rich")))
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
@@ -176,13 +130,13 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
-    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in _ON_STDOUT):
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
         asked = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
             f"--out -{asked}: stdout takes one format: --format json, md, csv, html or tex"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
-    single = ending in _ON_STDOUT
+    single = ending in TEXTS
     drawn = not single and out not in (None, "-") and not {*FIGURES}.isdisjoint(formats or FIGURES)
     tabled = ending == "tex" or "tex" in (formats or ())
     if style != "screen" and not drawn and not tabled:
@@ -201,9 +155,7 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
-@workload_options
-@requests_options
-@rules_option
+@asks("priced_graphs")
 @click.option(
     "-o",
     "--out",
@@ -212,11 +164,10 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     metavar="FILE",
     help="graph.json or graph.json.gz; - is stdout.",
 )
-def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None:
+def trace(target: str, out: str, asked: dict[str, Any]) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
-    load_rules(rules)
     with once():
-        graphs = rt.priced_graphs(target, **workload(**request))
+        graphs = rt.priced_graphs(target, **asked)
         if out != "-":
             tell(f"writing {out}")
             rt.save(graphs, out)
@@ -232,7 +183,7 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
-@workload_options
+@asks("compare")
 @click.option(
     "--with",
     "peers",
@@ -241,60 +192,23 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     show_default=True,
     help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
 )
-@click.option(
-    "--rules", multiple=True, metavar="FILE.py", help="Python file with @rooftrace.rule functions."
-)
-@output_options
-def compare(
-    target: str,
-    peers: tuple[str, ...],
-    rules: tuple[str, ...],
-    form: str | None,
-    out: str | None,
-    **request: Any,
-) -> None:
+@results("data")
+def compare(target: str, peers: tuple[str, ...], written: Written, asked: dict[str, Any]) -> None:
     """FLOPs of TARGET by other counters too, each difference itemised.
 
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.text import (
-        as_markdown,
-        comparisons_view,
-        renderable,
-        shown,
-    )
+    from rooftrace.reporting.text import comparisons_view
     from rooftrace.tracer.graphfiles import looks_saved
 
     if looks_saved(target):
         raise click.UsageError(
             f"{target}: other counters have to run the module; pass the target it was traced from"
         )
-    load_rules(rules)
     with once():
-        comparisons = rt.compare(target, peers=peers, **workload(**request))
-    shown_as = comparisons_view(target, comparisons)
-    form = form_of(form, out)
-    write_text(
-        form,
-        out,
-        lambda: renderable(shown_as),
-        lambda: shown(shown_as, _FORMS[form]) if form in _FORMS else as_markdown(shown_as),
-        lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
+        comparisons = rt.compare(target, peers=peers, **asked)
+    written.write(
+        comparisons_view(target, comparisons),
+        document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
     )
-
-
-_FORMS = {"html": "webpage", "tex": "latex"}
-
-
-def _text(result: Any, form: str, style: str) -> str:
-    """A report as one text: json, csv, html, tex or md."""
-    if form == "json":
-        return json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
-    if form == "csv":
-        return str(result.to_csv())
-    from rooftrace.reporting.text import as_markdown, shown
-
-    if form == "tex":
-        return str(shown(result, "latex", style=style))
-    return shown(result, "webpage") if form == "html" else as_markdown(result)

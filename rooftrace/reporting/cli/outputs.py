@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from rooftrace._formats import TEXTS
 from rooftrace._outputs import OutputError, check_output, outputs_of_command
 from rooftrace.errors import RequestError
 
@@ -43,8 +44,8 @@ class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
 
 def form_by_ending(path: str) -> str:
     """The format of a result in a file of this name."""
-    ours = {".csv": "csv", ".json": "json", ".html": "html", ".tex": "tex"}
-    return ours.get(Path(path).suffix, "md")
+    ending = Path(path).suffix[1:]
+    return ending if ending in TEXTS else "md"
 
 
 def check_outputs(command: click.Command) -> None:

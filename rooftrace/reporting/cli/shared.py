@@ -5,184 +5,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, TypeVar
 
 import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
+from rooftrace._formats import FORMATS
 from rooftrace._progress import WARNING, tell
-from rooftrace.costmodels.execution import ExecutionError
-from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain, say
 from rooftrace.reporting.cli.outputs import form_by_ending
 
 Made = TypeVar("Made")
 
 
-def workload(
-    inputs: Sequence[str], assumed: Sequence[str], repeats: bool, **others: Any
-) -> dict[str, Any]:
-    """The workload options as the calls of `rooftrace` take them.  None is: not given."""
-    from rooftrace.tracer.asking import assumptions
-
-    named = {}
-    for item in inputs:
-        name, equals, text = item.partition("=")
-        if not equals:
-            raise click.UsageError(
-                f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
-            )
-        named[name] = text
-    decided = dict(map(assumptions.parse_assumption, assumed))
-    options = {"inputs": named, "assume": decided, "repeats": repeats, **others}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def one_phase(phases: Sequence[str] | None) -> str | None:
-    """The phase of --phase, for commands that take one; None without the option."""
-    if phases is None:
-        return None
-    if len(phases) != 1:
-        raise RequestError(f"--phase {','.join(phases)}: expected one phase")
-    return phases[0]
-
-
-def alternatives(text: str | None) -> str | list[str] | None:
-    """One value, or several between commas; None without the option."""
-    return text.split(",") if text is not None and "," in text else text
-
-
-def pairs(option: str, texts: Sequence[str], example: str) -> list[tuple[str, str]]:
-    """The parts of NAME=VALUE.  Raises RequestError for a text without one of them."""
-    parted = [(name.strip(), value) for name, _, value in (t.partition("=") for t in texts)]
-    for text, (name, value) in zip(texts, parted, strict=True):
-        if not name or not value:
-            raise RequestError(f"{option} {text}: expected {example}")
-    return parted
-
-
-def setting(text: str) -> Any:
-    """A value of NAME=VALUE: a whole number, a number, true, false, or text."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def load_chips(names: Sequence[str] | None) -> list[rt.Chip] | None:
-    """Chips by name or path, one or more; None where the option was not given."""
-    if names is None:
-        return None
-    if not names:
-        raise click.UsageError("--chip: expected at least one chip")
-    return [rt.load_chip(name) for name in names]
-
-
-def load_joined(chips: Sequence[str] | None, systems: Sequence[str]) -> list[rt.Chip] | None:
-    """The chips of systems by name or path; without a system, chips as `load_chips` has them."""
-    from rooftrace.hardware.systems import load_system
-
-    joined = [load_system(name).joined_chip for name in systems]
-    return joined or load_chips(chips)
-
-
-def load_executions(
-    names: Sequence[str],
-    tf32: bool = False,
-    knobs: str | None = None,
-    rewrites: Sequence[str] = (),
-    disturbances: Mapping[str, float] | None = None,
-    factors: Sequence[str] = (),
-) -> list[rt.ExecutionModel]:
-    """Execution models by name, with what --tf32, --knobs, --rewrite, --what-if and --set change.
-
-    factors: texts NAME=VALUE of --set.
-    """
-    if not names:
-        raise click.UsageError("--execution: expected at least one execution model")
-    changes: dict[str, Any] = {"tf32": True} if tf32 else {}
-    if knobs is not None:
-        changes["knobs"] = knobs
-    if disturbances:
-        changes["disturbances"] = disturbances
-    models = [rt.execution_model(name, **changes) for name in names]
-    fields = pairs("--set", factors, "NAME=VALUE, for example weight_residency.moe=2")
-    if fields:
-        named = {name.replace("-", "_"): setting(text) for name, text in fields}
-        try:
-            models = [rt.execution_model(model, **named) for model in models]
-        except ExecutionError as error:
-            raise RequestError(f"--set: {error}") from error
-    return [
-        rt.execution_model(model, rewrites=(*model.rewrites, *rewrites)) if rewrites else model
-        for model in models
-    ]
-
-
-class RulesFileError(ValueError):
-    """A file of --rules that fails: names it, the line, and the error."""
-
-
-def load_rules(paths: Sequence[str]) -> None:
-    """Run the files of --rules: their functions register themselves.
-
-    Raises RulesFileError for a file that fails.
-    """
-    import runpy
-
-    for path in paths:
-        if not Path(path).is_file():
-            raise click.UsageError(f"--rules {path!r}: there is no such file")
-        try:
-            runpy.run_path(path)
-        except (Exception, SystemExit) as error:
-            lines = [frame for frame in extract_tb(error.__traceback__) if frame.filename == path]
-            line = getattr(error, "lineno", None) or (lines[-1].lineno if lines else None)
-            where = path if line is None else f"{path}:{line}"
-            raise RulesFileError(f"--rules {where}: {type(error).__name__}: {error}") from error
-
-
-def write_text(
-    form: str,
-    out: str | None,
-    rendered: Callable[[], Any],
-    markdown: Callable[[], str],
-    document: Callable[[], Any],
-) -> None:
-    """A result to the terminal, or as JSON or another text to stdout or a file."""
-    from rooftrace._outputs import MADE_BY
-
-    if form == "terminal" and out in (None, "-"):
-        console().print(told(rendered))
-        return
-    if form == "json":
-        made = told(document)
-        made_by = {} if "schema" in made else MADE_BY
-        text = json.dumps({**made_by, **made}, indent=1, allow_nan=False) + "\n"
-    else:
-        text = told(markdown)
-    if out in (None, "-"):
-        click.echo(text, nl=False)
-    else:
-        write_document(str(out), "md" if form == "terminal" else form, text)
-
-
 def write_document(out: str, form: str, text: str) -> None:
     """A text to a file, with the mark by which a later command knows that it may replace it."""
-    from rooftrace._outputs import MARKS
     from rooftrace._writing import write_bytes
 
-    write_bytes(Path(out), f"{text}{MARKS.get(form, '')}".encode("utf-8", "backslashreplace"))
+    marked = f"{text}{FORMATS[form].mark}"
+    write_bytes(Path(out), marked.encode("utf-8", "backslashreplace"))
 
 
 def write_result(
@@ -196,22 +43,24 @@ def write_result(
 ) -> bool:
     """A result to the terminal, to stdout or to a file; whether it was the terminal.
 
-    form: terminal, md, html, tex, json or csv; None: as `form_of` says.  table: the text of csv;
+    form: "terminal" or one of FORMATS; None: as `form_of` says.  table: the text of csv;
     default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
     default that of `to_dict`.
     """
-    from rooftrace.reporting.text import as_markdown, renderable, shown
+    from rooftrace.reporting.text import shown
 
     form = form_of(form, out)
-    rows = table or (lambda: _csv_of(result.to_rows()))
-    texts = {
-        "csv": rows,
-        "html": lambda: shown(result, "webpage"),
-        "tex": lambda: shown(result, "latex", style=style),
-    }
-    text = texts.get(form, lambda: as_markdown(result))
-    write_text(form, out, lambda: renderable(result), text, document or (lambda: result.to_dict()))
-    return form == "terminal" and out in (None, "-")
+    if form == "terminal" and out in (None, "-"):
+        console().print(told(lambda: shown(result, "rich")))
+        return True
+    form = "md" if form == "terminal" else form
+    make = table if form == "csv" else None
+    text = told(make or (lambda: shown(result, form, style=style, document=document)))
+    if out in (None, "-"):
+        click.echo(text, nl=False)
+    else:
+        write_document(str(out), form, text)
+    return False
 
 
 def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
@@ -232,17 +81,6 @@ def form_of(form: str | None, out: str | None) -> str:
     if form is not None or out in (None, "-"):
         return form or "terminal"
     return form_by_ending(str(out))
-
-
-def _csv_of(rows: Sequence[dict[str, Any]]) -> str:
-    import csv
-    import io
-
-    table = io.StringIO()
-    writer = csv.DictWriter(table, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return table.getvalue()
 
 
 def console() -> Any:

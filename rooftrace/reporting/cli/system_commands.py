@@ -6,9 +6,8 @@ import sys
 
 import click
 
-from rooftrace.reporting.cli.options import page_options
 from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.shared import write_result
+from rooftrace.reporting.cli.written import Written, results
 
 
 @click.group()
@@ -17,22 +16,22 @@ def systems() -> None:
 
 
 @systems.command("list")
-@page_options
-def systems_list(form: str | None, out: str | None) -> None:
+@results()
+def systems_list(written: Written) -> None:
     """Every system with its chip and what joins them."""
     from rooftrace.reporting.text import list_of
 
-    write_result(list_of("systems"), form, out)
+    written.write(list_of("systems"))
 
 
 @systems.command("show")
 @click.argument("name")
-@page_options
-def systems_show(name: str, form: str | None, out: str | None) -> None:
+@results()
+def systems_show(name: str, written: Written) -> None:
     """Every fact and fitted constant of one system (a name or a TOML path) with its source."""
     from rooftrace.hardware.systems import load_system
 
-    write_result(load_system(name), form, out)
+    written.write(load_system(name))
 
 
 @systems.command("lint")

@@ -9,9 +9,10 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, output_options, plot_option
-from rooftrace.reporting.cli.output import complain, say
-from rooftrace.reporting.cli.shared import progress, write_result
+from rooftrace.reporting.cli.options import TARGET_HELP
+from rooftrace.reporting.cli.output import complain
+from rooftrace.reporting.cli.shared import progress
+from rooftrace.reporting.cli.written import Written, results
 
 _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
 the index.json of a sharded one, or a folder with one."""
@@ -24,25 +25,22 @@ the index.json of a sharded one, or a folder with one."""
     is_flag=True,
     help="Read the values too: statistics and histograms.  Code is built with its weights.",
 )
-@plot_option("Draw a histogram of each tensor; reads the values.")
 @click.option(
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let a Hugging Face repository run its own code."
 )
-@output_options
+@results("data", plot="Draw a histogram of each tensor; reads the values.")
 def inventory(
     target: str,
     weights: bool,
-    plot: str | None,
     against: str | None,
     trust_remote_code: bool,
-    form: str | None,
-    out: str | None,
+    written: Written,
 ) -> None:
     """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
-    if against is not None and (weights or plot):
+    if against is not None and (weights or written.plot):
         raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
             "the values of two checkpoints with `rooftrace diff`"
@@ -50,11 +48,10 @@ def inventory(
     result: Any
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with progress():
-        result = rt.inventory(target, weights=weights or None, plot=plot, **how)
+        result = rt.inventory(target, weights=weights or None, plot=written.plot, **how)
         if against is not None:
             result = rt.diff(result, rt.inventory(against, weights=False, **how))
-    if write_result(result, form, out) and plot is not None:
-        say(f"\nweights drawn to {plot}")
+    written.write(result, drawn="weights drawn")
 
 
 _OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
@@ -64,12 +61,11 @@ def diff_of_checkpoints(
     before: str,
     after: str,
     names: tuple[str, str] | None,
-    form: str | None,
-    out: str | None,
+    written: Written,
     fail_on: tuple[str, ...],
 ) -> None:
     """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
-    from rooftrace.tracer.checkpoints import checkpoint_limit
+    from rooftrace.tracer.checkpoints import CheckpointDiff
 
     context = click.get_current_context()
     unused = [
@@ -84,12 +80,11 @@ def diff_of_checkpoints(
             f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
             "config.json to compare costs"
         )
-    for condition in fail_on:
-        checkpoint_limit(condition)
+    CheckpointDiff.limits(fail_on)
     result: Any
     with progress():
         result = rt.diff(before, after, names=names)
-    write_result(result, form, out)
+    written.write(result)
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)

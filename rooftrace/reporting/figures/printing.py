@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import visible
+from rooftrace._formats import FIGURES
 from rooftrace._outputs import MADE_BY, MARK
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError, hint
@@ -23,9 +24,6 @@ from rooftrace.errors import RequestError, hint
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
-
-FORMATS = ("png", "svg", "pdf")
-"""The endings of files that a figure can be written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,8 @@ def save(draw: Callable[[], Figure], *paths: Path, medium: Medium = SCREEN) -> N
 
 def _write(figure: Figure, path: Path, medium: Medium) -> None:
     ending = path.suffix.lower().removeprefix(".")
-    if ending not in FORMATS:
-        raise RequestError(f"{path}: a figure is written as {', '.join(FORMATS)}: name it so")
+    if ending not in FIGURES:
+        raise RequestError(f"{path}: a figure is written as {', '.join(FIGURES)}: name it so")
     texts = _texts(figure)
     for text in texts:
         take_literally(text)

@@ -6,23 +6,26 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path, PurePath
+from typing import Any
 
 from rooftrace._progress import tell
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.locks import entries, files, records, settings as gate
 from rooftrace.costmodels.planning import plan, usual_execution
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError, naming
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import in_precisions, priced
+from rooftrace.reporting.requests.pricing import PricingOptions
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources.apart import Traced, trace_forked
+from rooftrace.tracer.sources.apart import Traced, trace_each_apart
 
 _MODEL_LIBRARIES = ("diffusers", "peft", "timm", "torchaudio", "torchvision", "transformers")
 """Libraries that bring modules: a model that imports one has other costs with another release."""
@@ -55,9 +58,8 @@ def locked(settings: gate.Settings) -> records.Lock:
 
 def chips_of(settings: gate.Settings) -> list[Chip]:
     """The chips of settings; where they name none, that of their knobs, else h200-sxm."""
-    usual = [ExecutionModel.usual_chip([model_of(usual_execution(), settings)])]
-    named = usual if settings.chips is None else settings.chips
-    return [load_chip(chip) for chip in named]
+    options = _options(settings, execution=usual_execution())
+    return options.chips(options.executions())
 
 
 def former(settings: gate.Settings, *, update: bool = False) -> records.Lock | None:
@@ -80,9 +82,14 @@ def size_words(lock: records.Lock) -> str:
 
 def model_of(name: str, settings: gate.Settings) -> ExecutionModel:
     """An execution model, with what the settings change."""
-    pricing = settings.pricing
-    model = execution_model(name, knobs=pricing.knobs, **({"tf32": True} if pricing.tf32 else {}))
-    return execution_model(model, rewrites=(*model.rewrites, *pricing.rewrites))
+    (model,) = _options(settings, execution=name).executions()
+    return model
+
+
+def _options(settings: gate.Settings, **how: Any) -> PricingOptions:
+    """How the targets of settings are priced."""
+    asked = {name: value for name, value in asdict(settings.pricing).items() if name != "rules"}
+    return PricingOptions(chip=settings.chips, **{**asked, **how})
 
 
 def _job(name: str, asked: records.Asked) -> Job:
@@ -104,7 +111,7 @@ def _traced(jobs: Sequence[Job]) -> list[Traced | None]:
     Cost rules that the code of a target brings stay in the process that ran it, so this one has to
     run it too.
     """
-    made = trace_forked(jobs, _at_once())
+    made = trace_each_apart(jobs, _at_once())
     return [None if each is None or each.rules else each for each in made]
 
 

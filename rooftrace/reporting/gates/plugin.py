@@ -20,7 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
-    from rooftrace.costmodels.locks.budgets import CostLimit
+    from rooftrace.tracer.changes import Limit
 
 _HOW = (
     "chip", "execution", "phase", "batch", "seq", "kv", "dtype", "weights_dtype", "kv_dtype",
@@ -46,10 +46,10 @@ class StepCosts:
     estimate: Estimate = field(compare=False)  # which prints as a table
 
     def __repr__(self) -> str:
-        from rooftrace.costmodels.findings.diffs.conditions import FORMATS
+        from rooftrace.tracer.changes.metrics import TOTALS
 
         result = self.estimate
-        costs = ", ".join(f"{name} {show(getattr(self, name))}" for name, show in FORMATS.items())
+        costs = ", ".join(f"{n} {metric.write(getattr(self, n))}" for n, metric in TOTALS.items())
         return f"<{result.graph.title} on {result.chip.name}, {result.execution.name}: {costs}>"
 
 
@@ -103,13 +103,13 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
         pytest.fail("@pytest.mark.costs: this test never called cost_of", pytrace=False)
 
 
-def _marked(item: pytest.Item) -> tuple[dict[str, CostLimit], dict[str, Any]]:
+def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
-    from rooftrace.costmodels.findings.diffs.conditions import METRICS
     from rooftrace.costmodels.locks.budgets import BudgetError, most
     from rooftrace.errors import hint
+    from rooftrace.tracer.changes.metrics import TOTALS
 
-    limits: dict[str, CostLimit] = {}
+    limits: dict[str, Limit] = {}
     usual: dict[str, Any] = {}
     for marker in reversed(list(item.iter_markers("costs"))):
         where = "@pytest.mark.costs"
@@ -119,8 +119,8 @@ def _marked(item: pytest.Item) -> tuple[dict[str, CostLimit], dict[str, Any]]:
             if name in _HOW:
                 usual[name] = said
                 continue
-            if name not in METRICS:
-                known = (*METRICS, *_HOW)
+            if name not in TOTALS:
+                known = (*TOTALS, *_HOW)
                 pytest.fail(
                     f"{where}({name}=...): expected one of {', '.join(known)}{hint(name, known)}",
                     False,
@@ -132,14 +132,14 @@ def _marked(item: pytest.Item) -> tuple[dict[str, CostLimit], dict[str, Any]]:
     return limits, usual
 
 
-def _hold(costs: StepCosts, limits: Mapping[str, CostLimit]) -> None:
+def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
     """Fail the test if a cost is over its limit."""
     from rooftrace.costmodels.locks.budgets import in_full
 
     lines = [
         f"{name} is {in_full(name, getattr(costs, name))}, expected {limit.text}"
         for name, limit in limits.items()
-        if limit.passed(None, getattr(costs, name))
+        if getattr(costs, name) > limit.most
     ]
     if lines:
         pytest.fail("\n".join([repr(costs), *lines]), pytrace=False)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from rooftrace._escapes import visible
+from rooftrace._escapes import toml_key, visible
 from rooftrace.reporting.gates.words import (
     cause_lines,
     cause_notes,
@@ -146,9 +146,7 @@ def code_quality(result: GateOutcome) -> str:
 
 def _where(shift: Shift) -> str:
     """The head of the table of a step in the lock."""
-    from rooftrace.costmodels.locks import files
-
-    target, phase, chip, execution = map(files.key, shift.place)
+    target, phase, chip, execution = map(toml_key, shift.place)
     return f"[targets.{target}.phases.{phase}.costs.{chip}.{execution}]"
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rooftrace._escapes import to_cells, to_json
-from rooftrace._outputs import MARKS
+from rooftrace._escapes import to_csv
+from rooftrace._formats import (
+    FIGURES,
+    FORMATS,
+    OF_REPORTS,
+    TEXTS,
+    USUAL,
+    names as formats_of,
+)
 from rooftrace._reading import check_name
 from rooftrace._writing import aside, check_files, put_files
 from rooftrace.errors import RequestError
@@ -21,17 +26,10 @@ if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
 
 
-FORMATS = ("html", "md", "json", "csv", "png")
-"""What a report has unless it is asked for other formats."""
-FIGURES = ("png", "svg", "pdf")
 MANIFEST = "_report.json"
-_NAMES = {"html": "report.html", "md": "report.md", "json": "report.json", "csv": "ops.csv"}
-_NAMES |= {"tex": "report.tex", "png": "roofline.png", "svg": "roofline.svg", "pdf": "roofline.pdf"}
-"""The file of a format that every report has."""
-ALL_FORMATS = (*FORMATS, *FIGURES[1:], "trace", "tex", "chakra", "chakra-all")
 
 
-def check_formats(formats: Sequence[str], among: Sequence[str] = ALL_FORMATS) -> None:
+def check_formats(formats: Sequence[str], among: Sequence[str] = OF_REPORTS) -> None:
     """Raise RequestError for a format that a report, or what else is written, does not have.
 
     Also for none.
@@ -52,14 +50,15 @@ class FigureError(RuntimeError):
     """Figures cannot be drawn: says why, and which files are there nevertheless."""
 
 
-def check_folder(out: Path, formats: Sequence[str] = FORMATS) -> None:
+def check_folder(out: Path, formats: Sequence[str] = USUAL) -> None:
     """Raise now, before any work, what would stop these formats from being written later.
 
     Raises ReportFolderError for a folder, OutputError for a file in it that would be lost,
     FigureError where matplotlib does not load.
     """
     with new_folder(out, MANIFEST):
-        check_files(out, [_NAMES[name] for name in formats if name in _NAMES], MANIFEST)
+        files = [made.file for name, made in FORMATS.items() if name in formats and made.file]
+        check_files(out, files, MANIFEST)
     if any(name in formats for name in FIGURES):
         try:
             import matplotlib  # noqa: F401  reads its settings and MPLBACKEND
@@ -83,6 +82,8 @@ def write_report(
 
     Raises FigureError, after all other files are there, where a figure cannot be drawn.
     """
+    from rooftrace.reporting.text import file_of, latex_tables
+
     failure: Exception | None = None
     with new_folder(out, MANIFEST) as folder:
         names: list[str] = []
@@ -97,57 +98,24 @@ def write_report(
                 for drawn in folder.iterdir():
                     drawn.unlink()
         figures = tuple(names)
-        if "csv" in formats:
-            with (folder / "ops.csv").open("w", encoding="utf-8", newline="") as file:
-                write_records(chain.from_iterable(results.records()), file)
-            names.append("ops.csv")
-        if "json" in formats:
-            from rooftrace.reporting.sections import document
-
-            (folder / "report.json").write_bytes(to_json(document(results), indent=1) + b"\n")
-            names.append("report.json")
-        if "trace" in formats:
-            from rooftrace.reporting.figures import timeline
-
-            names += timeline.write_timelines(results, folder)
-        if "chakra" in formats or "chakra-all" in formats:
-            from rooftrace.reporting.chakra import write_traces
-
-            names += write_traces(results, folder, every_rank="chakra-all" in formats)
-        if "html" in formats:
-            from rooftrace.reporting.hypertext import report_page
-
-            (folder / "report.html").write_text(report_page(results), encoding="utf-8")
-            names.append("report.html")
-        if "md" in formats:
-            from rooftrace.reporting.text import as_markdown
-
-            page = f"{as_markdown(results, figures)}{MARKS['md']}"
-            (folder / "report.md").write_text(page, encoding="utf-8")
-            names.append("report.md")
+        for name in (name for name in formats_of("steps") if name in formats):
+            names += FORMATS[name](results, folder)
+        for name in (name for name in reversed(TEXTS) if name in formats):  # pages last
+            names.append(FORMATS[name].file)
+            (folder / names[-1]).write_bytes(file_of(results, name, files=figures, style=style))
         if "tex" in formats:
-            names += _write_latex(results, folder, figures, style)
+            for name, text in latex_tables(results, style).items():
+                names.append(name)
+                (folder / name).write_text(text, encoding="ascii")
     if failure is not None:
         there = f"; {', '.join(names)} in {str(out)!r} are written" if names else ""
         raise FigureError(f"figures cannot be drawn ({_short(failure)}){there}") from failure
-    return [out / name for name in sorted(names, key=_place)]
-
-
-def _write_latex(
-    results: Results, folder: Path, figures: Sequence[str], style: str
-) -> Iterator[str]:
-    """report.tex, and a file for each table of it; their names."""
-    from rooftrace.reporting.text import shown
-
-    texts = {"report.tex": shown(results, "latex", files=figures, style=style)}
-    for name, text in (texts | shown(results, "latex tables", style=style)).items():
-        (folder / name).write_text(text, encoding="ascii")
-        yield name
+    return [out / name for name in sorted(dict.fromkeys(names), key=_place)]
 
 
 def _place(name: str) -> int:
     """Where a file stands among those that are told: what is read first, pictures last."""
-    order = ("report.html", "report.md", "report.tex", "report.json", "ops.csv")
+    order = ("report.html", *(FORMATS[form].file for form in TEXTS))
     drawn = name.rpartition(".")[2] in FIGURES
     return order.index(name) if name in order else len(order) + drawn
 
@@ -161,7 +129,7 @@ def write_validation(
     """
     check_formats(figures, FIGURES)
     from rooftrace.reporting.figures import parity, style
-    from rooftrace.reporting.text import as_markdown, shown
+    from rooftrace.reporting.text import file_of
 
     with new_folder(out, "_validation.json") as folder:
         names = []
@@ -174,34 +142,18 @@ def write_validation(
             files = [folder / name for name in names]
             style.save(lambda: parity.parity_figure(points, title, subtitle), *files)
         if result.nodes:
-            rows = [check.to_dict() for check in result.nodes]
-            with (folder / "nodes.csv").open("w", encoding="utf-8", newline="") as file:
-                table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-                table.writeheader()
-                table.writerows(map(to_cells, rows))  # None is an empty cell
             names.append("nodes.csv")
+            rows = to_csv(check.to_dict() for check in result.nodes)
+            (folder / "nodes.csv").write_text(rows, encoding="utf-8")
         if result.estimate is not None and result.alignment is not None:
             from rooftrace.reporting.figures import timeline
 
             names.append("timeline.json.gz")
             timeline.write_timeline(folder / names[-1], result.estimate, result.alignment)
-        text = to_json(result.to_dict(), indent=1)
-        (folder / "validation.json").write_bytes(text + b"\n")
-        page = f"{as_markdown(result, names)}{MARKS['md']}"
-        (folder / "validation.md").write_text(page, encoding="utf-8")
-        (folder / "validation.html").write_text(shown(result, "webpage"), encoding="utf-8")
-    made = ("validation.html", "validation.md", "validation.json", *names)
-    return [out / name for name in made]
-
-
-def write_records(records: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
-    """Write records of equal keys as one CSV; text that would be a formula is quoted."""
-    writer = None
-    for record in records:
-        if writer is None:
-            writer = csv.DictWriter(file, list(record), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(to_cells(record))
+        pages = [f"validation.{form}" for form in ("html", "md", "json")]
+        for form, name in zip(("html", "md", "json"), pages, strict=True):
+            (folder / name).write_bytes(file_of(result, form, files=names))
+    return [out / name for name in (*pages, *names)]
 
 
 @contextlib.contextmanager

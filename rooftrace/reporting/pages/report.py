@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +9,14 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import to_csv
+from rooftrace._formats import USUAL
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.pages.files import FORMATS, check_formats, write_report
+from rooftrace.reporting.pages.files import check_formats, write_report
 from rooftrace.reporting.sections import Results
 from rooftrace.tracer.graph import OpGraph
 
@@ -48,14 +49,10 @@ class Report(Results):
 
         Text that a spreadsheet would run as a formula begins with a "'".
         """
-        from rooftrace.reporting.pages.files import write_records
-
-        file = io.StringIO()
-        write_records(chain.from_iterable(self.records()), file)
-        return file.getvalue()
+        return to_csv(chain.from_iterable(self.records()))
 
     def write(
-        self, out: str | Path, formats: Sequence[str] = FORMATS, *, style: str = "screen"
+        self, out: str | Path, formats: Sequence[str] = USUAL, *, style: str = "screen"
     ) -> list[Path]:
         """Write report.html, report.md, report.json, ops.csv and figures into `out`; their paths.
 

@@ -4,7 +4,7 @@ from rooftrace.reporting.text.comparisons import (
 from rooftrace.reporting.text.lists import list_of as list_of
 from rooftrace.reporting.text.results import (
     as_markdown as as_markdown,
-    as_text as as_text,
-    renderable as renderable,
+    file_of as file_of,
+    latex_tables as latex_tables,
     shown as shown,
 )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import MISSING, format_share, listed, plural
-from rooftrace.reporting.text.inventories import VALUE, change_words, labelled, parameter_parts
+from rooftrace.reporting.text.changed import cut, labelled, left_out
+from rooftrace.reporting.text.inventories import VALUE, change_words, parameter_parts
 from rooftrace.reporting.view import model as view, units
 from rooftrace.tracer.paths import pattern_of
 
@@ -20,7 +21,7 @@ _NAME = view.Column("name", units.MODULE, "tensor", folded=True)
 _DRIFT = (
     view.Column("relative", units.full(units.SHARE), "of norm before"),
     view.Column("difference", VALUE, "difference"),
-    view.Column("cosine", units.Unit("", "number", lambda c: f"{c:.6f}", least=None), "cosine"),
+    view.Column("cosine", units.Unit("", "number", lambda c: f"{c:.6f}"), "cosine"),
     view.Column("largest", VALUE, "largest"),
 )
 _LOOKS = (
@@ -29,21 +30,21 @@ _LOOKS = (
 )
 
 
-def checkpoints_view(result: CheckpointDiff, output: view.Output) -> view.View:
+def checkpoints_view(result: CheckpointDiff) -> view.View:
     """What changed: in sum, in values, in names, shapes and dtypes, and in the config."""
+    known_by = view.Column("by", units.TEXT, "known by")
+    share = _DRIFT[0]
     sections = [
         view.Section(parts=list(_head(result)), place=1),
-        _section("Drifted", _drifted(result), (_NAME, *_DRIFT), output, place=2),
-        _section("Changed in dtype or shape", _changed(result), (_NAME, *_LOOKS, *_DRIFT[:1]),
-                 output, place=3),
-        _section("Renamed", _renamed(result), (*_LOOKS, view.Column("by", units.TEXT, "known by"),
-                 *_DRIFT[:1]), output, place=4),
-        _section("Added", _folded(result.of("added")), (_NAME, _LOOKS[1]), output, place=5),
-        _section("Removed", _folded(result.of("removed")), (_NAME, _LOOKS[0]), output, place=6),
-        _section("Frozen", _folded(result.of("frozen")), (_NAME, _LOOKS[1]), output, place=7),
-        _section("Not finite", _not_finite(result), (_NAME, *_LOOKS), output, place=8),
-    ]  # fmt: skip
-    sections += _config(result.config, output)
+        _section("Drifted", _drifted(result), (_NAME, *_DRIFT), 2),
+        _section("Changed in dtype or shape", _changed(result), (_NAME, *_LOOKS, share), 3),
+        _section("Renamed", _renamed(result), (*_LOOKS, known_by, share), 4),
+        _section("Added", _folded(result.of("added")), (_NAME, _LOOKS[1]), 5),
+        _section("Removed", _folded(result.of("removed")), (_NAME, _LOOKS[0]), 6),
+        _section("Frozen", _folded(result.of("frozen")), (_NAME, _LOOKS[1]), 7),
+        _section("Not finite", _not_finite(result), (_NAME, *_LOOKS), 8),
+        *_config(result.config),
+    ]
     title = f"Checkpoints {result.names[0]} and {result.names[1]}"
     return view.View(tuple(section for section in sections if section.parts), title)
 
@@ -83,23 +84,13 @@ def _head(result: CheckpointDiff) -> Iterator[view.Note]:
 
 
 def _section(
-    title: str,
-    rows: Sequence[dict[str, Any]],
-    columns: Sequence[view.Column],
-    output: view.Output,
-    place: int,
+    title: str, rows: Sequence[dict[str, Any]], columns: Sequence[view.Column], place: int
 ) -> view.Section:
     """A table under a title, cut on a screen; no parts where there are no rows."""
     if not rows:
         return view.Section()
-    shown = rows[:SHOWN] if output == "screen" else rows
-    parts: list[view.Part] = [
-        view.Note(title.lower(), "strong", on="screen"),
-        view.Table(columns=columns, rows=shown, padded=False),
-    ]
-    if len(shown) < len(rows):
-        text = f"... and {len(rows) - len(shown):,} more (--format json has all)"
-        parts.append(view.Note(text, "faint"))
+    head = view.Note(title.lower(), "strong", on="screen")
+    parts = [head, *cut(columns, rows, SHOWN), *left_out(len(rows) - SHOWN)]
     return view.Section(title=title, parts=parts, place=place)
 
 
@@ -180,16 +171,16 @@ def look(side: TensorLook | None) -> str:
     return MISSING if side is None else f"{side.dtype}{list(side.shape)}"
 
 
-def _config(config: ConfigDiff | None, output: view.Output) -> Iterator[view.Section]:
+def _config(config: ConfigDiff | None) -> Iterator[view.Section]:
     """The fields of the config that changed, and the parameters of the models of both."""
     if config is None:
         return
     columns = (view.Column("key", units.CODE, "field"), *_LOOKS)
     rows = [{"key": k, "before": before, "after": after} for k, before, after in config.fields]
-    yield _section("Fields of config.json", rows, columns, output, place=9)
+    yield _section("Fields of config.json", rows, columns, 9)
     parts: list[view.Part] = []
     if config.parameters is not None:
-        parts = list(parameter_parts(config.parameters, output))
+        parts = list(parameter_parts(config.parameters))
     elif config.note:
         parts = [view.Note(f"parameters of the two configs: {config.note}", "warn", bullet=1)]
     yield view.Section(title="Models of the two configs", parts=parts, place=10)

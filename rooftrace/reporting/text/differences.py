@@ -4,40 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rooftrace.reporting.text.changed import cut, delta, left_out, totals
 from rooftrace.reporting.text.origins import origin_notes
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.findings.diffs import Change, Diff, changes
+    from rooftrace.costmodels.findings.diffs import Diff, changes
 
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
-TIME = view.Column("time", units.signed(units.SECOND), "expected time")
+_WHERE = view.Column(
+    "module", units.CODE, "module", folded=True, of=lambda row: row.module or "(root)"
+)
 _ROWS: tuple[view.Column, ...] = (
-    TIME,
-    view.Column("eager", units.signed(units.SECOND), "in eager"),
-    view.Column("bytes", units.signed(units.BYTE), "bytes"),
-    view.Column("flops", units.signed(units.FLOP), "FLOPs", on="page"),
-    view.Column("kernels", units.signed(units.COUNT), "kernels", on="page"),
+    delta("time", units.SECOND, "expected time", marked=True),
+    delta("eager", units.SECOND, "in eager", marked=True),
+    delta("bytes", units.BYTE, "bytes"),
+    delta("flops", units.FLOP, "FLOPs", on="page"),
+    delta("kernels", units.COUNT, "kernels", on="page"),
     view.Column("cause", units.TEXT, "cause", folded=True),
-    view.Column("module", units.CODE, "where", folded=True),
-    view.Column("line", units.CODE, "line", folded=True),
+    view.Column("where", units.CODE, "where", folded=True),
+    view.Column("lines", units.CODE, "line", folded=True),
 )
 _HELD: tuple[view.Column, ...] = (
-    view.Column("bytes", units.signed(units.CAPACITY), "at the peak"),
+    delta("bytes", units.CAPACITY, "at the peak", marked=True),
     view.Column("role", units.TEXT, "role"),
-    view.Column("what", units.TEXT, "what", folded=True),
-    view.Column("module", units.CODE, "module", folded=True),
+    view.Column("what", units.TEXT, "what", folded=True, of=lambda row: held_what(row)),
+    _WHERE,
 )
 _MODULES: tuple[view.Column, ...] = (
     view.Column("status", units.TEXT, "", on="page"),
-    view.Column("sign", units.TEXT, "", on="screen"),
-    view.Column("module", units.CODE, "module", folded=True),
-    TIME,
-    view.Column("bytes", units.signed(units.BYTE), "bytes"),
-    view.Column("flops", units.signed(units.FLOP), "FLOPs"),
-    view.Column("ops", units.TEXT, "ops", folded=True),
+    view.Column("sign", units.TEXT, "", on="screen", of=lambda row: view.Cell(*_SIGNS[row.status])),
+    view.Column("module", units.CODE, "module", folded=True, of=lambda row: _label(row)),
+    delta("time", units.SECOND, "expected time"),
+    delta("bytes", units.BYTE, "bytes"),
+    delta("flops", units.FLOP, "FLOPs"),
+    view.Column("ops", units.TEXT, "ops", folded=True, of=lambda row: op_words(row)),
 )
 _LABELS = {
     "time": "expected time",
@@ -50,17 +53,8 @@ _LABELS = {
     "exposed": "exposed of it",
 }
 _UNITS = {**units.TOTALS, "communication": units.SECOND, "exposed": units.SECOND}
-_BOUNDS = {"time": "time, a bound"}
 SHOWN = 8
 """Rows of each table that a screen shows."""
-LONGEST_NAME = 20
-
-
-def percent(change: Change) -> str:
-    """Relative change: "+5.0 %", "new" where there was nothing before."""
-    if change.relative is None:
-        return "new"
-    return "0 %" if not change.delta else f"{change.relative:+.1%}".replace("%", " %")
 
 
 def op_words(module: changes.ModuleChange) -> str:
@@ -79,13 +73,6 @@ def held_what(held: changes.HeldChange) -> str:
     name = held.name.rpartition(".")[2]
     made = f"{words.op_name(held.op)}, {held.part}" if held.op else ""
     return (name or made or held.role) + (", saved for backward" if held.saved else "")
-
-
-def columns(result: Diff) -> tuple[str, str]:
-    """Column heads: the two names, or before and after where a name is too long for one."""
-    if max(map(len, result.names)) > LONGEST_NAME or result.names[0] == result.names[1]:
-        return "before", "after"
-    return result.names
 
 
 def _label(module: changes.ModuleChange) -> str:
@@ -136,32 +123,13 @@ def diff_view(result: Diff) -> view.View:
 
 
 def _phase(result: Diff, number: int) -> view.Section:
-    phase, names = result.phases[number], columns(result)
-    totals = [
-        {
-            "metric": _LABELS[metric] if result.expected else _BOUNDS.get(metric, _LABELS[metric]),
-            "before": view.Cell(change.before, unit=_UNITS[metric]),
-            "after": view.Cell(change.after, unit=_UNITS[metric]),
-            "change": view.Cell(change.delta, _mark(change), unit=units.signed(_UNITS[metric])),
-            "relative": view.Cell(percent(change), _mark(change)),
-        }
-        for metric, change in phase.totals.items()
-    ]
+    phase = result.phases[number]
+    time = "expected time" if result.expected else "time, a bound"
+    labels = _LABELS if result.expected else {**_LABELS, "time": time}
     parts: list[view.Part] = [
         view.Note(phase.phase, "strong", on="screen"),
-        view.Table(
-            columns=(
-                view.Column("metric", units.TEXT, ""),
-                view.Column("before", units.COUNT, names[0]),
-                view.Column("after", units.COUNT, names[1]),
-                view.Column("change", units.COUNT, "change"),
-                view.Column("relative", units.WORDS, ""),
-            ),
-            rows=totals,
-            padded=False,
-        ),
+        totals(phase.totals, _UNITS.__getitem__, labels.__getitem__, result.names),
     ]
-    time = TIME if result.expected else replace(TIME, head=_BOUNDS["time"])
     if phase.mesh_changed:
         first, second = (
             ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "none"
@@ -170,44 +138,37 @@ def _phase(result: Diff, number: int) -> view.Section:
         parts.append(view.Note(f"mesh {first} -> {second}", "warn", bullet=1))
     parts += [view.Note(_assumed(text), "warn", bullet=1) for text in phase.assumed]
     parts += _causes(phase.rows, time)
-    for title, columns_, rows in (
-        ("by module", _MODULES, [_module(module) for module in phase.modules]),
-        ("memory at the peak", _HELD, [_held(held) for held in phase.held]),
+    for title, columns, rows in (
+        ("by module", _MODULES, phase.modules),
+        ("memory at the peak", _HELD, phase.held),
     ):
         if rows:
-            columns_ = tuple(time if column is TIME else column for column in columns_)
-            parts += _table(title, columns_, rows)
+            parts.append(view.Note("", label=title, on="screen"))
+            parts.append(view.Note(f"{title[0].upper()}{title[1:]}:", on="page"))
+            parts += cut(_timed(columns, time), rows, SHOWN)
+            parts += left_out(len(rows) - SHOWN)
     return view.Section(title=phase.phase, parts=parts)
 
 
-def _table(
-    title: str, columns_: Sequence[view.Column], rows: Sequence[dict[str, Any]]
-) -> Iterator[view.Part]:
-    """A table under its title; a screen shows the first rows only."""
-    yield view.Note("", label=title, on="screen")
-    yield view.Note(f"{title[0].upper()}{title[1:]}:", on="page")
-    yield view.Table(columns=columns_, rows=rows[:SHOWN], on="screen")
-    yield view.Table(columns=columns_, rows=rows, padded=False, on="page")
-    if len(rows) > SHOWN:
-        more = f"... and {len(rows) - SHOWN} more (--format json has all)"
-        yield view.Note(more, "faint", on="screen")
+def _timed(columns: Sequence[view.Column], head: str) -> list[view.Column]:
+    """Columns, that of the time under a head."""
+    return [replace(column, head=head) if column.key == "time" else column for column in columns]
 
 
-def _causes(rows: Sequence[changes.DiffRow], time: view.Column) -> Iterator[view.Part]:
+def _causes(rows: Sequence[changes.DiffRow], time: str) -> Iterator[view.Part]:
     """The causes: sentences on a screen, a table on a page."""
     if not rows:
         return
     yield view.Note("", label="by cause", on="screen")
     for row in rows[:SHOWN]:
         seconds = units.signed(units.SECOND).page(row.time.delta)
-        yield view.Note(row.cause, _mark(row.time), on="screen", label=f"{seconds}  ")
+        yield view.Note(row.cause, row.time.mark, on="screen", label=f"{seconds}  ")
         yield view.Note(_details(row), "faint", on="screen")
-    if len(rows) > SHOWN:
-        more = f"... and {len(rows) - SHOWN} more causes (--format json has all)"
-        yield view.Note(more, "faint", on="screen")
-    columns_ = tuple(time if column is TIME else column for column in _rows_columns(rows))
+    yield from left_out(len(rows) - SHOWN, "more causes")
+    has_eager = any(row.eager is not None for row in rows)
+    columns = [column for column in _ROWS if column.key != "eager" or has_eager]
     yield view.Note("By cause:", on="page")
-    yield view.Table(columns=columns_, rows=[*map(_row, rows)], padded=False, on="page")
+    yield view.Table(columns=_timed(columns, time), rows=rows, padded=False, on="page")
 
 
 def _details(row: changes.DiffRow) -> str:
@@ -225,57 +186,10 @@ def _details(row: changes.DiffRow) -> str:
     return "; ".join(filter(None, (f"in {row.place}" if row.place else "", ", ".join(amounts))))
 
 
-def _rows_columns(rows: Sequence[changes.DiffRow]) -> tuple[view.Column, ...]:
-    """The columns of the causes, without eager times where nothing has any."""
-    has_eager = any(row.eager is not None for row in rows)
-    return tuple(column for column in _ROWS if column.key != "eager" or has_eager)
-
-
-def _row(row: changes.DiffRow) -> dict[str, Any]:
-    cells: dict[str, Any] = {
-        "time": view.Cell(row.time.delta, _mark(row.time)),
-        "bytes": row.bytes.delta,
-        "flops": row.flops.delta,
-        "kernels": row.kernels.delta,
-        "cause": row.cause,
-        "module": row.where,
-        "line": row.lines,
-    }
-    if row.eager is not None:
-        cells["eager"] = view.Cell(row.eager.delta, _mark(row.eager))
-    return cells
-
-
-def _held(held: changes.HeldChange) -> dict[str, Any]:
-    return {
-        "bytes": view.Cell(held.bytes.delta, _mark(held.bytes)),
-        "role": held.role,
-        "what": held_what(held),
-        "module": held.module or "(root)",
-    }
-
-
 def _assumed(text: str) -> str:
     """An assumption that one side alone makes."""
     sign, said = text[0], text[2:]
     return f"assumed now: {said}" if sign == "+" else f"no longer assumed: {said}"
-
-
-def _mark(change: Change) -> str:
-    return "worse" if change.delta > 0 else "good" if change.delta < 0 else "faint"
-
-
-def _module(module: changes.ModuleChange) -> dict[str, Any]:
-    sign, mark = _SIGNS[module.status]
-    return {
-        "status": module.status,
-        "sign": view.Cell(sign, mark),
-        "module": _label(module),
-        "time": module.time.delta,
-        "bytes": module.bytes.delta,
-        "flops": module.flops.delta,
-        "ops": op_words(module),
-    }
 
 
 def _one_sided(result: Diff) -> list[str]:

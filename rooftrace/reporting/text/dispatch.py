@@ -108,9 +108,9 @@ def _(result: ModelInfo, output: view.Output) -> view.View:
 
 @view_of.register
 def _(result: ParameterDiff, output: view.Output) -> view.View:
-    return parameters_view(result, output)
+    return parameters_view(result)
 
 
 @view_of.register
 def _(result: CheckpointDiff, output: view.Output) -> view.View:
-    return checkpoints_view(result, output)
+    return checkpoints_view(result)

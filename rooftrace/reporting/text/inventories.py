@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import MISSING, format_capacity, format_share, plural
+from rooftrace.reporting.text.changed import cut, labelled, left_out
 from rooftrace.reporting.view import model as view, units
 from rooftrace.tracer.inventory import values
 from rooftrace.tracer.paths import pattern_of
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 60
 """Tensors on a screen; of more, those that differ in indices only stand in one row."""
 
-EXACT = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
-VALUE = units.Unit("", "number", lambda value: _number(value), least=None)
+EXACT = units.Unit("", "integer", lambda number: f"{number:,}")
+VALUE = units.Unit("", "number", lambda value: _number(value))
 SHAPE = units.Unit("", "string", str, left="both")
 
 
@@ -99,12 +100,6 @@ def _sums(result: ModelInfo) -> Iterator[view.Note]:
     yield from labelled("memory", text)
 
 
-def labelled(label: str, text: str) -> Iterator[view.Note]:
-    """A sentence behind a word: in a column of its own on a screen, an item of a list on a page."""
-    yield view.Note(text, on="screen", label=f"{label:<12}")
-    yield view.Note(f"{label}: {text}", on="page", bullet=1)
-
-
 def _remarks(result: ModelInfo) -> Iterator[view.Note]:
     """What the tables do not show: shared names, what wrappers store, what was not read."""
     for layer in result.tensors:
@@ -174,15 +169,15 @@ _CHANGES = (
 )
 
 
-def parameters_view(result: ParameterDiff, output: view.Output) -> view.View:
+def parameters_view(result: ParameterDiff) -> view.View:
     """Parameters before and after, and the modules whose parameters differ."""
     return view.View(
-        (view.Section(parts=list(parameter_parts(result, output)), place=1),),
+        (view.Section(parts=list(parameter_parts(result)), place=1),),
         f"Parameters of {result.names[0]} and {result.names[1]}",
     )
 
 
-def parameter_parts(result: ParameterDiff, output: view.Output) -> Iterator[view.Part]:
+def parameter_parts(result: ParameterDiff) -> Iterator[view.Part]:
     """The sums of a comparison of parameters, and its rows."""
     yield view.Note(f"{result.names[0]} -> {result.names[1]}", "strong", on="screen")
     yield from labelled("parameters", change_words(result.params))
@@ -203,10 +198,8 @@ def parameter_parts(result: ParameterDiff, output: view.Output) -> Iterator[view
         }
         for row in result.modules
     ]
-    shown = rows[:MOST_ROWS] if output == "screen" else rows
-    yield view.Table(columns=_CHANGES, rows=shown, padded=False)
-    if len(shown) < len(rows):
-        yield view.Note(f"... and {len(rows) - len(shown):,} more modules (--format json has all)")
+    yield from cut(_CHANGES, rows, MOST_ROWS)
+    yield from left_out(len(rows) - MOST_ROWS, "more modules")
     if result.unchanged:
         text = f"{plural(result.unchanged, 'path')} with the same parameters on both sides"
         yield view.Note(text, "faint", bullet=1)

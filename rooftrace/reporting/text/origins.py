@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from rooftrace.reporting.text.changed import labelled
 from rooftrace.reporting.view import model as view
 
 if TYPE_CHECKING:
@@ -14,29 +16,22 @@ def origin_notes(origins: DiffOrigins | None) -> list[view.Note]:
     """A line for each thing that a reader of a diff has to know of its sides."""
     if origins is None:
         return []
-    notes = []
+    notes: list[view.Note] = []
+    say = partial(labelled, width=9)
     sides = (("before", origins.before), ("after", origins.after))
     for which, side in sides:
         if str(side):
-            notes += _said(which, str(side))
+            notes += say(which, str(side))
     if origins.versions():
-        notes += _said("versions", ", ".join(origins.versions()), "warn")
+        notes += say("versions", ", ".join(origins.versions()), "warn")
     for which, side in sides:
         for text in side.notes:
-            notes += _said(which, text, "warn")
+            notes += say(which, text, "warn")
     if origins.bisection is not None:
         for text in origins.bisection.sentences():
-            notes += _said("bisect", text)
+            notes += say("bisect", text)
     for line in origins.lines:
-        notes += _said(line.phase, str(line))
+        notes += say(line.phase, str(line))
     if not origins.lines and origins.touched():
-        notes += _said("commits", origins.touched())
+        notes += say("commits", origins.touched())
     return notes
-
-
-def _said(label: str, text: str, mark: str = "") -> list[view.Note]:
-    """A note for a screen, under a label, and the item of a list on a page."""
-    return [
-        view.Note(text, mark, on="screen", label=f"{label:<9}"),
-        view.Note(f"{label}: {text}", on="page", bullet=1),
-    ]

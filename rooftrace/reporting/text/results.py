@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import to_csv, to_json
+from rooftrace._formats import FORMATS
+from rooftrace._outputs import MADE_BY
 from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import as_page, as_screen, model as view
 
@@ -41,29 +44,31 @@ def renderable(result: Any) -> RenderableType:
     return as_screen(_view(result, "screen"))
 
 
-def as_html(result: Any) -> str:
+def as_cell(result: Any) -> str:
     """A result in a cell of a notebook: what a screen shows, and one figure."""
+    from rooftrace.reporting import hypertext
     from rooftrace.reporting.figures import figure_of
-    from rooftrace.reporting.hypertext import as_cell
 
-    return as_cell(_view(result, "screen"), figure_of(result))
+    return hypertext.as_cell(_view(result, "screen"), figure_of(result))
 
 
 def shown(result: Any, form: str, **how: Any) -> Any:
-    """A result as "text" (print), for "rich", as "html" (a notebook), a "webpage" or "latex".
+    """A result as "text" (print), for "rich", as the "cell" of a notebook, or in one of FORMATS.
 
-    "latex tables" are its tables alone, by the names of their files.
-    how: further arguments of the function that makes it.
+    how: further arguments of the function that makes it, of which a format takes what it needs.
     """
     outputs: dict[str, Callable[..., Any]] = {
         "text": as_text,
         "rich": renderable,
-        "html": as_html,
-        "webpage": as_webpage,
-        "latex": latex_of,
-        "latex tables": latex_tables,
+        "cell": as_cell,
     }
-    return outputs[form](result, **how)
+    return (outputs.get(form) or FORMATS[form])(result, **how)
+
+
+def file_of(result: Any, form: str, **how: Any) -> bytes:
+    """A result as a file of one of FORMATS, with the mark by which it may be replaced."""
+    text = f"{shown(result, form, ascii=False, **how)}{FORMATS[form].mark}"
+    return text.encode("utf-8", "backslashreplace")
 
 
 def as_markdown(result: Any, files: Collection[str] = ()) -> str:
@@ -86,15 +91,15 @@ def as_webpage(result: Any, pictures: Mapping[str, bytes] | None = None) -> str:
     )
 
 
-def latex_of(result: Any, files: Collection[str] = (), style: str = "screen") -> str:
+def as_latex(result: Any, files: Collection[str] = (), style: str = "screen") -> str:
     """A result as a LaTeX document.  files: names of the figures that it may show.
 
     style: what its tables are made for ("screen", "paper", "paper-column"); RequestError for
     another one.
     """
-    from rooftrace.reporting.latex import as_latex
+    from rooftrace.reporting import latex
 
-    return as_latex(_view(result, "page"), files, style)
+    return latex.as_latex(_view(result, "page"), files, style)
 
 
 def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
@@ -102,6 +107,25 @@ def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
     from rooftrace.reporting.latex import table_files
 
     return table_files(_view(result, "page"), style)
+
+
+def as_json(
+    result: Any, document: Callable[[], Mapping[str, Any]] | None = None, *, ascii: bool = True
+) -> str:
+    """A result as JSON.  document: makes what stands there; default its `to_dict`.
+
+    ascii: whether other letters are escapes, as stdout may have any encoding.
+    """
+    made = (document or result.to_dict)()
+    made_by = {} if "schema" in made else MADE_BY
+    return to_json({**made_by, **made}, indent=1, ascii=ascii).decode() + "\n"
+
+
+def as_csv(result: Any) -> str:
+    """A result as CSV: what its `to_csv` gives, else its rows."""
+    if hasattr(result, "to_csv"):
+        return str(result.to_csv())
+    return to_csv(result.to_rows())
 
 
 _REGISTERING = {

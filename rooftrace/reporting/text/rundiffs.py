@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rooftrace.hardware.units import MISSING, format_time
-from rooftrace.measured.rundiffs import RunDiff, limits, rundiff
+from rooftrace.measured.rundiffs import RunDiff, metrics, rundiff
+from rooftrace.reporting.text.changed import cut, delta, totals
 from rooftrace.reporting.view import model as view, units, words
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
 """Lines of a screen for kernels, for those of noise where there are no others, for modules and
 families, and for disagreements."""
-LONGEST_NAME = 20
 KERNEL = 34
 """Letters of a kernel's name; JSON has all of it."""
 
@@ -41,7 +42,7 @@ _ON_HOST = {
     "kernels": "calls of ops",
 }
 _REPLAYED = {"work": "ops, timed alone", "kernels": "calls of ops"}
-_UNITS = {"s": units.SECOND, "launches": units.NUMBER, "byte": units.CAPACITY}
+_UNITS = {"second": units.SECOND, "count": units.NUMBER, "byte": units.CAPACITY}
 _SIGNS = {
     "slower": ("slower", "bad"),
     "faster": ("faster", "good"),
@@ -56,7 +57,6 @@ _RATIO = units.Unit(
     "",
     "number",
     lambda ratio: f"{ratio:,.0f}x" if abs(ratio) >= 10 else f"{ratio:.2f}x",
-    least=None,
 )
 _SIGNED = units.signed(units.SECOND)
 _ROWS = (
@@ -66,7 +66,7 @@ _ROWS = (
     view.Column("launches", units.WORDS, "launches", of=lambda row: _launches(row)),
     view.Column("before", units.SECOND, "before", drop=1, of=lambda row: row.time.before),
     view.Column("after", units.SECOND, "after", drop=1, of=lambda row: row.time.after),
-    view.Column("change", _SIGNED, "change", of=lambda row: _change(row.time, _SIGNED)),
+    delta("time", units.SECOND, "change", marked=True),
 )
 
 
@@ -98,7 +98,7 @@ def verdict(step: rundiff.StepDiff) -> str:
     if not time.delta:
         text = f"the step takes {format_time(time.after)}, as before"
     else:
-        relative = "" if time.relative is None else f" ({_percent(time)})"
+        relative = "" if time.relative is None else f" ({time.percent})"
         text = f"the step is {format_time(abs(time.delta))}{relative} "
         text += "slower" if time.delta > 0 else "faster"
         if time.noise is None:
@@ -117,7 +117,7 @@ def _parts(step: rundiff.StepDiff) -> Sequence[str]:
     """Figures that add up to the time of the step; none where its kernels were timed apart."""
     if not step.timed_inside:
         return ()
-    names = limits.PARTS if step.on_device else ("device", "idle")
+    names = metrics.PARTS if step.on_device else ("device", "idle")
     return [name for name in names if name in step.totals]
 
 
@@ -157,57 +157,36 @@ def _sentence(text: str) -> str:
 # -- totals ----------------------------------------------------------------------------------------
 
 
+_NOISE = view.Column("noise", units.SECOND, "noise", drop=1)
+_PREDICTED = view.Column("predicted", units.SECOND, "predicted")
+_OVER = view.Column("ratio", _RATIO, "measured / predicted", short="ratio")
+
+
 def _totals(step: rundiff.StepDiff, names: tuple[str, str]) -> view.Table:
-    short = [Path(name).name for name in names]
-    if max(map(len, short)) > LONGEST_NAME or short[0] == short[1]:
-        short = ["before", "after"]
-    columns = [
-        view.Column("metric", units.TEXT, ""),
-        view.Column("before", units.SECOND, short[0]),
-        view.Column("after", units.SECOND, short[1]),
-        view.Column("change", units.SECOND, "change"),
-        view.Column("relative", units.WORDS, ""),
-        view.Column("noise", units.SECOND, "noise", drop=1),
-        view.Column("predicted", units.SECOND, "predicted"),
-        view.Column("ratio", _RATIO, "measured / predicted", short="ratio"),
-    ]
-    if step.prediction is None:
-        columns = columns[:-2]
-    if all(change.noise is None for change in step.totals.values()):
-        columns = [column for column in columns if column.key != "noise"]
-    shown = [name for name, c in step.totals.items() if c.before or c.after or name == "time"]
-    return view.Table(columns=columns, rows=[_total(step, name) for name in shown], padded=False)
+    shown = {n: c for n, c in step.totals.items() if c.before or c.after or n == "time"}
+    more: dict[view.Column, Callable[[str], Any]] = {}
+    if any(change.noise is not None for change in step.totals.values()):
+        more[_NOISE] = lambda name: _noise(shown[name], _unit(name))
+    if step.prediction is not None:
+        predicted = step.prediction.totals
+        more[_PREDICTED] = lambda name: (
+            view.Cell(predicted[name].delta, unit=units.signed(_unit(name)))
+            if name in predicted
+            else None
+        )
+        more[_OVER] = step.ratio
+    before, after = (Path(name).name for name in names)
+    return totals(shown, _unit, partial(_label, step), (before, after), more)
 
 
-def _total(step: rundiff.StepDiff, name: str) -> dict[str, Any]:
-    change, unit = step.totals[name], _UNITS[limits.METRICS[name]]
-    predicted = step.prediction.totals.get(name) if step.prediction else None
-    noise: Any = None
-    if change.noise is not None:
-        noise = view.Cell(change.noise, "faint", before="±", unit=unit)
-    signed = units.signed(unit)
-    return {
-        "metric": _label(step, name),
-        "before": view.Cell(change.before, unit=unit),
-        "after": view.Cell(change.after, unit=unit),
-        "change": _change(change, signed),
-        "relative": _percent(change),
-        "noise": noise,
-        "predicted": None if predicted is None else view.Cell(predicted.delta, unit=signed),
-        "ratio": step.ratio(name),
-    }
+def _unit(name: str) -> units.Unit:
+    return _UNITS[metrics.METRICS[name].unit]
 
 
-def _change(change: rundiff.MeasuredChange, unit: units.Unit) -> view.Cell:
-    if change.within_noise or not change.delta:
-        return view.Cell(change.delta, "faint", unit=unit)
-    return view.Cell(change.delta, "worse" if change.delta > 0 else "good", unit=unit)
-
-
-def _percent(change: rundiff.MeasuredChange) -> str:
-    if change.relative is None:
-        return "new"
-    return f"{change.relative:+.1%}".replace("%", " %") if change.delta else "0 %"
+def _noise(change: rundiff.MeasuredChange, unit: units.Unit) -> view.Cell | None:
+    if change.noise is None:
+        return None
+    return view.Cell(change.noise, "faint", before="±", unit=unit)
 
 
 # -- kernels, modules, families --------------------------------------------------------------------
@@ -219,10 +198,7 @@ def _kernels(step: rundiff.StepDiff) -> list[view.Part]:
         return [view.Note("no kernel differs", "faint")]
     beyond = [row for row in rows if row.status != "unclear"]
     shown = beyond[:ROWS] or rows[:IN_NOISE]
-    parts: list[view.Part] = [
-        view.Table(columns=_ROWS, rows=shown, on="screen"),
-        view.Table(columns=_ROWS, rows=rows, padded=False, on="page"),
-    ]
+    parts = cut(_ROWS, rows, len(shown))
     left = (
         (len(beyond) - len(shown), "more", rows[len(shown) : len(beyond)]),
         (len(rows) - max(len(beyond), len(shown)), "more within noise", rows[len(beyond) :]),
@@ -286,22 +262,11 @@ def _groups(step: rundiff.StepDiff, what: str) -> list[view.Part]:
         view.Column("launches", units.WORDS, "launches", drop=1, of=_launches),
         view.Column("before", units.SECOND, "before", of=lambda g: g.time.before),
         view.Column("after", units.SECOND, "after", of=lambda g: g.time.after),
-        view.Column("change", _SIGNED, "change", of=lambda g: _change(g.time, _SIGNED)),
+        delta("time", units.SECOND, "change", marked=True),
     ]
     if any(group.predicted is not None for group in rows):
-        columns += [
-            view.Column(
-                "predicted",
-                _SIGNED,
-                "predicted",
-                of=lambda g: None if g.predicted is None else g.predicted.delta,
-            ),
-            view.Column("ratio", _RATIO, "measured / predicted", short="ratio"),
-        ]
-    return [
-        view.Table(columns=columns, rows=rows[:GROUPS], on="screen"),
-        view.Table(columns=columns, rows=rows, padded=False, on="page"),
-    ]
+        columns += [delta("predicted", units.SECOND, "predicted"), _OVER]
+    return cut(columns, rows, GROUPS)
 
 
 # -- notes -----------------------------------------------------------------------------------------
@@ -329,29 +294,27 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
     return parts
 
 
+_OPERATIONS = (
+    view.Column("name", units.TEXT, "operation alone", flexible=True),
+    view.Column("before", units.SECOND, "before"),
+    view.Column("after", units.SECOND, "after"),
+    view.Column("change", units.WORDS, "change"),
+    view.Column("noise", units.SECOND, "noise"),
+)
+
+
 def _operations(result: RunDiff) -> view.Section:
     rows = sorted((result.operations or {}).items(), key=lambda o: -abs(o[1].relative or 0))
-    columns = (
-        view.Column("name", units.TEXT, "operation alone", flexible=True),
-        view.Column("before", units.SECOND, "before"),
-        view.Column("after", units.SECOND, "after"),
-        view.Column("change", units.WORDS, "change"),
-        view.Column("noise", units.SECOND, "noise"),
-    )
     lines = [
         {
             "name": key,
             "before": change.before,
             "after": change.after,
-            "change": view.Cell(_percent(change), "faint" if change.within_noise else "plain"),
+            "change": view.Cell(change.percent, "faint" if change.within_noise else "plain"),
             "noise": change.noise,
         }
         for key, change in rows
     ]
     note = "The same operations on both devices; where they differ, the machine does."
-    parts: list[view.Part] = [
-        view.Table(columns=columns, rows=lines[:GROUPS], on="screen"),
-        view.Table(columns=columns, rows=lines, padded=False, on="page"),
-        view.Note(note, on="page"),
-    ]
+    parts = [*cut(_OPERATIONS, lines, GROUPS), view.Note(note, on="page")]
     return view.Section(title="Operations alone", parts=parts, place=99)

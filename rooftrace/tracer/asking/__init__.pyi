@@ -5,10 +5,8 @@ from rooftrace.tracer.asking import (
 from rooftrace.tracer.asking.job import (
     Job as Job,
 )
-from rooftrace.tracer.asking.lengths import (
-    RequestLengths as RequestLengths,
-)
 from rooftrace.tracer.asking.request import (
     Options as Options,
     Request as Request,
+    RequestLengths as RequestLengths,
 )

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Function(nn.Module):
         memo[id(self)] = made
         state = {name: item for name, item in vars(self).items() if name != "function"}
         vars(made).update(copy.deepcopy(state, memo))
-        vars(made)["function"] = _rebound(self.function, memo)
+        vars(made)["function"] = closures.rebound(self.function, memo)
         return made
 
 
@@ -109,41 +109,9 @@ def _references(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, item
             if isinstance(item, (FunctionType, MethodType, partial)) and item is not function:
                 yield from _references(item)
-        yield from _globals(function).items()
+        yield from closures.globals_of(function).items()
     elif isinstance(vars(type(function)).get("__call__"), FunctionType):
         yield from vars(function).items()
-
-
-def _globals(function: FunctionType) -> dict[str, Any]:
-    """Globals of a function that are modules or tensors, as `model` in a cell of a notebook."""
-    names = dict.fromkeys(_names_in(function.__code__))
-    items = {n: function.__globals__[n] for n in names if n in function.__globals__}
-    return {name: item for name, item in items.items() if isinstance(item, (nn.Module, Tensor))}
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """The names that code and the comprehensions and lambdas inside it look up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def _rebound(function: Any, memo: dict[int, Any]) -> Any:
-    """The function, or a copy that refers to the copies that `memo` has."""
-    made = closures.rebound(function, memo)
-    if not isinstance(made, FunctionType):
-        return made
-    theirs = {n: memo[id(item)] for n, item in _globals(made).items() if id(item) in memo}
-    if not theirs:
-        return made
-    again = FunctionType(
-        made.__code__, {**made.__globals__, **theirs}, made.__name__, made.__defaults__,
-        made.__closure__,
-    )  # fmt: skip
-    again.__kwdefaults__ = made.__kwdefaults__
-    vars(again).update(vars(made))
-    return again
 
 
 def _with_signature(forward: Any, function: Any) -> Any:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from rooftrace.errors import RequestError, UnusedError, hint, near
-from rooftrace.tracer.asking.commands import is_script
-from rooftrace.tracer.asking.names import names_code, phases as known_phases
+from rooftrace.tracer.asking.names import is_script, names_code, phases as known_phases
 from rooftrace.tracer.asking.request import Options, Request
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphfiles import looks_saved

@@ -1,9 +1,6 @@
 from rooftrace.tracer.checkpoints.comparing import (
     compare_checkpoints as compare_checkpoints,
 )
-from rooftrace.tracer.checkpoints.conditions import (
-    checkpoint_limit as checkpoint_limit,
-)
 from rooftrace.tracer.checkpoints.records import (
     CheckpointDiff as CheckpointDiff,
     ConfigDiff as ConfigDiff,

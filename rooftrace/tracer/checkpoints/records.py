@@ -7,18 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
-from rooftrace.tracer.checkpoints.conditions import checkpoint_limit
-from rooftrace.tracer.inventory import ParameterDiff
-from rooftrace.tracer.inventory.limits import Limit
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes.metrics import NUMBER, SHARE, Metrics
+from rooftrace.tracer.inventory import SIZES, ParameterDiff
 
 STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed")
 """What can be said of a tensor; the first that fits, from the right."""
+METRICS: Metrics = {
+    "drift": SHARE,
+    **SIZES,
+    **dict.fromkeys(("nonfinite", "changed", "added", "removed"), NUMBER),
+}
+"""What may be held to a limit: "drift>1%", "nonfinite>0"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class Drift(Plain):
     """Norms over the elements that are finite on both sides, in double precision.
 
     The real and the imaginary part of a complex number count as two elements.
@@ -32,6 +40,8 @@ class Drift:
     largest: float  # absolute difference of an element
     left_out: int = 0  # elements that are not finite on one side at least
 
+    KEYS = "equal norm_before norm_after norm_difference relative cosine largest left_out"
+
     @property
     def relative(self) -> float | None:
         """The norm of the difference over the norm before; None where that is 0, and it changed."""
@@ -39,19 +49,9 @@ class Drift:
             return self.norm_difference / self.norm_before
         return 0.0 if not self.norm_difference else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; None for what is not finite."""
-        names = ("norm_before", "norm_after", "norm_difference", "relative", "cosine", "largest")
-        numbers = {name: getattr(self, name) for name in names}
-        return {
-            "equal": self.equal,
-            **{n: v if v is not None and math.isfinite(v) else None for n, v in numbers.items()},
-            "left_out": self.left_out,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLook:
+class TensorLook(Plain):
     """A tensor of one side, without its values."""
 
     dtype: str
@@ -61,9 +61,11 @@ class TensorLook:
     nans: int = 0
     infs: int = 0
 
+    KEYS = "dtype shape params=elements bytes nans infs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDiff:
+class TensorDiff(Plain):
     """One tensor before and after."""
 
     name: str  # after; that of a removed one is before
@@ -90,42 +92,27 @@ class TensorDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "before": _look(self.before),
-            "after": _look(self.after),
-            "renamed_from": self.renamed_from or None,
-            "renamed_by": self.renamed_by or None,
-            "drift": None if self.drift is None else self.drift.to_dict(),
-            "note": self.note,
-        }
-
-
-def _look(look: TensorLook | None) -> dict[str, Any] | None:
-    if look is None:
-        return None
-    return {
-        "dtype": look.dtype,
-        "shape": list(look.shape),
-        "params": look.elements,
-        "bytes": look.bytes,
-        "nans": look.nans,
-        "infs": look.infs,
-    }
+        renamed = {"renamed_from": self.renamed_from or None, "renamed_by": self.renamed_by or None}
+        return {**plain_record(self), **renamed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigDiff:
+class ConfigDiff(Plain):
     """The fields of two config.json that differ, and what they do to the parameters."""
 
     fields: tuple[tuple[str, str, str], ...]  # path of the key, JSON before, JSON after
     parameters: ParameterDiff | None  # of the models of both, built on meta
     note: str = ""  # why there are none
 
+    KEYS = "fields=_fields parameters note"
+
+    @property
+    def _fields(self) -> list[dict[str, str]]:
+        return [dict(zip(("key", "before", "after"), each, strict=True)) for each in self.fields]
+
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointDiff(Shown):
+class CheckpointDiff(Plain, Shown):
     """What changed from one checkpoint to another."""
 
     names: tuple[str, str]
@@ -163,56 +150,39 @@ class CheckpointDiff(Shown):
         """A sentence for each condition ("drift>1%", "params>0") that does not hold.
 
         drift is that of the tensor that moved most, relative to its norm before.  Raises
-        RequestError for a condition that cannot be read, or that checkpoints do not have.
+        FailOnError for a condition that cannot be read, or that checkpoints do not have.
         """
-        limits = [checkpoint_limit(text) for text in conditions]
-        sentences = ((limit, limit.grown(*self._metric(limit.metric))) for limit in limits)
-        return [self._named(limit, sentence) for limit, sentence in sentences if sentence]
+        worst = max(self.tensors, key=lambda tensor: tensor.moved, default=None)
+        bad = zip(*(tensor.not_finite for tensor in self.not_finite), strict=True)
+        counts = {status: len(self.of(status)) for status in STATUSES}
+        grown = {
+            "params": Change(*self.params),
+            "bytes": Change(*self.bytes),
+            "nonfinite": Change(*(map(sum, bad) if self.not_finite else (0, 0))),
+            "changed": Change(0, len(self.tensors) - counts["frozen"]),
+            "added": Change(0, counts["added"]),
+            "removed": Change(0, counts["removed"]),
+        }
+        drift = {"drift": Change(0, worst.moved if worst else 0)}
+        places = [(f"{worst.name}: " if worst else "", drift), ("", grown)]
+        return broken(self.limits(conditions), METRICS, places)
 
-    def _metric(self, name: str) -> tuple[float, float]:
-        """A number before and after; what grows from one to the other is held to a limit."""
-        if name == "drift":
-            return 0.0, max((tensor.moved for tensor in self.tensors), default=0.0)
-        if name in ("params", "bytes"):
-            return self.params if name == "params" else self.bytes
-        if name == "nonfinite":
-            counts = [tensor.not_finite for tensor in self.not_finite]
-            return sum(before for before, _ in counts), sum(after for _, after in counts)
-        statuses = STATUSES if name == "changed" else (name,)
-        return 0.0, float(sum(len(self.of(s)) for s in statuses if s != "frozen"))
-
-    def _named(self, limit: Limit, sentence: str) -> str:
-        """The sentence with the tensor that it is about."""
-        if limit.metric != "drift":
-            return sentence
-        return f"{max(self.tensors, key=lambda tensor: tensor.moved).name}: {sentence}"
+    @staticmethod
+    def limits(conditions: Sequence[str]) -> list[Limit]:
+        """The limits that conditions say.  Raises FailOnError."""
+        return [Limit.parse(text, METRICS, "two checkpoints") for text in conditions]
 
     def __repr__(self) -> str:
         counts = [f"{len(self.of(s)):,} {s}" for s in STATUSES if self.of(s)]
         text = f"{' -> '.join(self.names)}: {', '.join(counts) or plural(0, 'tensor')}"
         return short(self, f"{text}; drift {format_share(self.relative)}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: norms as they are, relative changes as fractions."""
-        config = self.config
-        return {
-            "schema": "rooftrace.checkpoints/1",
-            "before": self.names[0],
-            "after": self.names[1],
-            "params": list(self.params),
-            "bytes": list(self.bytes),
-            "relative": self.relative,
-            "counts": {status: len(self.of(status)) for status in STATUSES},
-            "notes": list(self.notes),
-            "config": None
-            if config is None
-            else {
-                "fields": [
-                    {"key": key, "before": before, "after": after}
-                    for key, before, after in config.fields
-                ],
-                "parameters": None if config.parameters is None else config.parameters.to_dict(),
-                "note": config.note,
-            },
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
-        }
+    @property
+    def _counts(self) -> dict[str, int]:
+        return {status: len(self.of(status)) for status in STATUSES}
+
+    schema = "rooftrace.checkpoints/1"
+    KEYS = (
+        "schema before=names.0 after=names.1 params bytes relative counts=_counts notes config "
+        "tensors"
+    )

@@ -1,6 +1,5 @@
 from rooftrace.tracer.collectives import marks as marks
 from rooftrace.tracer.collectives.records import (
-    KINDS as KINDS,
     Collective as Collective,
     Group as Group,
     axis_of as axis_of,

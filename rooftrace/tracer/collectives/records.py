@@ -6,21 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "barrier",
-)
-"""What processes do together, in the words of nccl."""
-
 
 class Group(Struct, frozen=True):
     """Processes that communicate with each other, by their ranks in the whole job.
@@ -41,12 +26,12 @@ class Group(Struct, frozen=True):
 class Collective(Struct, frozen=True):
     """What one op exchanges with other processes.
 
-    kind: one of `KINDS`.  group: a key of `OpGraph.groups`.  bytes: of the whole buffer, by the
-    convention of nccl-tests: what a process has after an all_gather, what it has before a
-    reduce_scatter, what it sends in an all_to_all (its own part included), and the tensor itself
-    for all others.  dtype: its precision.  waits: whether the stream that issued it goes on only
-    when it is done; else it runs beside, until something reads what it made.  splits: bytes to each
-    process, where they differ.  peer: the other rank of send and recv.
+    kind: one of `COLLECTIVES` of systems.  group: a key of `OpGraph.groups`.  bytes: of the whole
+    buffer, by the convention of nccl-tests: what a process has after an all_gather, what it has
+    before a reduce_scatter, what it sends in an all_to_all (its own part included), and the tensor
+    itself for all others.  dtype: its precision.  waits: whether the stream that issued it goes on
+    only when it is done; else it runs beside, until something reads what it made.  splits: bytes to
+    each process, where they differ.  peer: the other rank of send and recv.
     """
 
     kind: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +27,7 @@ from rooftrace.tracer.source import lines, users_traceback
 from rooftrace.tracer.sources import collector_paused, loaded
 from rooftrace.tracer.targets import isolation
 from rooftrace.tracer.tensors import own_tensors, tensors_in
-from rooftrace.tracer.twins import on_meta, replaced
+from rooftrace.tracer.twins import on_meta
 from rooftrace.tracer.values import REAL_VALUE
 
 MOST_REAL = 1 << 30
@@ -208,23 +207,9 @@ def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]
             made.normal_(0.0, 0.02, generator=generator)
         return made
 
-    memo: dict[int, Any] = {}
     with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
-        for part in module.modules():
-            for tensor in own_tensors(part):
-                if id(tensor) not in memo:
-                    made = filled(tensor)
-                    memo[id(tensor)] = (
-                        nn.Parameter(made, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else made
-                    )
-        copied = copy.deepcopy(_plain(module), memo)
-        fields = {
-            name: replaced(getattr(inputs, name), filled)
-            for name in ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
-        }
-    return copied, replace(inputs, **fields)
+        made = Loaded(_plain(module), inputs).filled(filled)
+    return made.module, made.inputs
 
 
 def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:

@@ -1,6 +1,6 @@
 from rooftrace.tracer.emulation import handles as handles
 from rooftrace.tracer.emulation.entering import (
-    emulated as emulated,
+    emulate as emulate,
 )
 from rooftrace.tracer.emulation.facts import Device as Device
 from rooftrace.tracer.emulation.refused import (

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from rooftrace.tracer.emulation.memory import free
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 
 _cuda: Any = torch.cuda
 _c: Any = torch._C
 
 
-def names(here: Emulation, of_cuda: dict[str, Any]) -> dict[str, Any]:
-    """Functions of torch._C that every build has, and that know no device.
-
-    of_cuda: those of the emulated device.
-    """
+def answers(here: Emulation) -> Iterator[Answers]:
+    """Functions of torch._C that every build has, and that know no device."""
     kind = torch.device("cuda")
-    exchange = of_cuda["_cuda_exchangeDevice"]
     asked = {
         "getAccelerator": lambda: kind,
         "getDeviceIndex": lambda: here.current,
         "setDeviceIndex": here.choose,
-        "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "exchangeDevice": here.exchange,
+        "maybeExchangeDevice": here.exchange,
         "getStream": lambda index: _cuda.current_stream(index),
         "setStream": lambda stream: _cuda.set_stream(stream),
         "synchronizeDevice": lambda index=None: here.clock.synchronize(),
         "isAllocatorInitialized": lambda: True,
-        "emptyCache": of_cuda["_cuda_emptyCache"],
+        "emptyCache": lambda: _c._cuda_emptyCache(),
         "emptyHostCache": lambda: None,
-        "getDeviceStats": of_cuda["_cuda_memoryStats"],
-        "resetPeakStats": of_cuda["_cuda_resetPeakMemoryStats"],
-        "resetAccumulatedStats": of_cuda["_cuda_resetAccumulatedMemoryStats"],
+        "getDeviceStats": lambda index: _c._cuda_memoryStats(index),
+        "resetPeakStats": lambda index: _c._cuda_resetPeakMemoryStats(index),
+        "resetAccumulatedStats": lambda index: None,
         "getMemoryInfo": lambda index: (free(here), here.device.memory),
         "getDeviceCapability": lambda index: {"supported_dtypes": _precisions(here)},
         "setAllocatorSettings": lambda text: here.settings.__setitem__("allocator", text),
@@ -42,11 +39,11 @@ def names(here: Emulation, of_cuda: dict[str, Any]) -> dict[str, Any]:
         "hooks_device_count": lambda: here.count,
         "hooks_get_current_device": lambda: here.current,
         "hooks_set_current_device": here.choose,
-        "hooks_exchange_device": exchange,
-        "hooks_maybe_exchange_device": exchange,
+        "hooks_exchange_device": here.exchange,
+        "hooks_maybe_exchange_device": here.exchange,
     }
     general = {f"_accelerator_{name}": item for name, item in asked.items()}
-    return {**general, "_get_accelerator": lambda check=None: kind}
+    yield _c, {**general, "_get_accelerator": lambda check=None: kind}
 
 
 def _precisions(here: Emulation) -> set[torch.dtype]:

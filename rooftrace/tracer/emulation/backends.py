@@ -1,17 +1,17 @@
-"""What torch says of its libraries for CUDA: versions, switches, NVTX, NCCL."""
+"""What torch says of its libraries for CUDA: versions, switches, NVTX, NCCL, gradient scaling."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from rooftrace.tracer.emulation.refused import refusal
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 from rooftrace.tracer.patches import original_of
 
 _c: Any = torch._C
@@ -30,19 +30,35 @@ def cuda_version() -> str:
     return "12.8" if release < _CUDA_UNTIL else "13.0"
 
 
-def version(here: Emulation) -> dict[str, Any]:
-    """Attributes of torch.version."""
+def answers(here: Emulation) -> Iterator[Answers]:
+    """What each of these libraries says."""
+    yield torch.version, _version(here)
+    yield _c, {**_settings(here), **_collectives()}
+    if _BUILT_WITH is None:
+        yield _c, _built_with(here)
+        yield torch.backends.cudnn.m, _cudnn(here)  # type: ignore[attr-defined]
+    nvtx: Any = torch.cuda.nvtx
+    if not isinstance(nvtx._nvtx, ModuleType):
+        yield type(nvtx._nvtx), _nvtx()
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        if hasattr(sys.modules.get(name), "is_nccl_available"):
+            yield sys.modules[name], {"is_nccl_available": lambda: True}
+    yield from _profilers(here)
+    yield torch.amp.GradScaler, _scaling(here)
+
+
+def _version(here: Emulation) -> dict[str, Any]:
     if here.device.is_rocm:
         return {"cuda": None, "hip": _HIP}
     here.assume("CUDA", f"torch.version.cuda says {cuda_version()}, as PyTorch's wheels do")
     return {"cuda": cuda_version()}
 
 
-def names(here: Emulation) -> dict[str, Any]:
+def _built_with(here: Emulation) -> dict[str, Any]:
     """Attributes of torch._C: which libraries torch was built with."""
     major, minor = (int(part) for part in cuda_version().split("."))
     nccl, nccl_minor, patch = _NCCL
-    told = {
+    return {
         "_has_cuda": True,
         "_has_cudnn": True,
         "_cuda_getCompiledVersion": lambda: 1000 * major + 10 * minor,
@@ -50,7 +66,6 @@ def names(here: Emulation) -> dict[str, Any]:
         "_nccl_version_suffix": lambda: b"",
         "_is_flash_attention_available": lambda: here.device.capability >= (8, 0),
     }
-    return told if _BUILT_WITH is None else {}
 
 
 _KEPT = {
@@ -62,7 +77,7 @@ _KEPT = {
 """Settings of libraries that change no op: their names, and what they are at first."""
 
 
-def settings(here: Emulation) -> dict[str, Any]:
+def _settings(here: Emulation) -> dict[str, Any]:
     """Functions of torch._C that read and write settings of libraries."""
     kept = here.settings
     functions: dict[str, Any] = {}
@@ -72,11 +87,7 @@ def settings(here: Emulation) -> dict[str, Any]:
     return functions
 
 
-def cudnn_functions(here: Emulation) -> dict[str, Any]:
-    """Functions of torch.backends.cudnn; a build for CUDA has its own."""
-    if _BUILT_WITH is not None:
-        return {}
-
+def _cudnn(here: Emulation) -> dict[str, Any]:
     def version() -> int:
         here.assume("cuDNN", f"torch.backends.cudnn.version() says {_CUDNN}")
         return _CUDNN
@@ -84,7 +95,7 @@ def cudnn_functions(here: Emulation) -> dict[str, Any]:
     return {"version": version, "_init": lambda: True}
 
 
-def nvtx_functions() -> dict[str, Any]:
+def _nvtx() -> dict[str, Any]:
     """Functions of NVTX, as torch.cuda.nvtx calls them; nobody listens."""
     depth = [0]
 
@@ -110,7 +121,7 @@ def nvtx_functions() -> dict[str, Any]:
     }
 
 
-def profilers(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _profilers(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Classes of torch's profilers, and methods that would watch a device."""
     home: Any = torch.autograd.profiler
     make = original_of(home.profile, "__init__")
@@ -131,94 +142,23 @@ def profilers(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
 
 
-# -- switches --------------------------------------------------------------------------------------
+def _scaling(here: Emulation) -> dict[str, Any]:
+    """Methods of `torch.amp.GradScaler`, which the older classes inherit."""
+    step = original_of(torch.amp.GradScaler, "step")
 
-_OPS = ("all", "matmul", "conv", "rnn")
-_SWITCHES = (
-    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
-    ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
-)
-_REDUCTIONS = ("fp16", "bf16")
-_LEGACY = (
-    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
-    ("_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
-    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
-)
-_LIBRARIES = {"generic": ("all",), "cuda": _OPS, "mkldnn": _OPS}
-"""For which torch 2.9 and later keep precisions of fp32, and of which ops."""
+    def stepped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():
+            here.assume(
+                "found_inf",
+                "GradScaler finds no inf or nan in gradients: no step is skipped, and the scale "
+                "grows as it does then",
+            )
+        return step(self, optimizer, *args, **kwargs)
+
+    return {"step": stepped}
 
 
-@contextlib.contextmanager
-def switches_put_back() -> Iterator[None]:
-    """Switches of the whole process that a script for CUDA sets are as before at the end."""
-    undo = [_restorer(read, write) for read, write in _SWITCHES]
-    for kind in _REDUCTIONS:
-        name = f"cublas_allow_{kind}_reduced_precision_reduction"
-        undo.append(_restorer(f"_get_{name}", f"_set_{name}"))
-    precisions = _precisions()
-    try:
-        yield
-    finally:
-        for restore in undo:
-            restore()
-        if _precisions() != precisions:
-            _set_precisions(precisions)
-
-
-def _precisions() -> dict[tuple[str, ...], Any]:
-    """What products of fp32 may be computed in, as each of torch's ways to ask says it."""
-    precisions: dict[tuple[str, ...], Any] = {}
-    for read, write in _LEGACY:
-        with contextlib.suppress(RuntimeError):  # asked one way, what was set another way
-            precisions[write,] = getattr(_c, read)()
-    get = getattr(_c, "_get_fp32_precision_getter", None)
-    if get is not None:
-        for library, ops in _LIBRARIES.items():
-            precisions.update({(library, op): get(library, op) for op in ops})
-    return precisions
-
-
-def _set_precisions(precisions: dict[tuple[str, ...], Any]) -> None:
-    """Set them the older way first, which sets some of the newer ones."""
-    for where, value in precisions.items():
-        if len(where) == 1:
-            getattr(_c, where[0])(value)
-        else:
-            _c._set_fp32_precision_setter(*where, value)
-
-
-def _restorer(read: str, write: str) -> Callable[[], Any]:
-    """What sets a switch as it is now; nothing where this release has none."""
-    get, put = getattr(_c, read, None), getattr(_c, write, None)
-    if get is None or put is None:
-        return lambda: None
-    value = get()
-
-    def restore() -> None:
-        if get() != value:
-            put(*(value if isinstance(value, tuple) else (value,)))
-
-    return restore
-
-
-def distributed(here: Emulation) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Modules of torch.distributed, and functions of theirs."""
-    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "is_nccl_available"):
-            yield module, {"is_nccl_available": lambda: True}
-
-
-def collective_names() -> dict[str, Any]:
+def _collectives() -> dict[str, Any]:
     """Functions of torch._C that copy between devices of one process; one device needs no copy."""
     reason = "one device is emulated for each process"
     instead = "Run one process for each device (torchrun, DistributedDataParallel)"

@@ -6,7 +6,6 @@ adds into meta.  The mode of `with torch.device("cuda")` lies above: others see 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,14 +14,23 @@ from torch import Tensor
 from torch.utils import _device
 
 from rooftrace.tracer.emulation import legacy
+from rooftrace.tracer.emulation.state import Answers
 from rooftrace.tracer.patches import original_of
 
 _META = torch.device("meta")
 _torch: Any = torch
 
 
-def context_methods() -> dict[str, Any]:
-    """Methods of the mode by which torch chooses a device."""
+def answers(types: dict[str, Any]) -> Iterator[Answers]:
+    """What applies a default device, and what sets a default type.  types: of the device."""
+    yield _device.DeviceContext, {"__torch_function__": _choosing()}
+    default = _DefaultType(types)
+    yield _torch, {"set_default_tensor_type": default.set_}
+    yield Tensor, {"__new__": staticmethod(default.making())}
+
+
+def _choosing() -> Any:
+    """The method of the mode by which torch chooses a device."""
     kind: Any = _device.DeviceContext
     handle = original_of(kind, "__torch_function__")
 
@@ -36,10 +44,10 @@ def context_methods() -> dict[str, Any]:
             kwargs = {**kwargs, "device": _META if lowest else self.device}
         return handle(self, func, types, args, kwargs)
 
-    return {"__torch_function__": __torch_function__}
+    return __torch_function__
 
 
-class DefaultType:
+class _DefaultType:
     """The type of tensors that a script sets for all that name none.
 
     types: those of the device, by name.
@@ -49,25 +57,20 @@ class DefaultType:
         self._types = types
         self._chosen: Any = None  # one of the device; None where it is the host's
 
-    def functions(self) -> dict[str, Any]:
-        """Functions of torch that set it."""
-        original = original_of(_torch, "set_default_tensor_type")
+    def set_(self, kind: Any) -> None:
+        """Stands for `torch.set_default_tensor_type`."""
+        name = kind.removeprefix("torch.cuda.") if type(kind) is str else ""
+        chosen = self._types.get(name, kind)
+        self._chosen = chosen if isinstance(chosen, legacy.Typed) else None
+        if self._chosen is not None:
+            torch.set_default_dtype(chosen.dtype)
+            torch.set_default_device("cuda")
+        else:
+            original_of(_torch, "set_default_tensor_type")(kind)
+            torch.set_default_device(None)
 
-        def set_default_tensor_type(kind: Any) -> None:
-            name = kind.removeprefix("torch.cuda.") if type(kind) is str else ""
-            chosen = self._types.get(name, kind)
-            self._chosen = chosen if isinstance(chosen, legacy.Typed) else None
-            if self._chosen is not None:
-                torch.set_default_dtype(chosen.dtype)
-                torch.set_default_device("cuda")
-            else:
-                original(kind)
-                torch.set_default_device(None)
-
-        return {"set_default_tensor_type": set_default_tensor_type}
-
-    def methods(self) -> dict[str, Any]:
-        """What `torch.Tensor(2, 3)` makes: no default device, but this type decides."""
+    def making(self) -> Any:
+        """What `torch.Tensor(2, 3)` calls: no default device, but this type decides."""
         original: Any = Tensor.__new__
 
         def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,22 +78,4 @@ class DefaultType:
                 return self._chosen(*args)
             return original(cls, *args, **kwargs)
 
-        return {"__new__": staticmethod(__new__)}
-
-
-@contextlib.contextmanager
-def put_back() -> Iterator[None]:
-    """Inside, code may set other defaults; at the end they are as before."""
-    context, dtype = _context(), torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        if torch.get_default_dtype() != dtype:
-            torch.set_default_dtype(dtype)
-        if _context() is not context:
-            torch.set_default_device(None if context is None else context.device)
-
-
-def _context() -> Any:
-    """The mode that puts this thread's default device into calls; None where there is none."""
-    return getattr(_torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        return __new__

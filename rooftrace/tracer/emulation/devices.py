@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,22 +10,22 @@ import torch
 
 from rooftrace.tracer.emulation import memory
 from rooftrace.tracer.emulation.refused import kernel_refused, refusal
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 
+_cuda: Any = torch.cuda
 _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """Architectures of PyTorch's own wheels."""
 
 
-def names(here: Emulation) -> dict[str, Any]:
-    """Functions of torch._C that a build without CUDA lacks."""
-    settings = here.settings
+def answers(here: Emulation) -> Iterator[Answers]:
+    """What torch.cuda asks of its C half, and functions of its own that ask more."""
+    yield torch._C, _names(here)
+    yield torch.cuda, _functions(here)
+    yield _cuda.CudaError, {"__init__": _named_by_its_code}
 
-    def exchange(index: int) -> int:
-        if index < 0:
-            return -1
-        before = here.current
-        here.choose(index)
-        return before
+
+def _names(here: Emulation) -> dict[str, Any]:
+    settings = here.settings
 
     def architectures() -> str:
         own = here.device.architecture
@@ -38,8 +39,8 @@ def names(here: Emulation) -> dict[str, Any]:
         "_cuda_init": lambda: None,
         "_cuda_getDevice": lambda: here.current,
         "_cuda_setDevice": here.choose,
-        "_cuda_exchangeDevice": exchange,
-        "_cuda_maybeExchangeDevice": exchange,
+        "_cuda_exchangeDevice": here.exchange,
+        "_cuda_maybeExchangeDevice": here.exchange,
         "_cuda_hasPrimaryContext": lambda index: here.used and index == here.current,
         "_cuda_isInBadFork": lambda: False,
         "_cuda_getArchFlags": architectures,
@@ -59,10 +60,7 @@ def names(here: Emulation) -> dict[str, Any]:
     }
 
 
-def functions(here: Emulation) -> dict[str, Any]:
-    """Functions of torch.cuda that ask more than its C half."""
-    exchange = names(here)["_cuda_exchangeDevice"]
-
+def _functions(here: Emulation) -> dict[str, Any]:
     def initialize() -> None:
         here.initialized = True
 
@@ -80,8 +78,8 @@ def functions(here: Emulation) -> dict[str, Any]:
         "_lazy_call": call,
         "cudart": runtime,
         "check_error": _check,
-        "_exchange_device": exchange,
-        "_maybe_exchange_device": exchange,
+        "_exchange_device": here.exchange,
+        "_maybe_exchange_device": here.exchange,
         "_compile_kernel": _kernel,
         "_get_device_properties": here.device.properties,
         "_device_count_nvml": lambda: -1,
@@ -156,10 +154,6 @@ def _check(result: Any) -> None:
         raise torch.cuda.CudaError(result)
 
 
-def error_methods() -> dict[str, Any]:
-    """Methods of `torch.cuda.CudaError`, which asks the runtime for the error's name."""
-
-    def init(self: Any, code: int) -> None:
-        RuntimeError.__init__(self, f"CUDA error ({code})")
-
-    return {"__init__": init}
+def _named_by_its_code(error: Any, code: int) -> None:
+    """Stands for the method of `CudaError`, which asks the runtime for the error's name."""
+    RuntimeError.__init__(error, f"CUDA error ({code})")

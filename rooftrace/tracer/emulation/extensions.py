@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ExtensionFileLoader
@@ -19,7 +18,8 @@ from rooftrace.tracer.emulation.refused import (
     kernel_refused,
     refusal,
 )
-from rooftrace.tracer.patches import Scope, original_of, replaced
+from rooftrace.tracer.emulation.state import Answers
+from rooftrace.tracer.patches import original_of, put
 from rooftrace.tracer.source import spec_after
 
 _LIBRARIES = ("libcuda", "libcudart", "libc10_cuda", "libtorch_cuda", "libnv", "libcu", "libamdhip")
@@ -130,28 +130,24 @@ class _Finder:
         return spec
 
 
-@contextlib.contextmanager
-def compiled_code_refused(scope: Scope) -> Iterator[None]:
-    """Inside, code for a GPU fails with an error that says what to do, in threads of the scope."""
-    with contextlib.ExitStack() as undo:
-
-        def watch(module: ModuleType) -> None:
-            home, replacements = _of_module(module)
-            with scope.entered():  # a recording may be on, whose scope ends before this one
-                undo.enter_context(replaced(home, replacements))
-
-        undo.enter_context(replaced(type(torch.ops), {"load_library": _library_loader()}))
-        undo.enter_context(replaced(ExtensionFileLoader, {"create_module": _module_loader()}))
-        for name in (_TRITON, _CPP):
-            if name in sys.modules:
-                watch(sys.modules[name])
-        finder: Any = _Finder(watch)
-        sys.meta_path.insert(0, finder)
-        undo.callback(sys.meta_path.remove, finder)
-        yield
+def watch_imports() -> None:
+    """Modules that compile or launch code for a GPU refuse it from when they are imported on."""
+    finder: Any = _Finder(lambda module: put(*_of_module(module)))
+    sys.meta_path.insert(0, finder)
 
 
-def refused_names() -> dict[str, Any]:
+def answers() -> Iterator[Answers]:
+    """What loads or makes code for a GPU fails with an error that says what to do."""
+    yield type(torch.ops), {"load_library": _library_loader()}
+    yield ExtensionFileLoader, {"create_module": _module_loader()}
+    for name in (_TRITON, _CPP):
+        if name in sys.modules:
+            yield _of_module(sys.modules[name])
+    yield torch._C, _refused_names()
+    yield from _refused_classes()
+
+
+def _refused_names() -> dict[str, Any]:
     """Functions of torch._C for CUDA that no emulated device answers, each with its error."""
     pools = "memory pools are the allocator's, which is not run"
     raw = "there is no memory of the device to point to"
@@ -199,7 +195,7 @@ def refused_names() -> dict[str, Any]:
     return {name: refusal(call, reason) for name, (call, reason) in table.items()}
 
 
-def refused_classes() -> Iterator[tuple[Any, dict[str, Any]]]:
+def _refused_classes() -> Iterator[Answers]:
     """Classes of torch.cuda that no emulated device can make, and methods that say so."""
     cuda: Any = torch.cuda
     for name in ("MemPool", "CUDAPluggableAllocator", "GreenContext"):

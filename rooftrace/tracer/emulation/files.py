@@ -6,13 +6,13 @@ What is on the host is written and read as it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, _weights_only_unpickler as unpickler, serialization
 
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 from rooftrace.tracer.patches import contexts, original_of
 
 _META = "meta"
@@ -20,7 +20,21 @@ _NOTES = "_rooftrace"
 """How the names begin of what recordings note on tensors."""
 
 
-def functions(here: Emulation) -> dict[str, Any]:
+def answers(here: Emulation) -> Iterator[Answers]:
+    """What writes and reads files, and pickles tensors and storages of the device."""
+    functions = _functions(here)
+    yield torch, functions
+    yield serialization, {**functions, "default_restore_location": _placing()}
+    rebuilt = _rebuilding(here)
+    yield torch._utils, {"_get_obj_state": _states(), _REBUILD: rebuilt}
+    allowed = original_of(unpickler, "_get_allowed_globals")
+    made = {f"torch._utils.{_REBUILD}": rebuilt}
+    yield unpickler, {"_get_allowed_globals": lambda: {**allowed(), **made}}
+    yield torch.UntypedStorage, _of_storages()
+    yield torch.Tensor, {"__reduce_ex__": _reducing()}
+
+
+def _functions(here: Emulation) -> dict[str, Any]:
     """Functions of torch and of torch.serialization."""
     home: Any = serialization
     save, load = original_of(home, "save"), original_of(home, "load")
@@ -47,15 +61,15 @@ def functions(here: Emulation) -> dict[str, Any]:
     return {"save": saved, "load": loaded}
 
 
-def placing() -> dict[str, Any]:
-    """Functions of torch.serialization that put what was read where it belongs."""
+def _placing() -> Any:
+    """What puts a storage that was read where it belongs."""
     home: Any = serialization
     place = original_of(home, "default_restore_location")
 
     def default_restore_location(storage: Any, location: Any) -> Any:
         return place(storage, _META if _is_device(str(location)) else location)
 
-    return {"default_restore_location": default_restore_location}
+    return default_restore_location
 
 
 class _Places(threading.local):
@@ -76,7 +90,7 @@ def _is_for_host(asked: Any, saved: str) -> bool:
     return asked is not None and torch.device(asked).type == "cpu"
 
 
-def rebuilding(here: Emulation) -> Any:
+def _rebuilding(here: Emulation) -> Any:
     """How a tensor of the device is made of its shape, by pickles and by `torch.load`."""
     rebuild = original_of(torch._utils, _REBUILD)
 
@@ -98,15 +112,8 @@ def rebuilding(here: Emulation) -> Any:
 _REBUILD = "_rebuild_meta_tensor_no_storage"
 
 
-def allowed(rebuilt: Any) -> dict[str, Any]:
-    """Functions of torch that say what a file of weights alone may call."""
-    home: Any = unpickler
-    globals_of = original_of(home, "_get_allowed_globals")
-    return {"_get_allowed_globals": lambda: {**globals_of(), f"torch._utils.{_REBUILD}": rebuilt}}
-
-
-def states(rebuilt: Any) -> dict[str, Any]:
-    """Functions of torch._utils that say what of a tensor belongs into a file, and make it."""
+def _states() -> Any:
+    """What says which attributes of a tensor belong into a file."""
     home: Any = torch._utils
     state_of = original_of(home, "_get_obj_state")
 
@@ -114,7 +121,7 @@ def states(rebuilt: Any) -> dict[str, Any]:
         state = state_of(item)
         return _without_notes(state) if isinstance(state, dict) else state
 
-    return {"_get_obj_state": _get_obj_state, _REBUILD: rebuilt}
+    return _get_obj_state
 
 
 def _without_notes(state: dict[str, Any]) -> dict[str, Any]:
@@ -122,18 +129,18 @@ def _without_notes(state: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in state.items() if not name.startswith(_NOTES)}
 
 
-def tensor_methods() -> dict[str, Any]:
-    """Methods of tensors by which they are pickled: those of the device by their shapes."""
+def _reducing() -> Any:
+    """The method by which tensors are pickled: those of the device by their shapes."""
     reduce = original_of(torch.Tensor, "__reduce_ex__")
 
     def __reduce_ex__(tensor: Any, protocol: Any) -> Any:
         with contexts.plainly():
             return reduce(tensor, protocol)
 
-    return {"__reduce_ex__": __reduce_ex__}
+    return __reduce_ex__
 
 
-def storage_methods() -> dict[str, Any]:
+def _of_storages() -> dict[str, Any]:
     """Methods of storages that move them to the device."""
 
     kind: Any = torch.UntypedStorage

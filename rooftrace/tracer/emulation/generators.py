@@ -6,11 +6,12 @@ script does with seeds and states is kept: set, saved and put back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 
 _Original: Any = torch.Generator
 
@@ -62,20 +63,17 @@ _SEED = 67280421310721
 """The seed of torch's generators until somebody sets one."""
 
 
-def default(here: Emulation) -> tuple[Any, ...]:
-    """The generators of all devices."""
-    return tuple(made(index, _SEED) for index in range(here.device.count))
-
-
-def kind(here: Emulation) -> Any:
-    """What stands for `torch.Generator`: it makes generators of the device, too."""
+def answers(here: Emulation) -> Iterator[Answers]:
+    """The generators of all devices, and `torch.Generator`, which makes others of them."""
+    of_devices = tuple(made(index, _SEED) for index in range(here.device.count))
+    yield torch.cuda, {"default_generators": of_devices}
 
     class Generator(metaclass=_Kind):
         def __new__(cls, device: Any = "cpu") -> Any:
             place = torch.device(device)
-            if place.type != "cuda" or here.ended:
+            if place.type != "cuda":
                 return _Original(device)
             return made(here.current if place.index is None else place.index, _SEED)
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
-    return Generator
+    yield torch, {"Generator": Generator}

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftrace.tracer.emulation.handles import made, methods, nothing
 from rooftrace.tracer.emulation.refused import refusal
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 from rooftrace.tracer.tensors import subclasses
@@ -225,20 +225,14 @@ class _CUDAGraph:
         return self._pool
 
 
-def graph_methods(here: Emulation) -> dict[str, Any]:
-    """Methods of `torch.cuda.CUDAGraph`."""
+def answers(here: Emulation) -> Iterator[Answers]:
+    """The class of graphs, and functions that make some or ask for them."""
 
     def new(kind: Any, keep_graph: bool = False) -> Any:
         graph = made(kind, _CUDAGraph)
         graph._here, graph._pool = here, (0, next(_pools))
         graph._tracker = graph._capture = graph._ops = None
         return graph
-
-    return {**methods(_CUDAGraph), "__new__": staticmethod(new)}
-
-
-def functions(here: Emulation) -> dict[str, Any]:
-    """Functions of torch.cuda.graphs."""
 
     def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:
         here.assume(
@@ -248,8 +242,12 @@ def functions(here: Emulation) -> dict[str, Any]:
         )
         return callables
 
-    return {
-        "make_graphed_callables": make_graphed_callables,
-        "_cuda_isCurrentStreamCapturing": lambda: bool(here.settings.get("capturing")),
-        "_graph_pool_handle": lambda: (0, next(_pools)),
-    }
+    yield torch.cuda.CUDAGraph, {**methods(_CUDAGraph), "__new__": staticmethod(new)}
+    yield (
+        torch.cuda,
+        {
+            "make_graphed_callables": make_graphed_callables,
+            "_cuda_isCurrentStreamCapturing": lambda: bool(here.settings.get("capturing")),
+            "_graph_pool_handle": lambda: (0, next(_pools)),
+        },
+    )

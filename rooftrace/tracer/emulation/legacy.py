@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.emulation.refused import refusal
+from rooftrace.tracer.emulation.state import Answers
 
 _PRECISIONS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -44,6 +46,12 @@ class Typed(type):
         return torch.tensor(data, dtype=cls.dtype, device=_DEVICE)
 
 
+def answers(types: dict[str, Any]) -> Iterator[Answers]:
+    """The classes of torch.cuda, and methods of tensors that take them or their names."""
+    yield torch.cuda, {**types, **_storages()}
+    yield Tensor, {"type": _typing(types)}
+
+
 def classes() -> dict[str, Any]:
     """The classes of torch.cuda, by name."""
     made = {
@@ -55,7 +63,7 @@ def classes() -> dict[str, Any]:
     return made
 
 
-def storages() -> dict[str, Any]:
+def _storages() -> dict[str, Any]:
     """The classes of storages of torch.cuda, by name: their memory cannot be given."""
     names = [name for name in torch.cuda.__all__ if name.endswith("Storage")]
     return {
@@ -64,8 +72,7 @@ def storages() -> dict[str, Any]:
     }
 
 
-def methods(own: dict[str, Any]) -> dict[str, Any]:
-    """Methods of tensors that take these classes or their names."""
+def _typing(own: dict[str, Any]) -> Any:
     named = {f"torch.cuda.{name}": kind for name, kind in own.items()}
     names = {kind.dtype: name for name, kind in named.items()}
 
@@ -77,4 +84,4 @@ def methods(own: dict[str, Any]) -> dict[str, Any]:
             return tensor.to(_DEVICE, kind.dtype, non_blocking=non_blocking)
         return _original_type(tensor, *(() if dtype is None else (dtype,)), **kw)
 
-    return {"type": type_}
+    return type_

@@ -8,11 +8,16 @@ them is priced elsewhere, after the run: here reserved memory is the largest so 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
-from rooftrace.tracer.emulation.refused import DeviceError, refusal
-from rooftrace.tracer.emulation.state import Emulation
+import torch
 
+from rooftrace.tracer.emulation.refused import DeviceError, refusal
+from rooftrace.tracer.emulation.state import Answers, Emulation
+from rooftrace.tracer.patches import original_of
+
+_cuda: Any = torch.cuda
 _SEGMENT = 2 << 20
 _KIND = "memory"
 _GIB = 1 << 30
@@ -62,8 +67,15 @@ def _statistics(here: Emulation) -> dict[str, Any]:
     }
 
 
-def names(here: Emulation) -> dict[str, Any]:
-    """Functions of torch._C that a build without CUDA lacks."""
+def answers(here: Emulation) -> Iterator[Answers]:
+    """Functions of torch._C that a build without CUDA lacks, and of torch.cuda that show more."""
+    yield torch._C, _names(here)
+    yield _cuda, _functions(here)
+    statistics = original_of(_cuda.memory, "memory_stats")
+    yield _cuda, {"memory_stats": lambda device=None: Statistics(statistics(device))}
+
+
+def _names(here: Emulation) -> dict[str, Any]:
     settings = here.settings
 
     def reset_peak(device: int = 0) -> None:
@@ -124,9 +136,7 @@ def names(here: Emulation) -> dict[str, Any]:
     }
 
 
-def functions(here: Emulation) -> dict[str, Any]:
-    """Functions of torch.cuda.memory that show more than is known."""
-
+def _functions(here: Emulation) -> dict[str, Any]:
     def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
         allocated, peak, reserved, top = _read(here)
         rows = (
@@ -160,12 +170,3 @@ class Statistics(OrderedDict[str, Any]):
             f"torch.cuda.memory_stats()[{name!r}]",
             f"the recording knows bytes, not blocks: {', '.join(self)}",
         )
-
-
-def statistics_told(original: Any) -> Any:
-    """`torch.cuda.memory_stats` whose result names a statistic that is not known."""
-
-    def memory_stats(device: Any = None) -> Any:
-        return Statistics(original(device))
-
-    return memory_stats

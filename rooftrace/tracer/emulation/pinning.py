@@ -7,21 +7,21 @@ memory is ordinary: it is noted which storages are pinned.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers
 from rooftrace.tracer.patches import contexts, original_of
 
 
 class Pinned:
     """Which storages of the host are pinned."""
 
-    def __init__(self, here: Emulation) -> None:
-        self._here = here
+    def __init__(self) -> None:
         self._storages: dict[int, Any] = {}
 
     def add(self, tensor: Tensor) -> None:
@@ -36,7 +36,7 @@ class Pinned:
         reference = self._storages.get(id(storage))
         return reference is not None and reference() is storage
 
-    def methods(self) -> dict[str, Any]:
+    def answers(self) -> Iterator[Answers]:
         """Methods of tensors that a build without a device refuses."""
 
         def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
@@ -67,13 +67,16 @@ class Pinned:
             return _on_device(tensor) or shared(tensor)
 
         share, shared = original_of(Tensor, "share_memory_"), original_of(Tensor, "is_shared")
-        return {
-            "share_memory_": share_memory_,
-            "is_shared": is_shared,
-            "pin_memory": pin_memory,
-            "is_pinned": is_pinned,
-            "record_stream": record_stream,
-        }
+        yield (
+            Tensor,
+            {
+                "share_memory_": share_memory_,
+                "is_shared": is_shared,
+                "pin_memory": pin_memory,
+                "is_pinned": is_pinned,
+                "record_stream": record_stream,
+            },
+        )
 
 
 class Calls(TorchFunctionMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rooftrace.tracer.emulation.facts import Device
 
@@ -13,6 +13,8 @@ Assume = Callable[[str, str], None]
 """Takes the kind and the text of an assumption."""
 Tell = Callable[[Literal["capture", "captured", "replay", "replayed"]], None]
 """Takes what happens to a CUDA graph: its capture or a replay of it begins, or has ended."""
+Answers = tuple[Any, dict[str, Any]]
+"""A module or a class of torch, and its attributes that the emulated device answers, by name."""
 
 
 class Meter(Protocol):
@@ -45,7 +47,7 @@ class _Thread(threading.local):
 class Emulation:
     """One emulation.  index: the device of this process, of `device.count`.
 
-    initialized: whether a call has initialized torch.cuda.  ended: whether it is over.
+    initialized: whether a call has initialized torch.cuda.
     settings: what the code set and may read again, by name.
     """
 
@@ -60,16 +62,12 @@ class Emulation:
     ) -> None:
         self.device, self.meter, self.clock, self.index = device, meter, clock, index
         self.tell: Tell = tell or (lambda event: None)
-        self.initialized, self.ended = False, False
+        self.initialized = False
         self.settings: dict[str, object] = {}
         self._assume = assume
         self._assumed: set[str] = set()
         self._thread = _Thread()
         self._visible = os.environ.get(_VISIBLE)
-
-    def end(self) -> None:
-        """The device is gone; code may have kept something of it."""
-        self.ended = True
 
     def assume(self, kind: str, text: str) -> None:
         """Tell of an answer that follows a policy, once for each kind."""
@@ -111,6 +109,14 @@ class Emulation:
                 f"CUDA error: invalid device ordinal: device {index} of {self.count} emulated"
             )
         self._thread.index = index
+
+    def exchange(self, index: int) -> int:
+        """The device that the running thread used up to here; from here on it is `index`."""
+        if index < 0:
+            return -1
+        before = self.current
+        self.choose(index)
+        return before
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -8,13 +8,14 @@ code imported before is what it gets.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from rooftrace.tracer.emulation.handles import made, methods, nothing
 from rooftrace.tracer.emulation.refused import refusal
-from rooftrace.tracer.emulation.state import Emulation
+from rooftrace.tracer.emulation.state import Answers, Emulation
 from rooftrace.tracer.sharded import streams as queues
 
 _CUDA = 1
@@ -55,8 +56,15 @@ class Queues:
         return len(self._by_id) > 1
 
 
-def names(own: Queues) -> dict[str, Any]:
-    """Functions of torch._C that a build without CUDA lacks."""
+def answers(here: Emulation) -> Iterator[Answers]:
+    """What chooses a stream, and the classes of streams and events."""
+    own = Queues(here)
+    yield torch._C, _names(own)
+    yield _cuda.Stream, {**methods(_Stream), "__new__": staticmethod(_stream_maker(own))}
+    yield _cuda.Event, {**methods(_Event), "__new__": staticmethod(_event_maker(own))}
+
+
+def _names(own: Queues) -> dict[str, Any]:
     here = own.here
 
     def choose(stream_id: int, device_index: int = 0, device_type: int = _CUDA) -> None:
@@ -124,9 +132,7 @@ class _Stream:
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
-def stream_methods(own: Queues) -> dict[str, Any]:
-    """Methods of `torch.cuda.Stream`."""
-
+def _stream_maker(own: Queues) -> Callable[..., Any]:
     def new(
         kind: Any,
         device: Any = None,
@@ -147,7 +153,7 @@ def stream_methods(own: Queues) -> dict[str, Any]:
         handle.priority = priority
         return handle
 
-    return {**methods(_Stream), "__new__": staticmethod(new)}
+    return new
 
 
 class _Event:
@@ -193,9 +199,7 @@ class _Event:
         return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
-def event_methods(own: Queues) -> dict[str, Any]:
-    """Methods of `torch.cuda.Event`."""
-
+def _event_maker(own: Queues) -> Callable[..., Any]:
     def new(
         kind: Any,
         enable_timing: bool = False,
@@ -208,7 +212,7 @@ def event_methods(own: Queues) -> dict[str, Any]:
         handle._timed, handle._seconds = enable_timing, None
         return handle
 
-    return {**methods(_Event), "__new__": staticmethod(new)}
+    return new
 
 
 def _say_done(here: Emulation) -> None:

@@ -9,7 +9,6 @@ the emulated device.  No module of the stand-in is in `sys.modules`, so nobody c
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,8 @@ from typing import Any
 
 from rooftrace.tracer.emulation.guarded import import_is_guarded
 from rooftrace.tracer.emulation.refused import DeviceError, kernel_refused
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.emulation.state import Answers, Assume
+from rooftrace.tracer.patches import original_of
 
 NAME = "triton"
 VERSION = "3.4.0"
@@ -228,9 +228,8 @@ def _importer(
     return imported
 
 
-@contextlib.contextmanager
-def stood_in(assume: Callable[[str, str], None]) -> Iterator[None]:
-    """Inside, code that cannot do without Triton imports a stand-in, in threads of the scope.
+def answers(assume: Assume) -> Iterator[Answers]:
+    """Imports of Triton: code that cannot do without it gets a stand-in.
 
     assume: is told when that happens: kind and text.  Where Triton is installed nothing changes.
     """
@@ -239,14 +238,10 @@ def stood_in(assume: Callable[[str, str], None]) -> Iterator[None]:
     except (ImportError, ValueError):
         installed = False
     if installed:
-        yield
         return
     text = (
         f"Triton is not installed: modules that need it see a stand-in (version {VERSION}), in "
         "which kernels can be defined and not launched"
     )
-    importer = _importer(
-        _package(), lambda: assume(NAME, text), original_of(builtins, "__import__")
-    )
-    with replaced(builtins, {"__import__": importer}):
-        yield
+    original = original_of(builtins, "__import__")
+    yield builtins, {"__import__": _importer(_package(), lambda: assume(NAME, text), original)}

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from rooftrace._shown import Shown, short
 from rooftrace.errors import RequestError
-from rooftrace.tracer import collectives
+from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.tracer.arguments import Neighbour
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph.expand import last_written_out, made_in_reverse, numbered
@@ -234,7 +234,7 @@ class OpGraph(Shown):
         self._verify_neighbour(f"value {index}", tensor.then)
 
     def _verify_collective(self, name: str, collective: Collective) -> None:
-        if collective.kind not in collectives.KINDS or collective.bytes < 0:
+        if collective.kind not in COLLECTIVES or collective.bytes < 0:
             raise GraphError(f"{name} has collective {collective.kind!r}, {collective.bytes} bytes")
         if collective.group not in self.groups:
             raise GraphError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import RequestLengths
 from rooftrace.tracer.inputs.arguments import MOST_DRAWN, cache_arguments, drawn, sized
-from rooftrace.tracer.tensors import parameters_of, tensors_in
+from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
 from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
 from rooftrace.tracer.values import META, REAL_VALUE, marks
 
@@ -65,6 +66,11 @@ class Inputs:
         names = self.decode or {}
         return {n: first_tokens(t, length) if n in names else t for n, t in prompt.items()}
 
+    def filled(self, fill: Callable[[Tensor], Tensor]) -> Inputs:
+        """The inputs with what `fill` makes in place of each tensor."""
+        names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
+        return replace(self, **{name: replaced(getattr(self, name), fill) for name in names})
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -72,7 +78,21 @@ class Loaded:
 
     module: nn.Module
     inputs: Inputs
-    name: str
+    name: str = ""
+
+    def filled(self, fill: Callable[[Tensor], Tensor]) -> Loaded:
+        """A copy of the module, and its inputs, with what `fill` makes in place of each tensor.
+
+        A parameter stays one, and tied weights stay tied.
+        """
+        memo: dict[int, Any] = {}
+        for tensor in (tensor for part in self.module.modules() for tensor in own_tensors(part)):
+            if id(tensor) not in memo:
+                made = fill(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, tensor.requires_grad)
+                memo[id(tensor)] = made
+        return Loaded(copy.deepcopy(self.module, memo), self.inputs.filled(fill), self.name)
 
 
 def call_inputs(

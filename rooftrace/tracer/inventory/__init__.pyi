@@ -1,5 +1,6 @@
-from rooftrace.tracer.inventory import limits as limits, records as records, values as values
+from rooftrace.tracer.inventory import records as records, values as values
 from rooftrace.tracer.inventory.comparing import (
+    SIZES as SIZES,
     ParameterDiff as ParameterDiff,
     compare_parameters as compare_parameters,
 )

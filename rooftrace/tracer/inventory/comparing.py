@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.tracer.inventory.limits import parse_limit
-from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.aligning import union
+from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes.metrics import CAPACITY, EXACT, Metrics
+from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, total
 from rooftrace.tracer.paths import pattern_of
+
+SIZES: Metrics = {"params": EXACT, "bytes": CAPACITY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class ModuleParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterDiff(Shown):
+class ParameterDiff(Plain, Shown):
     """What changed in the parameters from one model to another."""
 
     names: tuple[str, str]
@@ -37,63 +42,44 @@ class ParameterDiff(Shown):
     modules: tuple[ModuleParameters, ...]  # those that differ, largest change first
     unchanged: int  # paths that have the same parameters on both sides
 
+    schema = "rooftrace.parameters/1"
+    KEYS = "schema before=names.0 after=names.1 params bytes unchanged_paths=unchanged modules"
+
     def violations(self, conditions: Sequence[str]) -> list[str]:
         """A sentence for each condition ("params>1%", "bytes>1 GiB") that does not hold.
 
-        Raises RequestError for a condition that cannot be read.
+        Raises FailOnError for a condition that cannot be read.
         """
-        known = {"params": self.params, "bytes": self.bytes}
-        limits = [parse_limit(text, known, "parameters") for text in conditions]
-        return [text for limit in limits if (text := limit.grown(*known[limit.metric]))]
+        changes = {"params": Change(*self.params), "bytes": Change(*self.bytes)}
+        limits = [Limit.parse(text, SIZES, "parameters") for text in conditions]
+        return broken(limits, SIZES, [("", changes)])
 
     def __repr__(self) -> str:
         (before, after), names = self.params, " -> ".join(self.names)
         return short(self, f"{names}: {before:,} -> {after:,} parameters ({after - before:+,})")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: counts and bytes before and after."""
-        return {
-            "schema": "rooftrace.parameters/1",
-            "before": self.names[0],
-            "after": self.names[1],
-            "params": list(self.params),
-            "bytes": list(self.bytes),
-            "unchanged_paths": self.unchanged,
-            "modules": [
-                {
-                    "path": row.path,
-                    "modules": list(row.modules),
-                    "params": list(row.params),
-                    "shapes": [list(side) for side in row.shapes],
-                }
-                for row in self.modules
-            ],
-        }
 
 
 def compare_parameters(
     before: ModelInfo, after: ModelInfo, names: tuple[str, str] | None = None
 ) -> ParameterDiff:
     """The parameters of two models by module; a shared one counts where it stands first."""
-    sides = _by_path(before.layers), _by_path(after.layers)
-    rows = []
-    paths = list(dict.fromkeys([*sides[0], *sides[1]]))
-    for path in paths:
-        first, second = sides[0].get(path, ()), sides[1].get(path, ())
-        row = ModuleParameters(
+    nothing: list[LayerInfo] = []
+    compared = [
+        ModuleParameters(
             path,
             (_modules(first), _modules(second)),
-            (sum(x.num_params for x in first), sum(x.num_params for x in second)),
+            (total(first), total(second)),
             (_shapes(first), _shapes(second)),
         )
-        if row.delta or len(set(row.shapes)) > 1:
-            rows.append(row)
+        for path, first, second in union(_by_path(before.layers), _by_path(after.layers), nothing)
+    ]
+    rows = [row for row in compared if row.delta or row.shapes[0] != row.shapes[1]]
     return ParameterDiff(
         names=names or (before.name, after.name),
         params=(before.total_params, after.total_params),
         bytes=(before.bytes_parameters, after.bytes_parameters),
         modules=tuple(sorted(rows, key=lambda row: -abs(row.delta))),
-        unchanged=len(paths) - len(rows),
+        unchanged=len(compared) - len(rows),
     )
 
 

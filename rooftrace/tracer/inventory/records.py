@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_capacity, plural
 from rooftrace.tracer.inventory.values import WeightStatistics
@@ -25,7 +26,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInfo:
+class LayerInfo(Plain):
     """One tensor of a module or a checkpoint, with the names that a state_dict has."""
 
     name: str
@@ -67,30 +68,20 @@ class LayerInfo:
         """The largest finite value; nan without weights."""
         return self.statistics.max if self.statistics else math.nan
 
+    KEYS = (
+        "name role module class=kind shape dtype params=num_params bytes requires_grad shared "
+        "stored statistics note"
+    )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data in SI units; a tensor without a shape has no number of parameters."""
-        return {
-            "name": self.name,
-            "role": self.role,
-            "module": self.module,
-            "class": self.kind or None,
-            "shape": None if self.shape is None else list(self.shape),
-            "dtype": self.dtype,
-            "params": None if self.shape is None else self.num_params,
-            "bytes": self.bytes,
-            "requires_grad": self.requires_grad,
-            "shared": list(self.shared),
-            "stored": [
-                {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "bytes": p.bytes}
-                for p in self.stored
-            ],
-            "statistics": None if self.statistics is None else self.statistics.to_dict(),
-            "note": self.note,
-        }
+        made = plain_record(self, self.KEYS)
+        unshaped = {} if self.shape is not None else {"params": None}
+        return {**made, "class": self.kind or None, **unshaped}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelInfo(Shown):
+class ModelInfo(Plain, Shown):
     """What a module or a checkpoint consists of.  Sums are over parameters, each counted once."""
 
     name: str
@@ -99,6 +90,13 @@ class ModelInfo(Shown):
     buffers: tuple[LayerInfo, ...] = ()  # and tensors that a module holds beside both
     modules: int | None = None  # modules without modules inside; None for a checkpoint
     notes: tuple[str, ...] = ()
+
+    schema = "rooftrace.inventory/1"
+    KEYS = (
+        "schema name class=kind params=total_params params_trainable=trainable_params "
+        "params_frozen=non_trainable_params params_shared=shared_params "
+        "uninitialized=_without_shape bytes_parameters bytes_buffers modules notes tensors"
+    )
 
     @property
     def num_layers(self) -> int:
@@ -151,6 +149,10 @@ class ModelInfo(Shown):
         return tuple(layer for layer in self.tensors if layer.shape is None)
 
     @property
+    def _without_shape(self) -> list[str]:
+        return [layer.name for layer in self.uninitialized]
+
+    @property
     def tensors(self) -> tuple[LayerInfo, ...]:
         """Parameters, then buffers and the others."""
         return (*self.layers, *self.buffers)
@@ -167,24 +169,6 @@ class ModelInfo(Shown):
             f"{self.name}: {self.total_params:,} parameters{more} in "
             f"{plural(self.num_layers, 'tensor')}, {format_capacity(self.bytes_parameters)}",
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: bytes and counts, every tensor with its statistics."""
-        return {
-            "schema": "rooftrace.inventory/1",
-            "name": self.name,
-            "class": self.kind,
-            "params": self.total_params,
-            "params_trainable": self.trainable_params,
-            "params_frozen": self.non_trainable_params,
-            "params_shared": self.shared_params,
-            "uninitialized": [layer.name for layer in self.uninitialized],
-            "bytes_parameters": self.bytes_parameters,
-            "bytes_buffers": self.bytes_buffers,
-            "modules": self.modules,
-            "notes": list(self.notes),
-            "tensors": [layer.to_dict() for layer in self.tensors],
-        }
 
 
 def total(layers: Iterable[LayerInfo]) -> int:

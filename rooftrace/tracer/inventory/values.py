@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+
+from rooftrace._plain import Plain
 
 BINS = 50
 """Of a histogram, between the smallest and the largest finite value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStatistics:
+class WeightStatistics(Plain):
     """What the values of a tensor are.  Mean, deviation and range are of the finite ones.
 
     The real and the imaginary part of a complex number count as two values.
@@ -28,6 +29,8 @@ class WeightStatistics:
     nans: int = 0
     infs: int = 0
     histogram: tuple[int, ...] = ()  # values in BINS equal steps from min to max
+
+    KEYS = "mean std min max count zeros nans infs histogram"
 
     @property
     def std(self) -> float:
@@ -55,13 +58,6 @@ class WeightStatistics:
             nans=self.nans + other.nans,
             infs=self.infs + other.infs,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; None for what is not finite."""
-        numbers = {name: getattr(self, name) for name in ("mean", "std", "min", "max")}
-        plain = {name: n if math.isfinite(n) else None for name, n in numbers.items()}
-        counts = {name: getattr(self, name) for name in ("count", "zeros", "nans", "infs")}
-        return {**plain, **counts, "histogram": list(self.histogram)}
 
 
 NO_VALUES = WeightStatistics(count=0, mean=math.nan, squares=0.0, min=math.nan, max=math.nan)

@@ -1,6 +1,6 @@
+from rooftrace.tracer.launching import ownprocess as ownprocess
 from rooftrace.tracer.launching.ownprocess import (
     call_apart as call_apart,
-    get_ready as get_ready,
 )
 from rooftrace.tracer.launching.records import (
     Ended as Ended,

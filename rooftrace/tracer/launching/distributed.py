@@ -6,10 +6,9 @@ and a recording sees them.  Objects that ranks tell each other are taken to be t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.records import Ranks
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, put
 from rooftrace.tracer.sharded import ddp, meshes
 
 OBJECTS = (
@@ -47,9 +46,8 @@ class Processes:
         self._asked: dict[int, str] = {}  # the backend that was asked for, by group
         self._mesh: dict[str, int] = {}
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, the process groups of this thread's program are fake ones."""
+    def stand_alone(self) -> None:
+        """From here on the process groups of the program are fake ones."""
         ours: dict[str, Any] = {
             "init_process_group": self.init,
             "get_backend": self.backend,
@@ -73,16 +71,11 @@ class Processes:
         homes: list[Any] = [dist, distributed_c10d, loose.rendezvous]
         stores = dict.fromkeys(("TCPStore", "FileStore"), _store)
         meshed = {"init_device_mesh": self._init_device_mesh}
-        with contextlib.ExitStack() as undo:
-            for home in homes:
-                there = {name: new for name, new in (ours | stores).items() if hasattr(home, name)}
-                undo.enter_context(replaced(home, there))
-            undo.enter_context(replaced(device_mesh, meshed))
-            undo.enter_context(replaced(dist, meshed))
-            undo.enter_context(ddp.replicas_of_program(lambda *pair: self.say(pair)))
-            undo.callback(meshes.axes.clear)
-            undo.callback(self._leave_mesh)
-            yield
+        for home in homes:
+            put(home, {name: new for name, new in (ours | stores).items() if hasattr(home, name)})
+        put(device_mesh, meshed)
+        put(dist, meshed)
+        ddp.replicas_of_program(lambda *pair: self.say(pair))
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -118,9 +111,6 @@ class Processes:
         self._mesh["dp"] = self.ranks.world
         if not any(mesh is self._mesh for mesh in meshes.running):
             meshes.running.append(self._mesh)
-
-    def _leave_mesh(self) -> None:
-        meshes.running[:] = [mesh for mesh in meshes.running if mesh is not self._mesh]
 
     @property
     def axis_assumed(self) -> bool:

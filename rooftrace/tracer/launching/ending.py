@@ -10,14 +10,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, NoReturn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.records import HardExit, Stopped
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, put
 
 GENTLE = 3
 """How often a program that goes on is told to stop as an exception of its own call, before every
@@ -27,9 +27,8 @@ _PATIENCE = 5.0
 _REPLACING = ("execv", "execve", "execl", "execle", "execlp", "execlpe", "execvp", "execvpe")
 
 
-@contextlib.contextmanager
-def exits_raised() -> Iterator[None]:
-    """Inside, a program that calls `os._exit` raises HardExit; it becomes no other program."""
+def raise_exits() -> None:
+    """From here on `os._exit` raises HardExit, and the program becomes no other one."""
     own = os.getpid()
 
     def leave(status: int) -> None:
@@ -49,8 +48,7 @@ def exits_raised() -> Iterator[None]:
         return refuse
 
     there = [name for name in _REPLACING if hasattr(os, name)]
-    with replaced(os, {"_exit": leave} | {name: become(name) for name in there}):
-        yield
+    put(os, {"_exit": leave} | {name: become(name) for name in there})
 
 
 class Stopping:

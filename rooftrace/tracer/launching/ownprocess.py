@@ -36,13 +36,18 @@ Answer = Callable[[bytes], bytes]
 """What the caller answers to a question of the process."""
 
 _TOLD, _ASKED, _RESULT, _REFUSED = b"t", b"?", b"=", b"!"
-_PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "rooftrace.tracer.scripts.running")
+_PRELOADED = (
+    *("torch._dynamo", "torch.distributed.fsdp"),
+    *("rooftrace.tracer.scripts.running", "rooftrace.tracer.sources.worker"),
+    *("rooftrace.tracer.inputs", "rooftrace.tracer.phases.running", "rooftrace.tracer.targets"),
+)
 """What the server imports."""
 _READ_BY_IMPORTS = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_")
 """How variables begin that are read while Python starts or torch is imported."""
 _STOPPED = 128 + signal.SIGINT
 """The exit code of a process that Ctrl-C ended."""
 _HEAD = struct.Struct(">cQ")
+_END = os._exit  # a function may put something else in its place
 _MOMENT = 0.05
 """Seconds between two looks at whether processes go on."""
 _SOON, _GRACE = 0.5, 5.0
@@ -50,7 +55,11 @@ _SOON, _GRACE = 0.5, 5.0
 
 
 class ProcessEndedError(RequestError):
-    """The process has ended before it had a result."""
+    """The process has ended before it had a result.  code: with which; less than 0: by a signal."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Channel:
@@ -90,15 +99,16 @@ class Channel:
 
 
 def call_apart(
-    function: Callable[..., bytes],
+    function: Callable[..., bytes] | str,
     *arguments: Any,
     answer: Answer | None = None,
     stdout: Any = None,
 ) -> bytes:
     """Call a function in a process of its own: `function(ask, *arguments)`; what it returns.
 
-    function: of a module, found by its name.  arguments: are pickled.  answer: what `ask` returns
-    for its bytes.  stdout: where the process prints; default `sys.stdout`.
+    function: of a module, found by its name; or that name, "module:function".  arguments: are
+    pickled.  answer: what `ask` returns for its bytes.  stdout: where the process prints; default
+    `sys.stdout`.
 
     What the function says with `tell` is said here.  Raises RequestError with the text of one that
     it raises, and ProcessEndedError where the process ends otherwise.
@@ -116,7 +126,7 @@ def call_apart(
             elif kind == _REFUSED:
                 raise RequestError(content.decode())
             else:
-                raise ProcessEndedError(started.ending())
+                raise started.ending()
 
 
 def get_ready() -> None:
@@ -126,9 +136,9 @@ def get_ready() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process is to call, and where.  name: module and qualified name of the function."""
+    """What a process is to call, and where.  name: "module:function"."""
 
-    name: tuple[str, str]
+    name: str
     arguments: bytes
     environment: Mapping[str, str]
     folder: str
@@ -137,11 +147,13 @@ class _Request:
     stoppable: bool  # Ctrl-C is not ignored, as in the background of a shell
 
     @classmethod
-    def here(cls, function: Callable[..., bytes], arguments: tuple[Any, ...]) -> _Request:
+    def here(cls, function: Callable[..., bytes] | str, arguments: tuple[Any, ...]) -> _Request:
+        if not isinstance(function, str):
+            function = f"{function.__module__}:{function.__qualname__}"
         umask = os.umask(0o077)
         os.umask(umask)
         return cls(
-            name=(function.__module__, function.__qualname__),
+            name=function,
             arguments=pickle.dumps(arguments),
             environment=dict(os.environ),
             folder=os.getcwd(),
@@ -161,18 +173,20 @@ class _Started:
         self.channel, self._status = channel, status
         self._pid = int.from_bytes(status.read(4), "big")
 
-    def ending(self) -> str:
-        """How it has ended, in words.  Raises KeyboardInterrupt where Ctrl-C ended it."""
+    def ending(self) -> ProcessEndedError:
+        """How it has ended.  Raises KeyboardInterrupt where Ctrl-C ended it."""
         said = self._status.read(4)
         if len(said) < 4:
-            return "the process of the script was killed, with the one that started it"
+            text = "the process of the script was killed, with the one that started it"
+            return ProcessEndedError(text, -signal.SIGKILL)
         code = int.from_bytes(said, "big", signed=True)
         if code in (_STOPPED, -signal.SIGINT):
             raise KeyboardInterrupt
+        text = f"the process of the script ended with code {code} before its result was there"
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"the process of the script was killed by {signal.Signals(-code).name}"
-        return f"the process of the script ended with code {code} before its result was there"
+                text = f"the process of the script was killed by {signal.Signals(-code).name}"
+        return ProcessEndedError(text, code)
 
     def end(self) -> None:
         """Wait until it has ended: it is told to, and killed, if it goes on."""
@@ -258,7 +272,8 @@ def _server() -> _Server:
 
 
 @atexit.register
-def _end_all() -> None:
+def end_processes() -> None:
+    """End the server now, and every process that it has forked."""
     for server in _SERVERS:
         server.end()
 
@@ -356,7 +371,7 @@ def _keep(descriptors: list[int]) -> NoReturn:
     os.write(status, pid.to_bytes(4, "big"))
     _, ended = os.waitpid(pid, 0)
     os.write(status, os.waitstatus_to_exitcode(ended).to_bytes(4, "big", signed=True))
-    os._exit(0)
+    _END(0)
 
 
 def _end_with_parent() -> None:
@@ -385,15 +400,16 @@ def _work(descriptor: int, streams: list[int]) -> NoReturn:
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(code)
+        _END(code)
 
 
 def _answered(channel: Channel, request: _Request) -> int:
     """Call the function and send what it returns; the exit code."""
     import importlib
 
-    home: Any = importlib.import_module(request.name[0])
-    for part in request.name[1].split("."):
+    module, _, name = request.name.partition(":")
+    home: Any = importlib.import_module(module)
+    for part in name.split("."):
         home = getattr(home, part)
 
     def told(text: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rooftrace.errors import RequestError
@@ -16,9 +15,8 @@ from rooftrace.tracer.launching.landlock import guard, refusal
 from rooftrace.tracer.launching.overlay import folder_of
 from rooftrace.tracer.launching.program import MainModule, prepared
 from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
-from rooftrace.tracer.launching.scratch import redirected
+from rooftrace.tracer.launching.scratch import redirect
 from rooftrace.tracer.launching.starting import OtherProcesses
-from rooftrace.tracer.patches import Scope, current_scope
 
 _MULTIRUN = {"--multirun", "-m"}
 _FIRST_JOB = (
@@ -125,14 +123,13 @@ class ProgramRun:
         )
 
 
-@contextlib.contextmanager
 def launched(
     launch: CommandLine,
     ranks: Ranks | None = None,
     scratch: str | os.PathLike[str] | None = None,
     real: bool = False,
-) -> Iterator[ProgramRun]:
-    """Inside, this process is the one that `launch` starts for a rank: `run()` runs the program.
+) -> ProgramRun:
+    """Make this process the one that `launch` starts for a rank; the result runs the program.
 
     ranks: which of how many runs (`Ranks.of`).  scratch: a folder in which the program's files
     come to lie, each under its absolute path; it reads them from there, and no other file changes.
@@ -141,20 +138,7 @@ def launched(
     it can write nowhere but in the scratch folder any more, where the kernel can see to that.
     Raises RequestError for a program that is not there.
     """
-    with contextlib.ExitStack() as undo:
-        run = _entered(undo, launch, ranks or Ranks.of(launch), real)
-        if scratch is not None:
-            undo.enter_context(redirected(scratch))
-            if lacking := guard(folder_of(scratch)):
-                run.assume(("scratch", lacking))
-        yield run
-
-
-def _entered(
-    undo: contextlib.ExitStack, launch: CommandLine, ranks: Ranks, real: bool
-) -> ProgramRun:
-    if current_scope() is None:
-        undo.enter_context(Scope(spans=True).entered())
+    ranks = ranks or Ranks.of(launch)
     os.chdir(launch.folder or os.getcwd())
     _tell(launch, ranks, real)
     arguments = launch.arguments
@@ -167,9 +151,13 @@ def _entered(
     notes.append(run)
     run.assume(("environment", environment.OFFLINE_TEXT))
     if not real:
-        undo.enter_context(processes.alone())
-        undo.enter_context(OtherProcesses(launch, processes).here())
-    undo.enter_context(ending.exits_raised())
+        processes.stand_alone()
+        OtherProcesses(launch, processes).stay_away()
+    ending.raise_exits()
+    if scratch is not None:
+        redirect(scratch)
+        if lacking := guard(folder_of(scratch)):
+            run.assume(("scratch", lacking))
     return run
 
 

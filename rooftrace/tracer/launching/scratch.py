@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _io
 import builtins
-import contextlib
 import importlib
 import importlib.util
 import io
@@ -25,7 +24,7 @@ import torch
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching.overlay import Overlay, folder_of, opened
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, put
 
 _READING = ("access", "lstat", "readlink", "stat", "statvfs", "getxattr", "listxattr")
 _CHANGING = (
@@ -36,9 +35,8 @@ _NAMES_OF_OPEN = ("open", "_open", "_builtin_open", "bltn_open")
 _MAKING = ("mkdir", "mkfifo", "mknod")
 
 
-@contextlib.contextmanager
-def redirected(scratch: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, files that this scope writes come to lie in `scratch`, and are read from there.
+def redirect(scratch: str | os.PathLike[str]) -> None:
+    """From here on files that this process writes come to lie in `scratch`, and are read there.
 
     Raises RequestError for a scratch folder that cannot be made, or that holds the working folder.
     """
@@ -53,49 +51,31 @@ def redirected(scratch: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise RequestError(f"scratch folder {scratch}: {error.strerror or error}") from error
     overlay = Overlay(folder)
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_temporary(overlay.twin(os.path.realpath(tempfile.gettempdir()))))
-        for home in (os, sys.modules[os.name]):
-            undo.enter_context(replaced(home, _of_os(overlay)))
-        _known_to_others(undo, {original_of(os, name): vars(os)[name] for name in _of_os(overlay)})
-        undo.enter_context(replaced(shutil, {"rmtree": overlay.rmtree}))
-        for home, name in _opens():
-            ours = opened(overlay, original_of(io, "open"))
-            undo.enter_context(replaced(home, {name: ours}))
-        for home in (io, _io):
-            undo.enter_context(replaced(home, {"open_code": overlay.reading("open_code", io)}))
-        for home, names in _of_libraries(overlay):
-            undo.enter_context(replaced(home, names))
-        before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-        undo.callback(setattr, sys, "dont_write_bytecode", before)
-        yield
+    temporary = overlay.twin(os.path.realpath(tempfile.gettempdir()))
+    os.makedirs(temporary, exist_ok=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = temporary  # also of programs that are started
+    for home in (os, sys.modules[os.name]):
+        put(home, _of_os(overlay))
+    _tell_others({original_of(os, name): vars(os)[name] for name in _of_os(overlay)})
+    put(shutil, {"rmtree": overlay.rmtree})
+    for home, name in _opens():
+        put(home, {name: opened(overlay, original_of(io, "open"))})
+    for home in (io, _io):
+        put(home, {"open_code": overlay.reading("open_code", io)})
+    for home, names in _of_libraries(overlay):
+        put(home, names)
+    sys.dont_write_bytecode = True
 
 
-def _known_to_others(undo: contextlib.ExitStack, ours: dict[Any, Any]) -> None:
+def _tell_others(ours: dict[Any, Any]) -> None:
     """Let ours be what the originals are in sets of `os`, and where `tempfile` has kept them."""
     for name in dir(os):
         if name.startswith("supports_") and isinstance(vars(os)[name], set):
-            holder = vars(os)[name]
-            new = {ours[each] for each in holder if each in ours}
-            holder |= new
-            undo.callback(holder.difference_update, new)
+            vars(os)[name].update({ours[each] for each in vars(os)[name] if each in ours})
     for function in vars(getattr(tempfile, "_TemporaryFileCloser", object)).values():
         before = getattr(function, "__defaults__", None)
         if before:
-            undo.callback(setattr, function, "__defaults__", before)
             function.__defaults__ = tuple(ours.get(each, each) for each in before)
-
-
-@contextlib.contextmanager
-def _temporary(folder: str) -> Iterator[None]:
-    """Inside, temporary files come to lie in a folder, also those of programs that are started."""
-    os.makedirs(folder, exist_ok=True)
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def _of_os(overlay: Overlay) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import context as contexts
 from typing import Any
 
@@ -18,7 +17,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import environment
 from rooftrace.tracer.launching.distributed import Processes
 from rooftrace.tracer.launching.records import CommandLine, HardExit
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, put
 
 OTHERS = ("ranks", "processes that the program starts for other ranks do not run")
 WORKERS = (
@@ -46,29 +45,25 @@ class OtherProcesses:
     def __init__(self, launch: CommandLine, processes: Processes) -> None:
         self._launch, self._processes = launch, processes
 
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """Inside, processes of other ranks are not started, and that of this rank runs here."""
+    def stay_away(self) -> None:
+        """From here on processes of other ranks are not started; that of this rank runs here."""
         import torch.distributed.launcher.api as elastic
 
         kinds = ("ForkProcess", "SpawnProcess", "ForkServerProcess")
         spawns = {"start_processes": self._start_processes, "spawn": self._spawn}
         loading = {"_get_iterator": self._load_here, "__iter__": self._load_again}
-        with contextlib.ExitStack() as undo:
-            loose: Any = torch.multiprocessing
-            for home in (loose, sys.modules["torch.multiprocessing.spawn"]):
-                here = {name: new for name, new in spawns.items() if callable(vars(home).get(name))}
-                undo.enter_context(replaced(home, here))
-            for name in kinds:
-                kind = getattr(contexts, name, None)
-                if kind is not None:
-                    forks = name == "ForkProcess"
-                    start = staticmethod(self._process(original_of(kind, "_Popen"), forks))
-                    undo.enter_context(replaced(kind, {"_Popen": start}))
-            undo.enter_context(replaced(subprocess.Popen, {"__init__": self._subprocess}))
-            undo.enter_context(replaced(elastic.elastic_launch, {"__call__": self._elastic}))
-            undo.enter_context(replaced(dataloader.DataLoader, loading))
-            yield
+        loose: Any = torch.multiprocessing
+        for home in (loose, sys.modules["torch.multiprocessing.spawn"]):
+            put(home, {name: new for name, new in spawns.items() if callable(vars(home).get(name))})
+        for name in kinds:
+            kind = getattr(contexts, name, None)
+            if kind is not None:
+                forks = name == "ForkProcess"
+                start = staticmethod(self._process(original_of(kind, "_Popen"), forks))
+                put(kind, {"_Popen": start})
+        put(subprocess.Popen, {"__init__": self._subprocess})
+        put(elastic.elastic_launch, {"__call__": self._elastic})
+        put(dataloader.DataLoader, loading)
 
     # -- ranks -------------------------------------------------------------------------------------
 
@@ -98,8 +93,8 @@ class OtherProcesses:
             processes.spread(world, int(config.nproc_per_node))
         processes.say(OTHERS)
         launch = CommandLine(program="", launcher="torchrun", master=self._launch.master)
-        with _variables(environment.of_ranks(launch, processes.ranks)):
-            return {processes.ranks.local_rank: launcher._entrypoint(*args)}
+        os.environ.update(environment.of_ranks(launch, processes.ranks))
+        return {processes.ranks.local_rank: launcher._entrypoint(*args)}
 
     def _process(self, original: Any, forks: bool) -> Callable[[Any], Any]:
         start = getattr(original, "__func__", original)
@@ -236,18 +231,3 @@ def _rank_of(process: Any) -> int | None:
         if name in _RANK_NAMES and isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside, the environment has these variables."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

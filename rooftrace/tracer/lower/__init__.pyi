@@ -1,11 +1,9 @@
 from rooftrace.tracer.lower.asides import (
+    with_fallbacks as with_fallbacks,
     without_asides as without_asides,
 )
 from rooftrace.tracer.lower.blocks import (
     NotAlikeError as NotAlikeError,
-)
-from rooftrace.tracer.lower.fallbacks import (
-    with_fallbacks as with_fallbacks,
 )
 from rooftrace.tracer.lower.lowering import (
     lower as lower,

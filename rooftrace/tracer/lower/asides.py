@@ -1,4 +1,5 @@
-"""Assumptions that no recorded op rests on, because they were made beside the step."""
+"""Assumptions of a graph as a whole: those made beside the step, and those on fallbacks, which say
+in which lines the function stands that runs in place of a package's kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -41,3 +43,33 @@ def without_asides(graph: OpGraph, asides: Collection[int]) -> OpGraph:
             for repeat in graph.repeats
         ),
     )
+
+
+# -- fallbacks -------------------------------------------------------------------------------------
+
+
+def with_fallbacks(graph: OpGraph) -> OpGraph:
+    """The graph with its ops resting on the fallbacks in whose lines they were called."""
+    spans = [
+        (item.id, *_span(str(item.value)))
+        for item in graph.assumptions
+        if item.kind == asked.FALLBACK and item.value
+    ]
+    if not spans:
+        return graph
+    ops = []
+    for op in graph.ops:
+        file, _, line = op.source.rpartition(":")
+        resting = [
+            number
+            for number, other, first, last in spans
+            if file == other and first <= int(line) <= last
+        ]
+        ops.append(replace(op, assumptions=(*op.assumptions, *resting)) if resting else op)
+    return graph.replace(ops=tuple(ops))
+
+
+def _span(text: str) -> tuple[str, int, int]:
+    file, _, numbers = text.rpartition(":")
+    first, _, last = numbers.partition("-")
+    return file, int(first), int(last)

@@ -110,6 +110,12 @@ class Call:
         """The name as people know it: "add" for "aten.add"."""
         return self.info.name.removeprefix("aten.")
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by the names that the schema has for them; defaults are not there."""
+        names = (argument.name for argument in self.func._schema.arguments)
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
     def run(self) -> Any:
         """What the op returns for these arguments."""
         return self.func(*self.args, **self.kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.dtypes import dtype_name
 
@@ -84,64 +85,9 @@ def communicates(
 
 
 _KINDS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "one_shot_all_reduce": "all_reduce",
-    "one_shot_all_reduce_out": "all_reduce",
-    "one_shot_all_reduce_copy": "all_reduce",
-    "one_shot_all_reduce_copy_out": "all_reduce",
-    "two_shot_all_reduce_": "all_reduce",
-    "two_shot_all_reduce_out": "all_reduce",
-    "multimem_all_reduce_": "all_reduce",
-    "multimem_one_shot_all_reduce": "all_reduce",
-    "multimem_one_shot_all_reduce_out": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "multimem_all_gather_out": "all_gather",
-    "_low_contention_all_gather": "all_gather",
-    "fused_all_gather_matmul": "all_gather",
-    "fused_all_gather_scaled_matmul": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_out": "reduce_scatter",
-    "_low_contention_reduce_scatter": "reduce_scatter",
-    "fused_matmul_reduce_scatter": "reduce_scatter",
-    "fused_scaled_matmul_reduce_scatter": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "all_to_all_vdev": "all_to_all",
-    "all_to_all_vdev_2d": "all_to_all",
-    "all_to_all_vdev_2d_offset": "all_to_all",
-    "nvshmem_all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-    "nvshmem_broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "gather_into_tensor_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "isend": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "irecv": "recv",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
+    op.partition(".")[2]: kind.name
+    for kind in COLLECTIVES.values()
+    for op in (*kind.torch, *kind.variants)
 }
 """What the collectives of torch do, by the name of the op without its namespace."""
 

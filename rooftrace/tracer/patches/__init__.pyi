@@ -1,9 +1,7 @@
 from rooftrace.tracer.patches import contexts as contexts, shared as shared
 from rooftrace.tracer.patches.replacing import (
     original_of as original_of,
+    put as put,
     replaced as replaced,
 )
-from rooftrace.tracer.patches.scopes import (
-    Scope as Scope,
-    current_scope as current_scope,
-)
+from rooftrace.tracer.patches.scopes import Scope as Scope

@@ -7,6 +7,10 @@ restores them in the order in which modes end.  These helpers touch the stacks o
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +20,6 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.patches.claims import claimed as claimed
-from rooftrace.tracer.patches.generators import draws_undone as draws_undone
 from rooftrace.tracer.patches.scopes import Scope
 
 _dispatch: Any = _python_dispatch
@@ -188,3 +190,60 @@ def _taken_off() -> list[Any]:
 def _put_on(modes: Sequence[Any]) -> None:
     for mode in modes:
         _functions._push_mode(mode)
+
+
+# -- modules on meta are traced themselves: by one recording at a time -----------------------------
+
+_CHANGED = threading.Condition()
+_CLAIMED: dict[int, Counter[int]] = {}  # how often each owner claimed an object, by identity
+
+
+@contextlib.contextmanager
+def claimed(objects: Sequence[Any]) -> Iterator[None]:
+    """Inside, these objects are this recording's; another thread that claims one waits.
+
+    A trace sets training flags, gradients and the like of a module on meta.  Traces inside of the
+    trace that has an object may claim it too, also those of threads that it started.
+    """
+    scope = Scope.current()
+    owner = threading.get_ident() if scope is None else scope.owner
+    keys = {id(item) for item in objects}
+    with _CHANGED:
+        while any(_CLAIMED[key].keys() - {owner} for key in keys if key in _CLAIMED):
+            _CHANGED.wait()
+        for key in keys:
+            _CLAIMED.setdefault(key, Counter())[owner] += 1
+    try:
+        yield
+    finally:
+        with _CHANGED:
+            for key in keys:
+                owners = _CLAIMED[key]
+                owners[owner] -= 1
+                if not owners[owner]:
+                    del _CLAIMED[key]
+            _CHANGED.notify_all()
+
+
+# -- random numbers of the process -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def draws_undone(devices: bool = False) -> Iterator[None]:
+    """At the end the generators of Python, torch and numpy are as if nothing had been drawn.
+
+    devices: also those of the GPUs that this process uses.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
+    cuda: Any = torch.cuda
+    on_gpus = cuda.get_rng_state_all() if devices and cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy is not None:
+            numpy.set_state(states[2])
+        if on_gpus is not None:
+            cuda.set_rng_state_all(on_gpus)

@@ -4,6 +4,8 @@ The first scope that replaces a name puts a guard there; the last one puts the o
 guard runs the replacement of the scope that its thread belongs to, and the original in any other
 thread.  So scopes of several threads may overlap and end in any order, and code that keeps a
 reference to the guard keeps the original.
+
+A process that runs nothing but a script has no other threads: `put` replaces for all, for good.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from rooftrace.tracer.patches.contexts import plainly
-from rooftrace.tracer.patches.scopes import current_scope
+from rooftrace.tracer.patches.scopes import Scope
 
 _ABSENT: Any = object()
 """Stands for an attribute that is not there."""
@@ -26,13 +28,13 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class _Guard:
-    """A name that is replaced for some threads."""
+    """A name that is replaced: `instead` stands for it in threads whose scope does not say."""
 
-    __slots__ = ("count", "home", "name", "original", "there")
+    __slots__ = ("count", "home", "instead", "name", "original", "there")
 
     def __init__(self, home: Any, name: str) -> None:
         self.home, self.name = home, name
-        self.original = vars(home).get(name, _ABSENT)
+        self.original = self.instead = vars(home).get(name, _ABSENT)
         self.count = 0  # how many scopes replace it
         if isinstance(self.original, _FUNCTIONS) or isinstance(home, ModuleType):
             self.there: Any = _guarded_function(self)
@@ -41,10 +43,10 @@ class _Guard:
 
     def chosen(self) -> Any:
         """What stands for the name in the running thread."""
-        scope = current_scope()
+        scope = Scope.current()
         if scope is None or not self.count:  # somebody may keep a reference to what was there
-            return self.original
-        return scope.replacement((id(self.home), self.name), self.original)
+            return self.instead
+        return scope.replacements.get((id(self.home), self.name), self.instead)
 
     def install(self) -> None:
         setattr(self.home, self.name, self.there)
@@ -64,17 +66,13 @@ _GUARDS: dict[tuple[int, str], _Guard] = {}
 @contextlib.contextmanager
 def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
     """Inside, these attributes of a module or a class are others for the threads of this scope."""
-    scope = current_scope()
+    scope = Scope.current()
     assert scope is not None, "a replacement belongs to a scope"
     _dynamo_imported()
     keys = {(id(home), name): value for name, value in replacements.items()}
     with _LOCK:
-        for key in keys:
-            guard = _GUARDS.get(key)
-            if guard is None:
-                guard = _GUARDS[key] = _Guard(home, key[1])
-                guard.install()
-            guard.count += 1
+        for name in replacements:
+            _guard_of(home, name).count += 1
     try:
         with scope.replacing(keys):
             yield
@@ -86,6 +84,29 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
                 if not guard.count:
                     del _GUARDS[key]
                     guard.remove()
+
+
+def put(home: Any, replacements: Mapping[str, Any]) -> None:
+    """From here on these attributes of a module or a class are others in this process."""
+    _dynamo_imported()
+    with _LOCK:
+        for name, value in replacements.items():
+            guard = _guard_of(home, name)
+            guard.count += 1
+            guard.instead = value
+            if isinstance(home, ModuleType) and not isinstance(guard.original, _FUNCTIONS):
+                guard.there = value  # no function: it may be asked for without a call
+                guard.install()
+
+
+def _guard_of(home: Any, name: str) -> _Guard:
+    """The guard of a name, which is there."""
+    key = id(home), name
+    guard = _GUARDS.get(key)
+    if guard is None:
+        guard = _GUARDS[key] = _Guard(home, name)
+        guard.install()
+    return guard
 
 
 @functools.cache

@@ -22,21 +22,22 @@ class Scope:
     kept: what parts of the recording keep for these threads, by name.
     release: of PyTorch, whose kernels of CUDA run.
     apart: while an attention runs as several kernels, why it does; else "".
-    spans: whether what it replaces is replaced in scopes that are entered inside of it, too.
-    around: the scope that spans this one.
     """
 
-    __slots__ = ("apart", "around", "kept", "owner", "release", "replacements", "spans")
+    __slots__ = ("apart", "kept", "owner", "release", "replacements")
 
-    def __init__(self, release: Release | None = None, spans: bool = False) -> None:
+    def __init__(self, release: Release | None = None) -> None:
         outer = _thread.current
         self.release = release or installed_release()
         self.apart = ""
         self.replacements: dict[tuple[int, str], Any] = {}
         self.owner: int = threading.get_ident() if outer is None else outer.owner
         self.kept: dict[str, Any] = {}
-        self.spans = spans
-        self.around: Scope | None = None
+
+    @staticmethod
+    def current() -> Scope | None:
+        """The scope to which the running thread belongs; None for one that nobody records."""
+        return _thread.current
 
     @contextlib.contextmanager
     def replacing(self, values: Mapping[tuple[int, str], Any]) -> Iterator[None]:
@@ -61,20 +62,8 @@ class Scope:
 
     def enter(self) -> None:
         """From here on this thread belongs to this scope."""
-        outer = _thread.current
-        if self.around is None and outer is not None and outer is not self:
-            around = outer if outer.spans else outer.around
-            if around is not None and not around.is_within(self):
-                self.around = around
         _thread.scopes = (*_thread.scopes, self)
         _thread.current = self
-
-    def is_within(self, scope: Scope) -> bool:
-        """Whether a scope is this one, or spans it."""
-        inner: Scope | None = self
-        while inner is not None and inner is not scope:
-            inner = inner.around
-        return inner is scope
 
     def leave(self) -> None:
         """This thread belongs to the scope that was around this one, as it last entered it."""
@@ -85,15 +74,6 @@ class Scope:
         _thread.scopes = tuple(scopes)
         _thread.current = _thread.scopes[-1] if _thread.scopes else None
 
-    def replacement(self, key: tuple[int, str], otherwise: Any) -> Any:
-        """What stands in place of a name here, or in the scopes that span this one."""
-        scope: Scope | None = self
-        while scope is not None:
-            if key in scope.replacements:
-                return scope.replacements[key]
-            scope = scope.around
-        return otherwise
-
 
 class _Thread(threading.local):
     scopes: tuple[Scope, ...] = ()  # those that are entered, the innermost last
@@ -101,8 +81,3 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def current_scope() -> Scope | None:
-    """The scope to which the running thread belongs; None for a thread that nobody records."""
-    return _thread.current

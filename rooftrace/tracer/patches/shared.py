@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rooftrace.tracer.patches.answering import answered as answered
-
 
 class Shared:
     """A change of the process that the first user makes and the last one undoes.

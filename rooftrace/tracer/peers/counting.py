@@ -6,11 +6,9 @@ meta tensors gets a copy with real ones of any value, if the module is small.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Job, Options, names
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import Inputs, as_before
+from rooftrace.tracer.inputs import Inputs, Loaded, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.peers import flopcounter, fvcore_counter
 from rooftrace.tracer.peers.counts import CannotCountError, PeerCount
@@ -27,7 +25,6 @@ from rooftrace.tracer.phases import ModuleCalls, PlainCall, trace_phases
 from rooftrace.tracer.sources import loaded
 from rooftrace.tracer.targets import isolation
 from rooftrace.tracer.tensors import own_tensors
-from rooftrace.tracer.twins import replaced
 from rooftrace.tracer.values import META, REAL_VALUE
 
 MOST_REAL_BYTES = 2 * 1024**3
@@ -76,10 +73,11 @@ def count_with(
         _attempts(module, inputs, phase), _PEERS[peer]
     ):
         try:
-            made, filled = prepared()
-            with as_before(made, (filled.args, filled.kwargs)):
+            made = prepared()
+            with as_before(made.module, (made.inputs.args, made.inputs.kwargs)):
                 device = where.partition(",")[0]
-                call = ModuleCalls(made, filled, options.loss, device).plain_call(phase)
+                calls = ModuleCalls(made.module, made.inputs, options.loss, device)
+                call = calls.plain_call(phase)
                 return replace(counter(call), peer=peer, device=where)
         except CannotCountError as error:
             return PeerCount(peer, error=str(error))
@@ -91,7 +89,7 @@ def count_with(
 
 def _attempts(
     module: nn.Module, inputs: Inputs, phase: str
-) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Inputs]]]]:
+) -> Iterator[tuple[str, Callable[[], Loaded]]]:
     """Where to run, and a function that makes the module and its inputs for it; in order of trial.
 
     A module with real tensors runs as it is.  One on meta runs there first; then, if it is small,
@@ -99,30 +97,13 @@ def _attempts(
     """
     own = [tensor for part in module.modules() for tensor in own_tensors(part)]
     if any(not tensor.is_meta for tensor in own):
-        yield REAL, lambda: (module, _real_inputs(inputs))
+        yield REAL, lambda: Loaded(module, inputs.filled(_real))
         return
-    yield META.type, lambda: (module, inputs)
+    yield META.type, lambda: Loaded(module, inputs)
     if sum(tensor.numel() * tensor.element_size() for tensor in own) <= MOST_REAL_BYTES:
-        yield REAL, lambda: (_real_module(module, own), _real_inputs(inputs))
+        yield REAL, lambda: Loaded(module, inputs).filled(_real)
     elif phase == "training" and inputs.labels:
-        yield f"{META.type}, without labels", lambda: (module, replace(inputs, labels={}))
-
-
-def _real_module(module: nn.Module, own: list[Tensor]) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for tensor in own:
-        if id(tensor) not in memo:
-            made = _real(tensor)
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
-            memo[id(tensor)] = made
-    return copy.deepcopy(module, memo)
-
-
-def _real_inputs(inputs: Inputs) -> Inputs:
-    """Inputs in which a real tensor stands for every meta tensor."""
-    names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
-    return replace(inputs, **{name: replaced(getattr(inputs, name), _real) for name in names})
+        yield f"{META.type}, without labels", lambda: Loaded(module, replace(inputs, labels={}))
 
 
 def _real(tensor: Tensor) -> Tensor:

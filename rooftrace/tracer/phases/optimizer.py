@@ -37,7 +37,7 @@ def run_optimizer(
     if name == "none":
         return {}
     kind = optimizer_class(name)
-    recorder.part, recorder.function = "optimizer", kind.__name__
+    recorder.here.part, recorder.here.function = "optimizer", kind.__name__
     with torch.no_grad(), functions_unseen(parameters):
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
@@ -62,7 +62,7 @@ def run_optimizer(
             optimizer.step()
         if low:
             torch._foreach_copy_([_shard(p) for p, _ in low], [_shard(master) for _, master in low])
-    recorder.function = ""
+    recorder.here.function = ""
     return wide
 
 

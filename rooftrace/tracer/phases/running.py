@@ -295,7 +295,7 @@ class PhaseRunner:
                 f"{len(losses)} floating outputs",
                 len(losses),
             )
-        recorder.part = "backward"
+        recorder.here.part = "backward"
         with torch.no_grad():  # in the order in which backward takes them up
             seeds = [torch.ones_like(t) for t in reversed(losses)][::-1]
         # What torch.autograd.backward ends in; that one would switch function modes off, which

@@ -41,11 +41,11 @@ def noted(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
     outer: list[tuple[str, str]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if not recorder.here_recorded() or recorder.part == "optimizer":
+        if not recorder.here_recorded() or recorder.here.part == "optimizer":
             return None  # a thread of somebody else, or the step that makes the states
-        outer.append((recorder.part, recorder.function))
+        outer.append((recorder.here.part, recorder.here.function))
         note_gradients(recorder, root, learnt)
-        recorder.part, recorder.function = "optimizer", type(optimizer).__name__
+        recorder.here.part, recorder.here.function = "optimizer", type(optimizer).__name__
         learnt.optimizers.append(type(optimizer).__name__.lower())
         closures = bool(args[1:] or kwargs.get("closure"))
         _prepare(recorder, optimizer, closure=closures)
@@ -53,7 +53,7 @@ def noted(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if outer and recorder.here_recorded() and recorder.recording:
-            recorder.part, recorder.function = outer.pop()
+            recorder.here.part, recorder.here.function = outer.pop()
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(before).remove)
@@ -76,14 +76,14 @@ def with_closures_outside(
 
         @functools.wraps(item)
         def closure(*args: Any, **kwargs: Any) -> Any:
-            recorder = current()
-            before = recorder.part, recorder.function
-            recorder.part, recorder.function, recorder.after_backward = "forward", "", False
+            here = current().here
+            before = here.part, here.function
+            here.part, here.function, here.after_backward = "forward", "", False
             try:
                 return item(*args, **kwargs)
             finally:
-                recorder = current()
-                recorder.part, recorder.function = before
+                here = current().here
+                here.part, here.function = before
 
         return closure
 
@@ -93,15 +93,19 @@ def with_closures_outside(
 @contextlib.contextmanager
 def foreach_on_meta() -> Iterator[None]:
     """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
-    homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
-    name = "_get_foreach_kernels_supported_devices"
     with contextlib.ExitStack() as undo:
-        for home in homes:
-            if hasattr(home, name):
-                original = original_of(home, name)
-                also = functools.partial(_also_meta, original)
-                undo.enter_context(replaced(home, {name: also}))
+        for home, names in on_meta():
+            undo.enter_context(replaced(home, names))
         yield
+
+
+def on_meta() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules and their functions by which `foreach_on_meta` holds."""
+    name = "_get_foreach_kernels_supported_devices"
+    for module in ("torch.utils._foreach_utils", Optimizer.__module__):
+        home = sys.modules[module]
+        if hasattr(home, name):
+            yield home, {name: functools.partial(_also_meta, original_of(home, name))}
 
 
 def _also_meta(devices: Callable[[], list[str]]) -> list[str]:

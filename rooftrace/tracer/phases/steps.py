@@ -28,7 +28,10 @@ from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import lending, stepping
-from rooftrace.tracer.phases.attempts import OwnBackwardError, attempted
+from rooftrace.tracer.phases.attempts import (
+    OwnBackwardError as OwnBackwardError,
+    attempted,
+)
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
@@ -126,24 +129,20 @@ def trace_step(
     Modules with real weights, and their optimizers among the arguments, are copied to meta.  Raises
     TraceError where the step fails, RequestError for a step that cannot be captured.
     """
-    name = getattr(step, "__name__", type(step).__name__)
-    modules = _modules((tuple(args), dict(kwargs)))
-    with depth_explained(container_of(modules)):
-        check_request(container_of(modules), (), options)
-        check_traceable(container_of(modules), tensors_in((tuple(args), dict(kwargs))))
+    name, tree = getattr(step, "__name__", type(step).__name__), (tuple(args), dict(kwargs))
+    modules = _modules(tree)
+    root = container_of(modules)
+    with depth_explained(root):
+        check_request(root, (), options)
+        check_traceable(root, tensors_in(tree))
         try:
-            step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
+            step, args, kwargs = _on_meta(step, tree, modules)
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:
             raise TraceError(
                 f"what step {name} is called with cannot be copied to the meta device ({error}): "
                 "build the modules under `with torch.device('meta'):` and pass those"
             ) from error
         return _traced_step(step, args, kwargs, options, name)
-
-
-def runs_backward(error: RequestError) -> bool:
-    """Whether a phase is refused as its code calls backward, so that its call is a step."""
-    return isinstance(error, OwnBackwardError)
 
 
 def _traced_step(
@@ -174,6 +173,7 @@ def _traced_step(
 
 
 def _call(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a step.  By this name `source.lines` knows where the user's code ends."""
     return drained(step(*args, **kwargs))
 
 
@@ -271,7 +271,7 @@ def enter_modules(recorder: Recorder, root: nn.Module) -> None:
 @contextlib.contextmanager
 def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
     """Record what runs inside, with its parts, on the meta device."""
-    recorder.own_step = True
+    recorder.entries.own_step = True
     with (
         stepping.noted(recorder, root) as learnt,
         recorder,

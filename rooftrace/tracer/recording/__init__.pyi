@@ -5,11 +5,9 @@ from rooftrace.tracer.recording.autocast import (
 from rooftrace.tracer.recording.gaps import (
     look_for_gaps as look_for_gaps,
 )
-from rooftrace.tracer.recording.nesting import (
-    check_not_inside as check_not_inside,
-)
 from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,
+    check_not_inside as check_not_inside,
 )
 from rooftrace.tracer.recording.running import (
     Runner as Runner,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import Scope, current_scope, original_of, replaced, shared
+from rooftrace.tracer.patches import Scope, original_of, replaced, shared
 from rooftrace.tracer.tensors import subclasses
 
 _KEY = "AutocastIPU"
@@ -197,7 +197,7 @@ _KERNELS = shared.Shared(_registered)
 
 def _here() -> Autocast | None:
     """The regions of the recording that the running thread belongs to."""
-    scope = current_scope()
+    scope = Scope.current()
     return None if scope is None else scope.kept.get(_NAME)
 
 
@@ -269,7 +269,7 @@ def followed() -> Iterator[None]:
     autocast = Autocast()
     with contextlib.ExitStack() as undo:
         undo.callback(autocast.remove)
-        scope = current_scope()
+        scope = Scope.current()
         if scope is None:
             scope = Scope()
             undo.enter_context(scope.entered())
@@ -299,7 +299,7 @@ def set_aside() -> Iterator[None]:
     switch, choose = (original_of(torch, name) for name in _BY_DEVICE[2:])
     switch(_DEVICE, False)
     yield
-    scope = current_scope()
+    scope = Scope.current()
     follows = None if scope is None else scope.kept.get(_NAME)
     if follows is not None:
         follows.install()

@@ -98,13 +98,11 @@ def own_place(ranks: tuple[int, ...]) -> int:
 
 def _reduction(call: Call) -> str:
     """What a collective does with the values of the processes; "" where torch does not say."""
-    for argument, item in zip(call.func._schema.arguments, call.args, strict=False):
-        if argument.name == "reduce_op":
-            if isinstance(item, str):
-                return item.lower()
-            number = item.op() if hasattr(item, "op") else -1
-            return _OPS[number] if 0 <= number < len(_OPS) else ""
-    return ""
+    reduction: Any = call.named.get("reduce_op")
+    if isinstance(reduction, str):
+        return reduction.lower()
+    number = reduction.op() if hasattr(reduction, "op") else -1
+    return _OPS[number] if 0 <= number < len(_OPS) else ""
 
 
 def _values(

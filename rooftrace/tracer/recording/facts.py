@@ -1,20 +1,21 @@
-"""Counts for cost rules that depend on values: distinct rows read, groups, packed sequences.
+"""Counts for cost rules that depend on values: distinct rows read, groups, masks, packed sequences.
 
 FACTS is the table of ops with such counts; each op has a function that computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.recording.by_value import is_mask
-from rooftrace.tracer.recording.sequences import PACKED, sequence_facts
 from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import Values, distinct
@@ -44,7 +45,7 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
     Raises IndexError for known indices outside of what they point into, as a CPU does.
     """
     _check_range(values, call)
-    scope = current_scope()
+    scope = Scope.current()
     if call.name in _SOFTMAX and scope is not None and scope.apart:
         facts["unfused_attention"] = scope.apart
     fact = FACTS.get(call.name)
@@ -152,4 +153,92 @@ def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
     return records.NO_TAINT
 
 
-facts_of(*PACKED)(sequence_facts)
+# -- masks of attention ----------------------------------------------------------------------------
+
+_MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
+"""Where attention has its mask; query and key stand three and two places before it."""
+_SCORES = frozenset(
+    f"aten.{name}" for name in ("add", "add_", "where", "masked_fill", "masked_fill_", "baddbmm")
+)
+"""Ops that put a mask on scores that are written out."""
+_PLANE = 2  # dimensions
+
+
+def learn_mask_facts(
+    values: Values, call: Call, outputs: Sequence[Tensor], facts: dict[str, Any]
+) -> frozenset[int]:
+    """Add what a mask says (see `Values.mask_facts`) to `facts`: of an attention, or of an op that
+    puts a known mask on unknown scores.  Returns the assumptions that it rests on.
+    """
+    if call.name in _MASK:
+        position = _MASK[call.name]
+        query, key, mask = (call.args[position - back] for back in (3, 2, 0))
+        if mask is not None:
+            return _learnt(values, mask, (query.shape[-2], key.shape[-2]), False, facts)
+    elif call.name in _SCORES:
+        scores = outputs[0] if outputs else call.args[0]
+        if scores.is_floating_point() and scores.dim() >= _PLANE:
+            value = values.implicit(scores)
+            if value is not None and not value.certain:
+                return _learnt(values, scores, scores.shape[-2:], True, facts)
+    return records.NO_TAINT
+
+
+def _learnt(
+    values: Values, mask: Tensor, sizes: Sequence[int], scores: bool, facts: dict[str, Any]
+) -> frozenset[int]:
+    known, taint = values.mask_facts(mask, sizes[0], sizes[1], scores)
+    facts.update(known or {})
+    return taint
+
+
+# -- packed sequences ------------------------------------------------------------------------------
+
+_PACKED = (
+    "aten._flash_attention_forward",
+    "aten._flash_attention_backward",
+    "aten._flash_attention_forward_no_dropout_inplace",
+    "aten._efficient_attention_forward",
+    "aten._efficient_attention_backward",
+    "torch_attn._varlen_attn",
+    "torch_attn._varlen_attn_backward",
+    "torch_attn._varlen_attn_out",
+    *(
+        f"{package}._flash_attn_varlen_{part}"
+        for package in ("flash_attn", "flashattn")
+        for part in ("forward", "backward")
+    ),
+)
+"""Attention kernels that take offsets of sequences."""
+_QUERIES = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
+_KEYS = ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")
+_USED = ("seqused_k", "seqlen_k")
+"""How many of the keys of each sequence are there, as several schemas name it."""
+
+
+@facts_of(*_PACKED)
+def _packed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
+    """Learn how many sequences have how many queries and keys; unknown ones count as equally long,
+    by assumption."""
+    passed = call.named
+    starts, ends, used = (_passed(passed, *names) for names in (_QUERIES, _KEYS, _USED))
+    if starts is None:
+        return None
+    told = [values.exact(item) for item in (starts, ends, used) if item is not None]
+    if any(entry is None for entry in told) or (ends is None and used is None):
+        text = "attention over packed sequences counts them as equally long"
+        return frozenset([values.assume("lengths", text)])
+    numbers = [entry.value.tolist() for entry in told if entry is not None]
+    queries = _steps(numbers[0])
+    keys = numbers[-1] if used is not None else _steps(numbers[1])
+    kinds = Counter(zip(queries, keys, strict=True))
+    facts["sequences"] = tuple((count, *kind) for kind, count in sorted(kinds.items()))
+    return records.NO_TAINT.union(*(entry.taint for entry in told if entry is not None))
+
+
+def _passed(passed: dict[str, Any], *names: str) -> Tensor | None:
+    return next((passed[name] for name in names if isinstance(passed.get(name), Tensor)), None)
+
+
+def _steps(offsets: list[int]) -> list[int]:
+    return [after - before for before, after in itertools.pairwise(offsets)]

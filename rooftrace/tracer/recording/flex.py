@@ -20,7 +20,7 @@ from torch._higher_order_ops.flex_attention import (
 )
 from torch.nn.attention import flex_attention as flex
 
-from rooftrace.tracer.patches import current_scope, original_of, replaced, shared
+from rooftrace.tracer.patches import Scope, original_of, replaced, shared
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META
@@ -116,7 +116,7 @@ class _InScope:
         self._elsewhere = elsewhere
 
     def __bool__(self) -> bool:
-        return current_scope() is not None or bool(self._elsewhere)
+        return Scope.current() is not None or bool(self._elsewhere)
 
 
 def _uncompiled() -> Callable[[], None]:

@@ -103,14 +103,14 @@ class Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
         if "device" in kwargs and func is not PARSE_TO:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
-        outer = tape.function
+        outer = tape.here.function
         if not outer:
             name = getattr(func, "__name__", "")
-            tape.function = "" if name in _UNNAMED else name
+            tape.here.function = "" if name in _UNNAMED else name
         try:
             return func(*args, **kwargs)
         finally:
-            tape.function = outer
+            tape.here.function = outer
 
     @contextlib.contextmanager
     def _in_backward(self) -> Iterator[None]:
@@ -120,16 +120,16 @@ class Functions(TorchFunctionMode):
         checkpoint repeats needs the mode: `backward_kept` enters it again.
         """
         tape = self.tape
-        here, before = tape.here, tape.part
+        here, before = tape.here, tape.here.part
         outer, here.functions = here.functions, (*here.devices, self)
-        if tape.own_step:
-            tape.part = "backward"
+        if tape.entries.own_step:
+            here.part = "backward"
         try:
             yield
         finally:
             here.functions = outer
-            tape.part = before
-            tape.after_backward = True
+            here.part = before
+            tape.backward_ran()
 
     def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
         """What `tensor.data = data` puts there: a weight on meta stays there."""
@@ -188,7 +188,7 @@ def _gradients_wanted(tape: Tape) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not tape.own_step and not torch.is_grad_enabled() and _NO_GRAPH in str(error):
+        if not tape.entries.own_step and not torch.is_grad_enabled() and _NO_GRAPH in str(error):
             tape.here.wants_gradients = True
         raise
 

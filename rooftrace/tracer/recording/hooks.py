@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from rooftrace.tracer.patches import Scope, contexts, current_scope, shared
+from rooftrace.tracer.patches import Scope, contexts, shared
 
 _NAME = "calls"
 """Under which a scope keeps who watches its calls."""
@@ -31,7 +31,7 @@ _WATCHERS: dict[int, CallWatcher] = {}
 
 
 def _before(module: nn.Module, inputs: Any) -> None:
-    scope = current_scope()
+    scope = Scope.current()
     if scope is None:
         for watcher in list(_WATCHERS.values()):
             watcher.before_call(module)
@@ -43,7 +43,7 @@ def _before(module: nn.Module, inputs: Any) -> None:
 
 
 def _after(module: nn.Module, inputs: Any, output: Any) -> None:
-    scope = current_scope()
+    scope = Scope.current()
     watching = None if scope is None else scope.kept.get(_NAME)
     if watching is not None:
         with contexts.untraced():

@@ -8,7 +8,7 @@ of a norm, CUDA's decide (ATen/native/cuda).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.recording.by_value import is_mask
+from rooftrace.tracer.tensors import trees
 
 _SHORT = (torch.float16, torch.bfloat16)
 _SCALAR_TYPE = "expected scalar type {0} but found {1}"
@@ -34,7 +35,7 @@ class _Agree(NamedTuple):
     def check(self, call: Call) -> None:
         """Raise RuntimeError where one does not agree."""
         first, *others = self.arguments
-        tensors = [t for t in _tensors(call, first) if isinstance(t, Tensor)]
+        tensors = _tensors(call, first)
         if not tensors:
             return
         expected = tensors[0].dtype
@@ -238,14 +239,9 @@ def _check_devices(call: Call, device: torch.device) -> None:
         )
 
 
-def _tensors(call: Call, name: str) -> Iterator[Tensor]:
+def _tensors(call: Call, name: str) -> list[Tensor]:
     """The tensors of an argument: none, one, or those of a list."""
-    for position, argument in enumerate(call.func._schema.arguments):
-        if argument.name == name:
-            item = call.args[position] if position < len(call.args) else call.kwargs.get(name)
-            for part in item if isinstance(item, (list, tuple)) else (item,):
-                if isinstance(part, Tensor):
-                    yield part
+    return trees.listed(call.named.get(name))
 
 
 def _type(dtype: torch.dtype) -> str:

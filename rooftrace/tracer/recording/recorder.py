@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
+from rooftrace.errors import RequestError
 from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.patches import Scope, contexts, current_scope
-from rooftrace.tracer.recording import finite, handover
+from rooftrace.tracer.patches import Scope, contexts
+from rooftrace.tracer.recording import finite, threads
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.compiling import uncompiled
 from rooftrace.tracer.recording.draws import draws_repeated
@@ -35,11 +40,10 @@ from rooftrace.tracer.recording.standins import (
     device_calls_quiet,
     jagged_attention_fused,
     plain_imports,
+    static_caches_counted,
     warnings_quiet,
 )
-from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.storages import Storages
-from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.releases import Release
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
@@ -54,9 +58,9 @@ class Recorder(TorchDispatchMode, Tape):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
 
     record=False keeps only the values that are known (to build modules).  own_step: the code is a
-    whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
-    (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
-    of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
+    whole step of the user's (see `Entries`).  roll_loops: run only a few turns of each scan (see
+    rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first of
+    equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
     first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run;
     None for the one that is installed.  After use, `close` takes our tags off tensors that
     outlive the capture.
@@ -86,7 +90,7 @@ class Recorder(TorchDispatchMode, Tape):
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record)
-        self.own_step = own_step
+        self.entries.own_step = own_step
         self.repeat_calls = repeat_calls
         self.failed_in: tuple[str, str] | None = None  # path and class of the module that failed
         self.failed_op: tuple[Exception, str] | None = None  # an error, and the op that raised it
@@ -99,7 +103,7 @@ class Recorder(TorchDispatchMode, Tape):
         self._runner = Runner(self, self.again)
         self.scope = Scope(release)
         self.storages = Storages(self)
-        self._followers = Threads(self, self.__torch_dispatch__, self.scope, self.functions)
+        self._followers = threads.Threads(self, self.__torch_dispatch__, self.scope, self.functions)
         self._exit = contextlib.ExitStack()
         self._roots: list[nn.Module] = []
 
@@ -188,7 +192,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def here_recorded(self) -> bool:
         """Whether the running thread is recorded by this recorder, and by none inside of it."""
-        return current_scope() is self.scope
+        return Scope.current() is self.scope
 
     def before_call(self, module: nn.Module) -> None:
         """A module is called, in a thread that is recorded or in one that nobody records."""
@@ -225,11 +229,11 @@ class Recorder(TorchDispatchMode, Tape):
 
     def give_way(self, other: Recorder | None) -> None:
         """Another recorder takes the place of this one, or none does, in the running thread."""
-        handover.give_way(self, other)
+        threads.give_way(self, other)
 
     def lead_here(self, first: Callable[[], None], ended: Callable[[], Recorder]) -> bool:
-        """Enter this recorder where another one follows the thread; see `handover.lead_here`."""
-        return handover.lead_here(self, first, ended)
+        """Enter this recorder where another one follows the thread; see `threads.lead_here`."""
+        return threads.lead_here(self, first, ended)
 
     def stop(self) -> None:
         """From here on nothing is recorded, though the recorder is on."""
@@ -311,3 +315,12 @@ def _noted_as(func: Any) -> Any:
 def _convolution(*args: Any) -> Any:
     with contexts.traced():
         return torch.ops.aten._convolution.default(*args, False, False, False, False)
+
+
+def check_not_inside(what: str, instead: str) -> None:
+    """Raise RequestError in a thread that a recording follows.  instead: what to do."""
+    if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
+        raise RequestError(
+            f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
+            f"modules stand on the meta device: {instead}"
+        )

@@ -26,13 +26,10 @@ def route(tape: Tape, call: Call, index: Tensor, position: int) -> frozenset[int
         tape, call, index, position
     ):
         return records.NO_TAINT
-    schema = [a.name for a in call.func._schema.arguments]
-    dimension = None
-    if "dim" in schema:
-        place = schema.index("dim")
-        dimension = call.kwargs.get("dim", call.args[place] if place < len(call.args) else None)
+    dimension = call.named.get("dim")
     along = -1 if dimension is None else int(dimension)
-    source, sorts = call.tensors[0], "descending" in schema
+    sorts = any(argument.name == "descending" for argument in call.func._schema.arguments)
+    source = call.tensors[0]
     routed = values.route(call.name, source, index, along, sorts=sorts)
     return records.NO_TAINT if routed is None else frozenset([routed])
 

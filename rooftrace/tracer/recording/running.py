@@ -22,9 +22,8 @@ from rooftrace.tracer.recording.exchanged_values import (
     before_exchange,
     exchanged_on_host,
 )
-from rooftrace.tracer.recording.facts import learn_facts
+from rooftrace.tracer.recording.facts import learn_facts, learn_mask_facts
 from rooftrace.tracer.recording.kernel_checks import check_kernel
-from rooftrace.tracer.recording.masking import learn_mask_facts
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists

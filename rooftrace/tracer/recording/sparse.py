@@ -286,8 +286,7 @@ def _zeroed(tape: Tape, call: Call, on: On) -> Any:
 @kernel("_embedding_bag_backward")
 def _bags_backward(tape: Tape, call: Call, on: On) -> Any:
     """The gradient of a table of which bags read rows, where it is to be sparse."""
-    names = [argument.name for argument in call.func._schema.arguments]
-    arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    arguments = call.named
     if not arguments.pop("sparse"):
         return NotImplemented
     arguments.pop("maximum_indices")

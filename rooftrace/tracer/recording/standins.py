@@ -18,7 +18,7 @@ from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.emulation import handles
-from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
+from rooftrace.tracer.patches import Scope, contexts, original_of, replaced, shared
 from rooftrace.tracer.source import spec_after
 from rooftrace.tracer.tensors import trees
 
@@ -37,7 +37,7 @@ class _PlainImports:
 def _plainly(loader: Any) -> Callable[[Any], None]:
     def exec_module(module: Any) -> None:
         vars(loader).pop("exec_module", None)
-        if current_scope() is None:  # a thread of somebody else imports it
+        if Scope.current() is None:  # a thread of somebody else imports it
             loader.exec_module(module)
             return
         with contexts.plainly():
@@ -168,7 +168,7 @@ class _OursToIgnore:
 
     def match(self, text: str) -> bool:
         """Whether a warning of this text is not to be shown."""
-        return current_scope() is not None and text.startswith(_NOT_OURS)
+        return Scope.current() is not None and text.startswith(_NOT_OURS)
 
 
 _NOT_OURS = (
@@ -199,3 +199,37 @@ _WARNINGS = shared.Shared(_ignored)
 def warnings_quiet() -> contextlib.AbstractContextManager[None]:
     """Inside, warnings that would name a line of ours are not shown; other threads' are."""
     return _WARNINGS.used()
+
+
+# -- caches ----------------------------------------------------------------------------------------
+
+_LENGTH = "_rooftrace_length"
+"""Attribute of a layer of a cache: the tokens that recorded calls have put into it."""
+
+
+@contextlib.contextmanager
+def static_caches_counted() -> Iterator[None]:
+    """Inside, a layer of a static cache knows its length from the calls that filled it.
+
+    Transformers 4 counts the slots that are not zero, which no trace knows.  The calls that fill a
+    cache say it too.
+    """
+    kind: Any = getattr(sys.modules.get("transformers.cache_utils"), "StaticLayer", None)
+    if kind is None or "cumulative_length" in kind.__init__.__code__.co_names:
+        yield
+        return
+    update, length = original_of(kind, "update"), original_of(kind, "get_seq_length")
+
+    def counted(layer: Any, key_states: Any, *args: Any, **kwargs: Any) -> Any:
+        before = vars(layer).get(_LENGTH) if layer.is_initialized else 0
+        filled = update(layer, key_states, *args, **kwargs)
+        if before is not None:  # else the user has filled it
+            setattr(layer, _LENGTH, before + key_states.shape[-2])
+        return filled
+
+    def told(layer: Any) -> Any:
+        known = vars(layer).get(_LENGTH)
+        return length(layer) if known is None else known
+
+    with replaced(kind, {"update": counted, "get_seq_length": told}):
+        yield

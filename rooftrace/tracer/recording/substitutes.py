@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.recording import cuda_shapes
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
@@ -68,7 +67,7 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
     """Ways to run an op that give its exact shapes; only those that apply."""
-    yield lambda: cuda_shapes.returned(call)
+    yield lambda: _on_a_gpu(call)
     if not call.tensors:  # C++ hands on a tensor of one number as the number
         yield lambda: call.func(*_as_tensors(call), **call.kwargs)
     if call.name == "aten._ctc_loss":
@@ -99,9 +98,8 @@ def _as_tensors(call: Call) -> list[Any]:
 def _to_wait_for(call: Call) -> Any:
     """What a collective without a meta kernel returns, to wait for: what a barrier of its group
     does."""
-    names = [argument.name for argument in call.func._schema.arguments]
     barrier: Any = torch.ops.c10d.barrier.default
-    return barrier(torch.empty(1), call.args[names.index("process_group")], [], timeout=-1)
+    return barrier(torch.empty(1), call.named["process_group"], [], timeout=-1)
 
 
 def _ctc_loss(tape: Tape, scores: Tensor, targets: Tensor, _: Any, lengths: Any) -> Any:
@@ -224,3 +222,71 @@ def _with_type(func: Any, added: Tensor, first: Tensor, second: Tensor, dtype: A
     return torch.empty_like(
         plain(torch.empty_like(added, dtype=first.dtype), first, second), dtype=dtype
     )
+
+
+# -- ops that only a GPU runs: those of SyncBatchNorm, and CTC -------------------------------------
+# Statistics are in FP32 where the input is in a shorter type; what is normalised keeps its layout.
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def _on_a_gpu(call: Call) -> Any:
+    """The outputs of an op on meta.  Raises NotImplementedError for an op that is not known."""
+    shapes = _SHAPES.get(call.name)
+    if shapes is None:
+        raise NotImplementedError(call.name)
+    return shapes(*call.args, **call.kwargs)
+
+
+def _per_channel(x: Tensor) -> Tensor:
+    """C numbers of x[N, C, ...]."""
+    dtype = torch.float32 if x.dtype in _SHORT else x.dtype
+    return x.new_empty((x.shape[1],), dtype=dtype)
+
+
+def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _per_channel(x), _per_channel(x)
+
+
+def _of_all(x: Tensor, mean: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    return _per_channel(x), _per_channel(x)
+
+
+def _like_input(x: Tensor, *others: Any, **more: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _like_second(grad: Tensor, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _contiguous_like_second(grad: Tensor, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _reduced(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor | None, ...]:
+    """The sums of dy and of dy (x - mean), and the gradients of weight and bias, as asked for."""
+    sums = [torch.empty_like(mean) if input_g else None for _ in range(2)]
+    wanted = (weight_g, bias_g)
+    gradients = [None if weight is None or not w else torch.empty_like(weight) for w in wanted]
+    return (*sums, *gradients)
+
+
+_SHAPES: Mapping[str, Callable[..., Any]] = {
+    "aten.batch_norm_stats": _stats,
+    "aten.batch_norm_gather_stats": _of_all,
+    "aten.batch_norm_gather_stats_with_counts": _of_all,
+    "aten.batch_norm_elemt": _like_input,
+    "aten.batch_norm_backward_reduce": _reduced,
+    "aten.batch_norm_backward_elemt": _like_second,
+    "aten._ctc_loss_backward": _contiguous_like_second,
+}

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.tracer.patches import Scope, contexts, current_scope, original_of, replaced
-from rooftrace.tracer.recording.autocast import carried_here
+from rooftrace.tracer.patches import Scope, contexts, original_of, replaced
+from rooftrace.tracer.recording.autocast import carried_here, set_aside
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape
@@ -208,7 +208,7 @@ class Threads:
         """Begin to record this thread; returns what ends that, None if there is nothing to do."""
         tape, ident = self._tape, threading.get_ident()
         with tape.lock:
-            if not tape.live or ident in self._threads.idents or current_scope() is not None:
+            if not tape.live or ident in self._threads.idents or Scope.current() is not None:
                 return None
             self._threads.idents.add(ident)
             self._threads.entered += 1
@@ -233,3 +233,58 @@ class Threads:
                 self._threads.idents.discard(ident)
 
         return leave
+
+
+# -- a recorder takes the place of another, under whatever modes there are -------------------------
+
+
+class Handed(Protocol):
+    """A recorder, as far as its place matters."""
+
+    threads: Any
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+
+def give_way(old: Handed, new: Handed | None) -> None:
+    """A recorder ends in this thread, and another one begins; regions of autocast stay on.
+
+    new: also gets what threads run that the old one has followed; None: none takes its place.
+    """
+    if new is None:
+        with contexts.exchanging(_is_recording):
+            old.__exit__(None, None, None)
+        return
+    old.threads.heir = old
+    try:
+        with contexts.exchanging(_is_recording), set_aside():
+            old.__exit__(None, None, None)
+            new.__enter__()
+    finally:
+        old.threads.heir = new
+
+
+def lead_here(new: Handed, first: Callable[[], None], ended: Callable[[], Handed]) -> bool:
+    """A recorder begins in this thread in place of what follows another one here.
+
+    first: is called before it does.  ended: is called at the end of what the thread does; it
+    returns the recorder that is on then.  False where no recorder follows this thread.
+    """
+
+    def begin() -> Callable[[], None]:
+        first()
+        new.__enter__()
+        return end
+
+    def end() -> None:
+        give_way(ended(), None)
+
+    with contexts.exchanging(_is_recording), set_aside():
+        return taken_over(begin)
+
+
+def _is_recording(mode: Any) -> bool:
+    """Whether a mode is one by which a recorder sees a thread."""
+    return isinstance(mode, Tape | Follower | Functions)

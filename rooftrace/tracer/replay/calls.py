@@ -142,7 +142,7 @@ class CallReplay:
         """Whether a call that begins here may be recorded or repeated as a whole."""
         return (
             (self.stacks.open or not trained)
-            and self._tape.part == "forward"
+            and self._tape.here.part == "forward"
             and (torch._C._current_autograd_node() or torch._C._get_tracing_state()) is None
             and _global_hooks() == self._watchers
             and self._tape.threads.own()
@@ -286,7 +286,7 @@ class CallReplay:
         for place, name in known.read:
             note(module.get_submodule(place), name)
         count_again(tape, block, path)
-        tape.after_backward = False
+        tape.here.after_backward = False
         output, leaves = self._returned(known, call.tensors, node, again)
         if layers is not None:
             assert node is not None

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace.tracer.revisions.repositories import Commit
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideOrigin:
+class SideOrigin(Plain):
     """Where one side of a diff comes from."""
 
     target: str  # as it was named; "" for an object
@@ -45,21 +46,9 @@ class SideOrigin:
         parts += [f"{name}={value}" for name, value in self.options.items()]
         return ", ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "target": self.target,
-            "commit": None if self.commit is None else self.commit.to_dict(),
-            "why": self.why,
-            "working_tree": self.working_tree,
-            "options": dict(self.options),
-            "versions": dict(self.versions),
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class LineChange:
+class LineChange(Plain):
     """The commit behind a line that costs more or less than before."""
 
     phase: str
@@ -75,18 +64,9 @@ class LineChange:
         lacks = ", which the side after lacks" if self.kind == "lacks" else ""
         return f"{self.source}: written {who}{lacks}" if who else f"{self.source}: not committed"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "phase": self.phase,
-            "source": self.source,
-            "kind": self.kind,
-            "commit": None if self.commit is None else self.commit.to_dict(),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class Bisection:
+class Bisection(Plain):
     """The first commit of a range at which a condition holds, and how it was looked for."""
 
     condition: str  # "time>5%", against the first revision of the range
@@ -115,24 +95,17 @@ class Bisection:
         lines += [f"skipped {commit}: {reason}" for commit, reason in self.skipped]
         return lines
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "condition": self.condition,
-            "against": self.against.to_dict(),
-            "first": self.first.to_dict(),
-            "last_without": self.last_without.to_dict(),
-            "commits": self.commits,
-            "traced": self.traced,
-            "reused": self.reused,
-            "skipped": [{**commit.to_dict(), "reason": why} for commit, why in self.skipped],
-            "untold": [commit.to_dict() for commit in self.untold],
-            "merges": [commit.to_dict() for commit in self.merges],
-        }
+    @property
+    def _skipped(self) -> list[dict[str, Any]]:
+        return [{**commit.to_dict(), "reason": why} for commit, why in self.skipped]
+
+    KEYS = (
+        "condition against first last_without commits traced reused skipped=_skipped untold merges"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOrigins:
+class DiffOrigins(Plain):
     """Where both sides of a diff come from."""
 
     before: SideOrigin
@@ -143,6 +116,8 @@ class DiffOrigins:
     touching: Sequence[Commit] = ()
     uncommitted: Sequence[str] = ()
     bisection: Bisection | None = None
+
+    KEYS = "before after versions touching uncommitted lines bisection"
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -166,15 +141,3 @@ class DiffOrigins:
         files += " ..." if len(self.uncommitted) > _SHOWN else ""
         parts += [f"what is not committed in {files}"] * bool(files)
         return f"the files that ran were changed by {', '.join(parts)}" if parts else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-            "versions": self.versions(),
-            "touching": [commit.to_dict() for commit in self.touching],
-            "uncommitted": list(self.uncommitted),
-            "lines": [line.to_dict() for line in self.lines],
-            "bisection": None if self.bisection is None else self.bisection.to_dict(),
-        }

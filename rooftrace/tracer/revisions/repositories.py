@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace.tracer.revisions.program import RevisionError, git, make_git_folder, tried
 
 GITLINK = "160000"
@@ -20,7 +20,7 @@ GITLINK = "160000"
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Plain):
     """One commit, as it is shown."""
 
     hash: str
@@ -36,16 +36,6 @@ class Commit:
     def signed(self) -> str:
         """ "a1b2c3d 'Cast the norm' (Ada, 2025-01-31)"."""
         return f"{self} ({self.author}, {self.date[:10]})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "hash": self.hash,
-            "short": self.short,
-            "subject": self.subject,
-            "author": self.author,
-            "date": self.date,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.rolling.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
 from rooftrace.tracer.rolling.turns import (
     RUN,
@@ -293,7 +293,7 @@ class Rolling(LoopWatch):
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
         """Inside, `range` in the watched modules is ours, but for those that have their own."""
-        scope = current_scope()
+        scope = Scope.current()
         assert scope is not None
         scope.kept[_NAME] = self
         changed = [space for space in self._namespaces.values() if _inject(space)]
@@ -337,7 +337,7 @@ class _Meta(type):
     """The class of `_Range`: behaves as `range`, except in loops that may be cut short."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        scope = current_scope()
+        scope = Scope.current()
         rolling = None if scope is None else scope.kept.get(_NAME)
         values = range(*args, **kwargs)
         return values if rolling is None else rolling.called(values, sys._getframe(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware.units import listed
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.scripts.calls import Look, first_shape
+from rooftrace.tracer.scripts.calls import Look, ModuleCall
 from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.kinds import Kinds, weighs
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
@@ -152,7 +151,7 @@ class BoundaryFinder(Finder):
                 self._stop()
             self._unnamed = not self._roots.met
             self._begin(OpenTurn(kind, label), None)
-            self._stage.recorder.after_backward = False
+            self._stage.recorder.here.after_backward = False
 
     def _has_run_enough(self, kind: str) -> bool:
         if self._boundary.at == "auto":
@@ -160,14 +159,12 @@ class BoundaryFinder(Finder):
         done = self.trained if self._kinds.train else self.called
         return self._wanted is not None and done >= self._wanted
 
-    def _turn_of(
-        self, look: Look, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> OpenTurn:
-        turn = super()._turn_of(look, module, args, kwargs)
+    def _turn_of(self, look: Look, made: ModuleCall) -> OpenTurn:
+        turn = super()._turn_of(look, made)
         if self._boundary.at != "auto" and not turn.calls and turn.recorded:
             if self._unnamed:  # the first module that is called was not known when it began
                 self._name(self._stage.recorder)
-            turn.kind, turn.shape = self._kinds.of(module), first_shape(args, kwargs)
+            turn.kind, turn.shape = self._kinds.of(made.module), made.shape
             turn.recorded = not self._is_known(turn, look)
             self._unread = not turn.recorded
         return turn
@@ -182,7 +179,7 @@ class BoundaryFinder(Finder):
             if not turn.calls and not self._stage.recorder.has_ops:  # nothing ran on the device
                 self._turn, self._loaded = None, turn.loaded
                 return
-            differentiated = turn.backwards or self._stage.recorder.after_backward
+            differentiated = turn.backwards or self._stage.recorder.here.after_backward
             trained = differentiated or self._optimizers.steps
             turn.kind = TRAINING if trained else INFERENCE
         super()._finish(turn)

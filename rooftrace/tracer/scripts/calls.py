@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,22 +38,52 @@ class Look:
         return self.kind, self.sizes
 
 
-def look_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Look:
-    """How a call of a module with these arguments looks."""
-    opaque: list[Any] = []
-    sizes: list[int] = []
-    inside = _look((tuple(args), dict(kwargs)), opaque, sizes)
-    state = (
-        id(module),
-        module.training,
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        owners.asked(module, "require_backward_grad_sync"),
-    )
-    functorch: Any = torch._C._functorch
-    plain = not opaque and functorch.peek_interpreter_stack() is None
-    return Look((state, inside), plain, tuple(sizes))
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """A call of a module.
+
+    run: runs it.  begun: its forward runs already, and `run` runs what is left.
+    """
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    run: Callable[[], Any]
+    begun: bool = False
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it gets."""
+        return tuple(self.args), dict(self.kwargs)
+
+    def look(self) -> Look:
+        """How it looks."""
+        opaque: list[Any] = []
+        sizes: list[int] = []
+        inside = _look(self.arguments, opaque, sizes)
+        state = (
+            id(self.module),
+            self.module.training,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            owners.asked(self.module, "require_backward_grad_sync"),
+        )
+        functorch: Any = torch._C._functorch
+        plain = not opaque and functorch.peek_interpreter_stack() is None
+        return Look((state, inside), plain, tuple(sizes))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its first tensor that has dimensions; () without one."""
+        tensors = tensors_in(self.arguments)
+        return next((tuple(map(int, t.shape)) for t in tensors if t.dim()), ())
+
+    def __str__(self) -> str:
+        """The class of the module, and the sizes of the tensors."""
+        sizes = [str(list(tensor.shape)) for tensor in tensors_in(self.arguments)]
+        more = f", {len(sizes) - 4} more" if len(sizes) > 4 else ""
+        return f"{type(_inside(self.module)).__name__}({', '.join(sizes[:4])}{more})"
 
 
 def _look(item: Any, opaque: list[Any], sizes: list[int]) -> Any:
@@ -115,19 +145,6 @@ def _held(item: Any) -> Any:
         return item
     tensors = ((id(t), _sizes(t), t.is_inference() or t._version) for t in tensors_in(item))
     return id(item), len(item) if isinstance(item, _SIZED) else 0, tuple(tensors)
-
-
-def first_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of the first tensor of a call that has dimensions; () without one."""
-    tensors = tensors_in((tuple(args), dict(kwargs)))
-    return next((tuple(map(int, t.shape)) for t in tensors if t.dim()), ())
-
-
-def says(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """A call in words: the class of the module, and the sizes of the tensors."""
-    sizes = [str(list(tensor.shape)) for tensor in tensors_in((tuple(args), dict(kwargs)))]
-    more = f", {len(sizes) - 4} more" if len(sizes) > 4 else ""
-    return f"{type(_inside(module)).__name__}({', '.join(sizes[:4])}{more})"
 
 
 def _inside(module: nn.Module) -> nn.Module:

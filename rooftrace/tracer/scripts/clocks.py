@@ -8,7 +8,6 @@ script sleeps.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 from rooftrace.hardware.units import format_time
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, put
 from rooftrace.tracer.scripts.records import TurnPiece
 
 _CLOCKS = ("time", "perf_counter", "monotonic")
@@ -157,20 +156,17 @@ class SimulatedClock(HostClock):
             "reads a clock is taken to wait for the device"
         )
 
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, functions of `time` give simulated time to the threads of the scope."""
+    def tell(self) -> None:
+        """From here on functions of `time` give simulated time."""
         clocks: Any = time
         stand_ins: dict[str, Any] = {"sleep": self._sleep}
         for name in _CLOCKS:
             offset = original_of(clocks, name)()
             stand_ins[name] = _from(self.host_seconds, offset, 1.0)
             stand_ins[f"{name}_ns"] = _from(self.host_seconds, offset, 1e9)
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(replaced(timeit.Timer, {"__init__": _timer_by_default}))
-            for home, names in _holders({original_of(clocks, name): name for name in stand_ins}):
-                undo.enter_context(replaced(home, {n: stand_ins[names[n]] for n in names}))
-            yield
+        put(timeit.Timer, {"__init__": _timer_by_default})
+        for home, names in _holders({original_of(clocks, name): name for name in stand_ins}):
+            put(home, {n: stand_ins[names[n]] for n in names})
 
 
 def _timer_by_default(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,13 +16,7 @@ from torch import nn
 
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import stepping
-from rooftrace.tracer.scripts.calls import (
-    Look,
-    Result,
-    first_shape,
-    look_of,
-    says,
-)
+from rooftrace.tracer.scripts.calls import Look, ModuleCall, Result
 from rooftrace.tracer.scripts.clocks import Prices
 from rooftrace.tracer.scripts.kinds import weighs
 from rooftrace.tracer.scripts.leading import TurnsOfThreads
@@ -59,21 +53,14 @@ class Finder(TurnsOfThreads):
         """Call a module in the recorder that is on."""
         return self._stage.here.answer(module, *args, **kwargs)
 
-    def call(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        run: Callable[[], Any],
-        begun: bool,
-    ) -> Any:
-        """A module is called from outside of any module.  run: runs what of it has not begun."""
-        whole = not begun and torch._C._get_tracing_state() is None
+    def call(self, made: ModuleCall) -> Any:
+        """A module is called from outside of any module."""
+        whole = not made.begun and torch._C._get_tracing_state() is None
         with contexts.untraced(), torch._C.DisableTorchFunction():
-            here = self._roots.on_device(module, (args, kwargs))
-            known = self._known(module, args, kwargs, whole) if here else None
+            here = self._roots.on_device(made.module, made.arguments)
+            known = self._known(made, whole) if here else None
         if not here:
-            return run()
+            return made.run()
         if known is not None:
             return known[0]
         turn = self._turn
@@ -81,10 +68,10 @@ class Finder(TurnsOfThreads):
         ops: Ops | None = None
         try:
             if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
-                output, ops = noted_call(self._stage, module, args, kwargs)
+                output, ops = noted_call(self._stage, made.module, made.arguments)
                 self._stage.recorder.log = turn.after
             else:
-                output = run()
+                output = made.run()
         except BaseException:
             if len(turn.calls) == 1:  # it was no turn
                 self._turn = None
@@ -95,7 +82,7 @@ class Finder(TurnsOfThreads):
         if ops is not None and result.leaves is not None:
             turn.ops = ops
             sizes = turn.calls[0].sizes
-            aside = CallAside(self._stage, module, (args, kwargs), sizes)
+            aside = CallAside(self._stage, made.module, made.arguments, sizes)
             self.lengths.check(turn.calls[0], ops, aside)
         return output
 
@@ -106,23 +93,21 @@ class Finder(TurnsOfThreads):
             self.lengths.prove()
             self._proves = False
 
-    def _known(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], whole: bool
-    ) -> tuple[Any] | None:
+    def _known(self, made: ModuleCall, whole: bool) -> tuple[Any] | None:
         """What the call returns, where it need not run; else None, and the turn is ready for it.
 
         whole: none of it has run yet, and torch.jit.trace does not wait for its ops.
         """
-        look = look_of(module, args, kwargs)
+        look = made.look()
         look = look if whole else dataclasses.replace(look, kind=(look.kind, "begun"), plain=False)
-        self._roots.meet(module)
-        turn = self._turn_of(look, module, args, kwargs)
-        self._kinds.note(turn, module, self._stage.recorder.brought_bytes)
+        self._roots.meet(made.module)
+        turn = self._turn_of(look, made)
+        self._kinds.note(turn, made.module, self._stage.recorder.brought_bytes)
         if not turn.recorded:
             result = self._answer(turn, look)
             if result is not None:
                 turn.calls.append(look)
-                return (self._stage.recorder.given(result, module, (args, kwargs)),)
+                return (self._stage.recorder.given(result, made.module, made.arguments),)
             self._record_rest(turn)
         if self._accumulates(turn, look):
             if not turn.repeating:
@@ -132,9 +117,9 @@ class Finder(TurnsOfThreads):
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            return (self._stage.recorder.given(result, module, (args, kwargs)),)
+            return (self._stage.recorder.given(result, made.module, made.arguments),)
         turn.calls.append(look)
-        self._stage.recorder.enter_inputs(tensors_in((args, kwargs)))
+        self._stage.recorder.enter_inputs(tensors_in(made.arguments))
         return None
 
     def _answer(self, turn: OpenTurn, look: Look) -> Result | None:
@@ -202,35 +187,31 @@ class Finder(TurnsOfThreads):
 
     # -- turns -------------------------------------------------------------------------------------
 
-    def _turn_of(
-        self, look: Look, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> OpenTurn:
+    def _turn_of(self, look: Look, made: ModuleCall) -> OpenTurn:
         """The turn that a call belongs to: the open one, or a new one."""
         turn = self._turn
         if turn is not None:
             self._note_backward(turn)
-            self._stage.recorder.after_backward = False
+            self._stage.recorder.here.after_backward = False
             brought = self._stage.recorder.brought_bytes
             if not self._is_counted(turn) and self._kinds.goes_on(
-                turn, module, (args, kwargs), brought
+                turn, made.module, made.arguments, brought
             ):
-                if turn.light and weighs(module):
-                    self._label(turn, module, args, kwargs)
+                if turn.light and weighs(made.module):
+                    self._label(turn, made)
                 return turn
             self._finish(turn)
-        kind = self._kinds.of(module)
+        kind = self._kinds.of(made.module)
         if self._has_run_enough(kind):
             self._stop()
         turn = OpenTurn(kind, "")
-        self._label(turn, module, args, kwargs)
+        self._label(turn, made)
         return self._begin(turn, look)
 
-    def _label(
-        self, turn: OpenTurn, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _label(self, turn: OpenTurn, made: ModuleCall) -> None:
         """A turn is called by its first module, or by its first one with weights."""
-        turn.label, turn.shape = says(module, args, kwargs), first_shape(args, kwargs)
-        turn.light = not weighs(module)
+        turn.label, turn.shape = str(made), made.shape
+        turn.light = not weighs(made.module)
 
     def _is_counted(self, turn: OpenTurn) -> bool:
         """Whether a call that need not run has all that the ones before it had: it is over."""

@@ -81,7 +81,7 @@ class TurnsOfThreads(TurnKeeper):
 
     def _note_backward(self, turn: OpenTurn) -> None:
         """Note whether a backward has run since the last call."""
-        if self._stage.recorder.after_backward and turn.followed < len(turn.calls):
+        if self._stage.recorder.here.after_backward and turn.followed < len(turn.calls):
             turn.followed = len(turn.calls)
             self._kinds.differentiated(turn)
 

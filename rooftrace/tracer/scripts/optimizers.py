@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, put
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 
@@ -98,9 +97,8 @@ class Optimizers:
             self._threads[optimizer] = threading.get_ident()
             self._idle.discard(optimizer)
 
-    @contextlib.contextmanager
-    def met(self) -> Iterator[None]:
-        """Inside, optimizers that are made are known."""
+    def meet(self) -> None:
+        """From here on optimizers that are made are known."""
         made = original_of(Optimizer, "__init__")
 
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,8 +111,7 @@ class Optimizers:
             if threading.current_thread() is not threading.main_thread():
                 self._threads[optimizer] = threading.get_ident()
 
-        with replaced(Optimizer, {"__init__": init}):
-            yield
+        put(Optimizer, {"__init__": init})
 
     def _key(self, optimizer: Any) -> int | None:
         """The identity of an optimizer's first weight on the device; None where it has none.
@@ -128,15 +125,14 @@ class Optimizers:
             return id(first)
         return None if weights else self._last.get(optimizer)
 
-    @contextlib.contextmanager
-    def watched(
+    def watch(
         self,
         recorder: Callable[[], ScriptRecorder],
         before: Callable[[], None],
         after: Callable[[], None],
         learnt: Callable[[], stepping.Learnt | None],
-    ) -> Iterator[None]:
-        """Inside, ops of optimizers are the optimizer part of a step.
+    ) -> None:
+        """From here on ops of optimizers are the optimizer part of a step.
 
         before, after: are called before and after each step.  learnt: what is known of the open
         turn.
@@ -144,16 +140,16 @@ class Optimizers:
         outer: list[tuple[Any, str, str]] = []
 
         def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
-            if not recorder().here_recorded() or recorder().part == "optimizer":
+            if not recorder().here_recorded() or recorder().here.part == "optimizer":
                 return None
             with torch._C.DisableTorchFunction():
                 before()
                 tape = recorder()
                 _enter_states(tape, optimizer)
                 _note_gradients(tape, optimizer, learnt())
-            outer.append((optimizer, tape.part, tape.function))
+            outer.append((optimizer, tape.here.part, tape.here.function))
             self._made.add(optimizer)
-            tape.part, tape.function = "optimizer", type(optimizer).__name__
+            tape.here.part, tape.here.function = "optimizer", type(optimizer).__name__
             if args[1:] or kwargs.get("closure"):
                 return stepping.with_closures_outside(recorder, args, kwargs)
             return None
@@ -163,7 +159,7 @@ class Optimizers:
             tape = recorder()
             if not outer or outer[-1][0] is not optimizer or not tape.here_recorded():
                 return
-            _, tape.part, tape.function = outer.pop()
+            _, tape.here.part, tape.here.function = outer.pop()
             with torch._C.DisableTorchFunction():
                 self.note_step(optimizer)
             known = learnt()
@@ -171,12 +167,11 @@ class Optimizers:
                 known.optimizers.append(type(optimizer).__name__.lower())
             after()
 
-        with contextlib.ExitStack() as undo:
-            undo.callback(register_optimizer_step_pre_hook(begins).remove)
-            undo.callback(register_optimizer_step_post_hook(ends).remove)
-            undo.enter_context(self.met())
-            undo.enter_context(stepping.foreach_on_meta())
-            yield
+        register_optimizer_step_pre_hook(begins)
+        register_optimizer_step_post_hook(ends)
+        self.meet()
+        for home, names in stepping.on_meta():
+            put(home, names)
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

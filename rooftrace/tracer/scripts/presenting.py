@@ -6,7 +6,6 @@ own kernels go on seeing meta tensors.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from torch import Tensor, overrides
 from torch._ops import OpOverload
 from torch.utils import checkpoint
 
-from rooftrace.tracer.patches import contexts, original_of, replaced
+from rooftrace.tracer.patches import contexts, original_of, put
 from rooftrace.tracer.recording import functions
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import owners, tensors_in, trees
@@ -199,9 +198,8 @@ def _is_meta(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("meta")
 
 
-@contextlib.contextmanager
-def moved_in_place() -> Iterator[None]:
-    """Inside, modules that move between the host and the device keep their parameters.
+def move_in_place() -> None:
+    """From here on modules that move between the host and the device keep their parameters.
 
     torch makes new ones where the two tensors are of different kinds, as those of the CPU and of
     meta are; tied weights would then be two, and an optimizer would hold the old ones.
@@ -214,13 +212,11 @@ def moved_in_place() -> Iterator[None]:
             kinds = {first.device.type, second.device.type}
         return kinds == {"cpu", "meta"} or bool(original(first, second))
 
-    with replaced(torch, {name: compatible}):
-        yield
+    put(torch, {name: compatible})
 
 
-@contextlib.contextmanager
-def devices_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
-    """Inside, what torch's C half says of places on meta is shown on the device, as tensors are."""
+def show_devices(shown: torch.device, shapes: Shapes) -> None:
+    """What torch's C half says of places on meta is shown on the device, as tensors are."""
     place = torch.UntypedStorage.device.__get__
 
     def device(storage: Any) -> torch.device:
@@ -238,17 +234,13 @@ def devices_shown(shown: torch.device, shapes: Shapes) -> Iterator[None]:
             for (place, kind), parts in group(*args).items()
         }
 
-    with (
-        replaced(torch.UntypedStorage, {"device": property(device)}),
-        replaced(torch._C, {name: grouped}),
-    ):
-        yield
+    put(torch.UntypedStorage, {"device": property(device)})
+    put(torch._C, {name: grouped})
 
 
-@contextlib.contextmanager
-def saving_shown() -> Iterator[None]:
-    """Inside, hooks on what forward saves see the device: torch calls them in the middle of an op,
-    where no function mode is on."""
+def show_saved() -> None:
+    """Hooks on what forward saves see the device: torch calls them in the middle of an op, where no
+    function mode is on."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     original = original_of(hooks, "__init__")
 
@@ -262,18 +254,15 @@ def saving_shown() -> Iterator[None]:
 
         original(own, packed, unpack)
 
-    with replaced(hooks, {"__init__": init}):
-        yield
+    put(hooks, {"__init__": init})
 
 
-@contextlib.contextmanager
-def checkpoints_alike() -> Iterator[None]:
-    """Inside, checkpoints compare tensors by where they are, not by where they are shown.
+def compare_checkpoints() -> None:
+    """Checkpoints compare tensors by where they are, not by where they are shown.
 
     What forward saved is looked at while no function mode is on; what is computed again, under one.
     """
     checks: Any = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
-    before = dict(checks)
 
     def plainly(look: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def looked(tensor: Tensor) -> Any:
@@ -282,8 +271,4 @@ def checkpoints_alike() -> Iterator[None]:
 
         return looked
 
-    checks.update({name: plainly(look) for name, look in before.items()})
-    try:
-        yield
-    finally:
-        checks.update(before)
+    checks.update({name: plainly(look) for name, look in checks.items()})

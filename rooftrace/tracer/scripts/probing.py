@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.stage import RecorderStage
 
 
-def noted_call(
-    stage: RecorderStage, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, Ops | None]:
-    """What a call gives, and its ops; None where it changes what the module holds."""
+def noted_call(stage: RecorderStage, module: nn.Module, arguments: Any) -> tuple[Any, Ops | None]:
+    """What a call gives, and its ops; None where it changes what the module holds.
+
+    arguments: those without a name, and those with one.
+    """
+    args, kwargs = arguments
     recorder = stage.recorder
     with torch._C.DisableTorchFunction():
         state = state_of(module)
@@ -65,7 +67,7 @@ class CallAside:
                 torch.set_grad_enabled(self._grad),
                 torch.autocast("cuda", dtype, enabled),
             ):
-                return noted_call(self._stage, module, *arguments)[1]
+                return noted_call(self._stage, module, arguments)[1]
         except Exception:  # whatever the module raises at these sizes
             return None
         finally:

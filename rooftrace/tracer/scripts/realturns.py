@@ -17,15 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import Ranks, call_apart, launched, understood
-from rooftrace.tracer.patches import Scope, original_of, replaced
-from rooftrace.tracer.scripts.calls import look_of, says
+from rooftrace.tracer.patches import original_of, put
+from rooftrace.tracer.scripts.calls import ModuleCall
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.records import TRAINING, Failure
 from rooftrace.tracer.scripts.roots import runs_where
 from rooftrace.tracer.scripts.turns import OpenTurn
-from rooftrace.tracer.scripts.watching import watched
+from rooftrace.tracer.scripts.watching import watch
 
 
 class RealTurn(Struct, frozen=True, kw_only=True):
@@ -91,20 +91,18 @@ def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds
     stops: list[Callable[[], None]] = []
     timer = TurnTimer(torch.device(place), enough, lambda: stops[0]())
     compiled: list[Any] = []
-    with Scope(spans=True).entered(), contextlib.ExitStack() as undo:
-        run = undo.enter_context(launched(line, Ranks(), real=True))
-        stops.append(run.stop)
-        undo.enter_context(timer.on())
-        undo.enter_context(_told(compiled))
-        ended = run()
-        timer.end()
+    run = launched(line, Ranks(), real=True)
+    stops.append(run.stop)
+    timer.begin()
+    _note_compilers(compiled)
+    ended = run()
+    timer.end()
     made = RealScript(tuple(timer.turns), ended.code, failure_of(ended), bool(compiled))
     return msgspec.msgpack.encode(made)
 
 
-@contextlib.contextmanager
-def _told(compiled: list[Any]) -> Iterator[None]:
-    """Inside, `compiled` gets the compiler of each callable of torch.compile that is called."""
+def _note_compilers(compiled: list[Any]) -> None:
+    """From here on `compiled` gets the compiler of each compiled callable that is called."""
     import torch._dynamo.eval_frame as frames
 
     name = "_callback_from_stance"
@@ -114,8 +112,7 @@ def _told(compiled: list[Any]) -> Iterator[None]:
         compiled[:] = [callback] if callable(callback) else compiled
         return original(callback)
 
-    with replaced(frames, {name: noted} if callable(original) else {}):
-        yield
+    put(frames, {name: noted} if callable(original) else {})
 
 
 @dataclass
@@ -150,9 +147,8 @@ class TurnTimer:
         self._calling = False  # a call of it is under way
         self._differentiated = False  # a backward has run since the last call
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Inside, what this thread runs is watched."""
+    def begin(self) -> None:
+        """From here on what runs is watched."""
         backward = original_of(torch.autograd, "backward")
 
         def differentiate(*args: Any, **kwargs: Any) -> Any:
@@ -164,12 +160,10 @@ class TurnTimer:
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._optimizers.note_step(optimizer)
 
-        with contextlib.ExitStack() as undo:
-            undo.callback(register_optimizer_step_post_hook(stepped).remove)
-            undo.enter_context(self._optimizers.met())
-            undo.enter_context(replaced(torch.autograd, {"backward": differentiate}))
-            undo.enter_context(watched(self))
-            yield
+        register_optimizer_step_post_hook(stepped)
+        self._optimizers.meet()
+        put(torch.autograd, {"backward": differentiate})
+        watch(self)
 
     @contextlib.contextmanager
     def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
@@ -189,18 +183,11 @@ class TurnTimer:
         """Run a module inside of another, or in a thread that does not lead."""
         return original_of(nn.Module, "__call__")(module, *args, **kwargs)
 
-    def call(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        run: Callable[[], Any],
-        begun: bool,
-    ) -> Any:
+    def call(self, made: ModuleCall) -> Any:
         """Run a module that is called from outside of any, or the rest of it."""
-        if runs_where(self._there, module, (args, kwargs)):
-            self._turn_begins(module, args, kwargs)
-        return run()
+        if runs_where(self._there, made.module, made.arguments):
+            self._turn_begins(made)
+        return made.run()
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds."""
@@ -215,23 +202,23 @@ class TurnTimer:
     def _there(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device.type
 
-    def _turn_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _turn_begins(self, made: ModuleCall) -> None:
         timed = self._open
         if timed is not None:
             self._note_backward(timed.turn)
-            if not self._kinds.goes_on(timed.turn, module, (args, kwargs), self._batches):
+            if not self._kinds.goes_on(timed.turn, made.module, made.arguments, self._batches):
                 self._finish(timed)
         if self._open is None:
             if self._enough(self.turns):
                 self._stop()
-            turn = OpenTurn(self._kinds.of(module), says(module, args, kwargs))
+            turn = OpenTurn(self._kinds.of(made.module), str(made))
             self._optimizers.steps.clear()
             self._synchronize()
             self._loading = 0.0
             self._open = timed = _Timed(turn, perf_counter())
         assert timed is not None
-        self._kinds.note(timed.turn, module, self._batches)
-        timed.turn.calls.append(look_of(module, args, kwargs))
+        self._kinds.note(timed.turn, made.module, self._batches)
+        timed.turn.calls.append(made.look())
 
     def _note_backward(self, turn: OpenTurn) -> None:
         if self._differentiated:

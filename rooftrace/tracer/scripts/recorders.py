@@ -82,16 +82,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    @property
-    def after_backward(self) -> bool:
-        """Whether a backward of the script has run and no module since."""
-        return self.here.after_backward
-
-    @after_backward.setter
-    def after_backward(self, after: bool) -> None:
-        self.here.after_backward = after
-        if after:
-            self._differentiated()
+    def backward_ran(self) -> None:
+        """A backward of the script has run in this thread, and no module since."""
+        super().backward_ran()
+        self._differentiated()
 
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""

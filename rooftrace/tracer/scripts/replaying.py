@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from rooftrace.tracer.scripts.boundaries import BoundaryFinder
-from rooftrace.tracer.scripts.calls import Look
+from rooftrace.tracer.scripts.calls import Look, ModuleCall
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tape import META_KEY, Recorded
@@ -45,18 +44,11 @@ class GraphFinder(BoundaryFinder):
                 self._replays = False
                 self._replayed(self._replayed_steps())
 
-    def call(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        run: Callable[[], Any],
-        begun: bool,
-    ) -> Any:
+    def call(self, made: ModuleCall) -> Any:
         """A module is called from outside of any module."""
         if self._before is not None or self._replays:
-            return run()
-        return super().call(module, args, kwargs, run, begun)
+            return made.run()
+        return super().call(made)
 
     def _stepped_here(self) -> None:
         if self._before is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.emulation import Device, emulated
+from rooftrace.tracer.emulation import Device, emulate
 from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphfiles import graphs_bytes
 from rooftrace.tracer.launching import (
@@ -23,7 +22,6 @@ from rooftrace.tracer.launching import (
     launched,
     understood,
 )
-from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.scripts import presenting, sending
 from rooftrace.tracer.scripts.boundaries import Boundary
 from rooftrace.tracer.scripts.clocks import Prices, SimulatedClock
@@ -36,7 +34,7 @@ from rooftrace.tracer.scripts.records import Script
 from rooftrace.tracer.scripts.replaying import GraphFinder
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
-from rooftrace.tracer.scripts.watching import marks_told, watched
+from rooftrace.tracer.scripts.watching import watch, watch_marks
 from rooftrace.tracer.values import Values
 from rooftrace.tracer.vocabulary import UNRECORDED
 
@@ -94,7 +92,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     began = perf_counter()
     stops: list[Callable[[], None]] = []
     begins = Boundary.of(asked.boundary)
-    watch = RunWatch(where.local_rank, asked.steps, lambda: stops[0](), asked.assume, begins)
+    run = RunWatch(where.local_rank, asked.steps, lambda: stops[0](), asked.assume, begins)
     said: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
@@ -104,31 +102,26 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         return float(ask(graphs_bytes({"": graph})))
 
     device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(watch.scope.entered())
-        run = undo.enter_context(launched(line, where, asked.scratch))
-        stops.append(run.stop)
-        finder = watch.finder
-        run.at_end = finder.prove
-        if simulated:
-            finder.clock = SimulatedClock(
-                Prices(seconds, finder.book.graphs), lambda: watch.stage.leads, finder.elapsed
-            )
-        meter = RecordedMemory(watch.stage)
-        index = where.local_rank
-        undo.enter_context(emulated(device, meter, finder.clock, index, say, finder.told))
-        if isinstance(finder.clock, SimulatedClock):
-            undo.enter_context(finder.clock.told())
-        with watch.on():
-            ended = run()
-        if isinstance(finder.clock, SimulatedClock):
-            said["simulated clock"] = finder.clock.said
-        if ended.exception is None:
-            finder.check()
+    program = launched(line, where, asked.scratch)
+    stops.append(program.stop)
+    finder = run.finder
+    program.at_end = finder.prove
+    if simulated:
+        finder.clock = SimulatedClock(
+            Prices(seconds, finder.book.graphs), lambda: run.stage.leads, finder.elapsed
+        )
+    emulate(device, RecordedMemory(run.stage), finder.clock, where.local_rank, say, finder.told)
+    if isinstance(finder.clock, SimulatedClock):
+        finder.clock.tell()
+    ended = run.watched(program)
+    if isinstance(finder.clock, SimulatedClock):
+        said["simulated clock"] = finder.clock.said
+    if ended.exception is None:
+        finder.check()
     said.update(ended.assumed)
     said.update(finder.variety.said)
     said.update(finder.lengths.said())
-    script = watch.script(" ".join((line.program, *line.arguments)), began, ended, said)
+    script = run.script(" ".join((line.program, *line.arguments)), began, ended, said)
     return sending.script_bytes(script, finder.book.derived)
 
 
@@ -146,14 +139,12 @@ class RunWatch:
         assume: Mapping[str, Any] | None = None,
         boundary: Boundary | None = None,
     ) -> None:
-        self.scope = Scope(spans=True)
         self.values = Values(assume=assume or {})
         self.shapes = Shapes()
         self.shown = torch.device("cuda", index)
         self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
-        with self.scope.entered():
-            self.stage = RecorderStage(self._recorder)
+        self.stage = RecorderStage(self._recorder)
         self.finder = GraphFinder(
             self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
         )
@@ -168,31 +159,27 @@ class RunWatch:
             lambda: self.finder.differentiated(),
         )
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Inside, what this thread runs is watched.  The scope of the run is entered."""
+    def watched(self, program: Callable[[], Ended]) -> Ended:
+        """Run a program, and watch what it does."""
         finder = self.finder
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(watched(finder))
-            undo.enter_context(marks_told(finder.marked))
-            undo.enter_context(presenting.moved_in_place())
-            undo.enter_context(presenting.devices_shown(self.shown, self.shapes))
-            undo.enter_context(presenting.saving_shown())
-            undo.enter_context(presenting.checkpoints_alike())
-            undo.enter_context(
-                self.optimizers.watched(
-                    lambda: self.stage.recorder,
-                    finder.before_step,
-                    finder.stepped,
-                    lambda: finder.learnt,
-                )
-            )
-            undo.callback(self.values.close)
-            self.stage.open()
-            undo.callback(self.stage.close)
-            yield
-            with torch._C.DisableTorchFunction():
-                finder.end()
+        watch(finder)
+        watch_marks(finder.marked)
+        presenting.move_in_place()
+        presenting.show_devices(self.shown, self.shapes)
+        presenting.show_saved()
+        presenting.compare_checkpoints()
+        self.optimizers.watch(
+            lambda: self.stage.recorder,
+            finder.before_step,
+            finder.stepped,
+            lambda: finder.learnt,
+        )
+        self.stage.open()
+        ended = program()
+        with torch._C.DisableTorchFunction():
+            finder.end()
+        self.stage.close()
+        return ended
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""

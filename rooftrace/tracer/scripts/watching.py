@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 import threading
@@ -17,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import dataloader
 
-from rooftrace.tracer.patches import current_scope, original_of, replaced
+from rooftrace.tracer.patches import original_of, put
+from rooftrace.tracer.scripts.calls import ModuleCall
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""
@@ -29,13 +29,8 @@ class Watcher(Protocol):
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""
 
-    def call(
-        self, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any], begun: bool
-    ) -> Any:
-        """A module is called from outside of any, and of any backward.
-
-        run: runs it, or what is left of it, where it has begun.
-        """
+    def call(self, made: ModuleCall) -> Any:
+        """A module is called from outside of any, and of any backward."""
 
     def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
         """Whether calls of the running thread, as one of `module`, are told; inside of it no other
@@ -50,15 +45,13 @@ class _Depth(threading.local):
     begun: CodeType | None = None  # of a forward that was called by its name, and not seen to begin
 
 
-@contextlib.contextmanager
-def watched(finder: Watcher) -> Iterator[None]:
-    """Inside, in the threads of the current scope, a finder is told of calls and of batches.
+def watch(finder: Watcher) -> None:
+    """From here on a finder is told of calls and of batches.
 
     `model.forward(x)` is a call as well.  What runs in it tells so the first time; from then on
     the forward of that class does.
     """
-    depth, scope = _Depth(), current_scope()
-    assert scope is not None
+    depth = _Depth()
     loaders: Any = dataloader._BaseDataLoaderIter
     next_ = original_of(loaders, "__next__")
 
@@ -77,11 +70,10 @@ def watched(finder: Watcher) -> Iterator[None]:
                 depth.begun = None if around is None else around.f_code
                 if around is not None:
                     whole, *arguments = _arguments(around)
-                    with scope.entered():  # recorders have their own
-                        undo.enter_context(replaced(*called_by_name(type(whole))))
-                    return finder.call(whole, arguments, {}, run, begun=True)
+                    put(*called_by_name(type(whole)))
+                    return finder.call(ModuleCall(whole, arguments, {}, run, begun=True))
                 if leads:
-                    return finder.call(module, args, kwargs, run, begun=False)
+                    return finder.call(ModuleCall(module, args, kwargs, run))
             return run()
         finally:
             depth.inside -= 1
@@ -103,10 +95,8 @@ def watched(finder: Watcher) -> Iterator[None]:
         finder.loaded(perf_counter() - began)
         return loaded
 
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(nn.Module, {"__call__": call}))
-        undo.enter_context(replaced(loaders, {"__next__": batch}))
-        yield
+    put(nn.Module, {"__call__": call})
+    put(loaders, {"__next__": batch})
 
 
 def _running() -> Iterator[FrameType]:
@@ -164,30 +154,21 @@ def _arguments(function: FrameType) -> list[Any]:
     return [function.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
 
 
-@contextlib.contextmanager
-def marks_told(marked: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `marked` is told of marks: names of ranges that begin, in torch.profiler or NVTX, and
-    "step" for the steps of a profiler."""
+def watch_marks(marked: Callable[[str], None]) -> None:
+    """From here on `marked` is told of marks: names of ranges that begin in torch.profiler or NVTX,
+    and "step" for the steps of a profiler."""
 
-    def told(name: Any) -> None:
-        marked(str(name))
-
-    def telling(home: Any, method: str, name_of: Callable[..., Any]) -> dict[str, Any]:
+    def tell(home: Any, method: str, name_of: Callable[..., Any]) -> None:
         original = original_of(home, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            told(name_of(*args, **kwargs))
+            marked(str(name_of(*args, **kwargs)))
             return original(*args, **kwargs)
 
-        return {method: wrapped}
+        put(home, {method: wrapped})
 
     nvtx: Any = torch.cuda.nvtx
-    with contextlib.ExitStack() as undo:
-        region = torch.autograd.profiler.record_function
-        begins = telling(region, "__enter__", lambda region: region.name)
-        undo.enter_context(replaced(region, begins))
-        steps = telling(torch.profiler.profile, "step", lambda profiler: STEP)
-        undo.enter_context(replaced(torch.profiler.profile, steps))
-        for name in ("range_push", "range_start", "mark"):
-            undo.enter_context(replaced(nvtx, telling(nvtx, name, lambda msg, *rest: msg)))
-        yield
+    tell(torch.autograd.profiler.record_function, "__enter__", lambda region: region.name)
+    tell(torch.profiler.profile, "step", lambda profiler: STEP)
+    for name in ("range_push", "range_start", "mark"):
+        tell(nvtx, name, lambda msg, *rest: msg)

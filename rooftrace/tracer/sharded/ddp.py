@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rooftrace.tracer.patches import replaced
+from rooftrace.tracer.patches import put
 
 HOOKED = (
     "a hook of the user's exchanges the gradients of DistributedDataParallel: they are counted as "
@@ -321,12 +321,11 @@ def replicas_on_meta() -> Iterator[None]:
             setattr(place, name, original)
 
 
-@contextlib.contextmanager
-def replicas_of_program(say: Callable[[str, str], object]) -> Iterator[None]:
-    """Inside, each DistributedDataParallel that is made exchanges by ops that a recording sees.
+def replicas_of_program(say: Callable[[str, str], object]) -> None:
+    """From here on each DistributedDataParallel exchanges by ops that a recording sees.
 
     Its processes are not there, so it compares and sends no weights, wherever these are.  say:
-    called with the kind and the text of each assumption.  Requires a scope.
+    called with the kind and the text of each assumption.
     """
     import torch.nn.parallel.distributed as home
 
@@ -347,5 +346,5 @@ def replicas_of_program(say: Callable[[str, str], object]) -> Iterator[None]:
     checks = dict.fromkeys(
         ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *_, **__: None
     )
-    with replaced(home.DistributedDataParallel, methods), replaced(home, checks):
-        yield
+    put(home.DistributedDataParallel, methods)
+    put(home, checks)

@@ -8,18 +8,18 @@ and dimensions of the arguments of a call ("x.1", or "0.1" for the first one).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rooftrace._progress import tell
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sizing.tracecache import TraceCache
-from rooftrace.tracer.sources import collector_paused, traced
+from rooftrace.tracer.sources import ModuleSource, traced
 
 _LENGTHS = ("batch", "seq", "kv")
-_DIMENSION = re.compile(r"(\w+)\.(\d+)")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -34,6 +34,7 @@ class SizedSource:
 
         self.job, self.names = job, tuple(names)
         self._kept, self._cache = isolation.Kept(), TraceCache.usual()
+        self._call = ModuleSource(job) if job.is_called and not job.is_named else None
         self.traces = 0  # that were not in the cache
         doubled = next((name for name in names if list(names).count(name) > 1), None)
         if doubled:
@@ -42,6 +43,11 @@ class SizedSource:
             raise RequestError(
                 f"{job.name}: a graph has its sizes; name the module or the target that it is made "
                 "of, or a form (made by `rooftrace sweep ... --save-form FILE`)"
+            )
+        if job.is_script and names:
+            raise RequestError(
+                f"size {names[0]!r}: {job.name} is a script, which has its own sizes; give it "
+                f"options of its own, or name the module in it ({job.name.split()[0]}:NAME)"
             )
         for name in names:
             self._check(name)
@@ -58,7 +64,7 @@ class SizedSource:
         settings = {
             name: size
             for name, size in sizes.items()
-            if name not in _LENGTHS and self._is_setting(name)
+            if name not in _LENGTHS and not self._is_in_shapes(name)
         }
         request = replace(
             self.job.request,
@@ -72,8 +78,9 @@ class SizedSource:
         """The graphs by phase at these sizes.  Raises what tracing raises."""
         from rooftrace.tracer.targets import isolation
 
-        if self._is_call:
-            return self._call_at(dict(zip(self.names, numbers, strict=True)))
+        if self._call is not None:
+            sizes = dict(zip(self.names, numbers, strict=True))
+            return self._call.each_at(sizes)
         job = self.job_at(numbers)
         known = self._cache.get(job)
         if known is not None:
@@ -84,13 +91,6 @@ class SizedSource:
         self._cache.put(job, made)
         return made.graphs
 
-    @property
-    def _is_call(self) -> bool:
-        return not self.job.is_named and self.job.is_called
-
-    def _is_setting(self, name: str) -> bool:
-        return not self._is_in_shapes(name)
-
     def _is_in_shapes(self, name: str) -> bool:
         shapes = (text.partition(":")[0] for text in self.job.request.inputs.values())
         return any(name in _WORD.findall(shape) for shape in shapes)
@@ -98,11 +98,10 @@ class SizedSource:
     def _check(self, name: str) -> None:
         """Raise RequestError for a name that is no size."""
         job = self.job
-        if self._is_in_shapes(name) or (name in _LENGTHS and not self._is_call):
+        if self._is_in_shapes(name) or (name in _LENGTHS and self._call is None):
             return
-        if self._is_call:
-            dimension = _DIMENSION.fullmatch(name)
-            if name == "batch" or (dimension and self._argument(dimension[1]) is not None):
+        if self._call is not None:
+            if self._call.has_size(name):
                 return
             expected = "batch, or a dimension of an argument, as x.1 or 0.1"
         elif job.is_named and not job.is_code:
@@ -118,47 +117,50 @@ class SizedSource:
         shapes = ", or a name in the shape of an input" if job.is_named else ""
         raise RequestError(f"size {name!r}: expected {expected}{shapes}{hint(name, _LENGTHS)}")
 
-    def _argument(self, name: str) -> Any:
-        if name.isdigit():
-            return self.job.args[int(name)] if int(name) < len(self.job.args) else None
-        return self.job.kwargs.get(name)
 
-    def _call_at(self, sizes: Mapping[str, int]) -> Mapping[str, OpGraph]:
-        """The graphs of a call whose arguments have these sizes; what grows is unknown numbers."""
-        from torch import inference_mode
+# -- another batch ---------------------------------------------------------------------------------
 
-        from rooftrace.tracer.asking import names
-        from rooftrace.tracer.inputs import call_inputs
-        from rooftrace.tracer.patches import contexts
-        from rooftrace.tracer.phases import trace_phases
-        from rooftrace.tracer.twins import inputs_on_meta
-
-        job = self.job
-        graphs: dict[str, OpGraph] = {}
-        with collector_paused(), contexts.apart(), inference_mode(False):
-            for phase in job.phases or names.usual(job.source):
-                args, kwargs = inputs_on_meta((job.args, dict(job.kwargs)))
-                for name, size in sizes.items():
-                    if dimension := _DIMENSION.fullmatch(name):
-                        args, kwargs = _resized(args, kwargs, dimension[1], int(dimension[2]), size)
-                inputs = call_inputs(job.source, args, kwargs, sizes.get("batch"))
-                graphs |= trace_phases(job.source, inputs, (phase,), job.options)
-        return graphs
+BatchTrace = Callable[[str, int], OpGraph]
+"""Traces a phase at a batch size."""
 
 
-def _resized(
-    args: Sequence[Any], kwargs: Mapping[str, Any], name: str, dimension: int, size: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call, one of them with another size along one dimension."""
-    changed, named = list(args), dict(kwargs)
-    old = changed[int(name)] if name.isdigit() else named[name]
-    if not hasattr(old, "new_empty") or not -old.dim() <= dimension < old.dim():
-        raise RequestError(f"size {name}.{dimension}: the argument has no such dimension")
-    shape = list(old.shape)
-    shape[dimension] = size
-    new = old.new_empty(shape).requires_grad_(old.requires_grad)
-    if name.isdigit():
-        changed[int(name)] = new
-    else:
-        named[name] = new
-    return tuple(changed), named
+def at_batches(job: Job) -> tuple[tuple[str, ...], BatchTrace]:
+    """The phases of a job, and a function that traces one of them at another batch size.
+
+    Each trace is kept.  Raises RequestError for a graph, whose sizes are fixed, and for a source
+    that cannot run at another batch size.
+    """
+    from rooftrace.tracer.targets import isolation
+
+    if job.is_graph:
+        raise RequestError(
+            "another batch cannot be traced from a graph, which has its sizes: give the module or "
+            "the target that it was made from"
+        )
+    kept = isolation.Kept()
+
+    def run(phases: tuple[str, ...] | None, batch: int) -> Mapping[str, OpGraph]:
+        if not job.is_named:
+            return ModuleSource(job).phases_at(phases, {"batch": batch})
+        request = replace(job.request, batch=batch)
+        # Explicit arguments were checked for all phases, and may be for another phase than this.
+        with isolation.keeping(kept):
+            return traced(replace(job, phases=phases, request=request, explicit=())).graphs
+
+    first = run(job.phases, 1)
+    job.check_used(first)
+    traces = {(phase, 1): graph for phase, graph in first.items()}
+
+    def trace_at(phase: str, batch: int) -> OpGraph:
+        if (phase, batch) not in traces:
+            tell(f"{phase} at batch {batch:,}")
+            try:
+                traces[phase, batch] = run((phase,), batch)[phase]
+            except RuntimeError as error:  # a TraceError, or torch's own
+                raise RequestError(
+                    f"{phase} runs with batch 1 and not with {batch}, so the first dimension of "
+                    f"its inputs is not their batch: {str(error).splitlines()[0]}"
+                ) from error
+        return traces[phase, batch]
+
+    return tuple(first), trace_at

@@ -1,14 +1,15 @@
 """Traces a target in a new process, in which nothing was imported or patched before.
 
-The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of
-JSON.  What the target prints goes to stderr.  No object is pickled.  `starting` and `worker` are
-the other side.  Many jobs take one process that loads torch, and forks for each.
+The job goes in as JSON; graphs come back through a graph file, progress and errors as JSON.  What
+the target prints goes to stderr.  The process is forked from one that has torch (see `launching`);
+that of a checkout, or of another interpreter, begins with `starting`.  `worker` is the other side.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,11 +25,10 @@ from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
 from rooftrace.tracer.asking import Job, Options, Request, names
 from rooftrace.tracer.graph import GraphError, OpGraph
 from rooftrace.tracer.graphfiles import GraphFileError, load_graphs
+from rooftrace.tracer.launching import ownprocess
 from rooftrace.tracer.sources.places import ProcessPlace
 
 _START = Path(__file__).with_name("starting.py")
-CAN_FORK = sys.platform == "linux"
-"""Elsewhere a process that has loaded torch may not be able to go on as two."""
 PROCESSES = True
 """Whether processes may be started; tests set it to False, to trace in their own process."""
 
@@ -75,46 +75,36 @@ def can_go_apart(job: Job) -> bool:
     return PROCESSES and job.options.loss is None and not own
 
 
-def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:
-    """Trace jobs on targets that are code, each in a process of its own, all at the same time.
+def trace_each_apart(jobs: Sequence[Job], at_once: int | None = None) -> list[Traced | None]:
+    """Trace jobs on targets that are code, each in a process of its own, `at_once` at a time.
 
     No job sees imports or patches of another, or of this process.  None in the list is a job that
     cannot be sent to another process.  Raises the error of the first job that fails.
     """
     if not all(map(can_go_apart, jobs)):
         return [None] * len(jobs)
-    return [outcome.graphs() for outcome in run_apart(jobs, [ProcessPlace()] * len(jobs))]
+    outcomes = run_apart(jobs, [ProcessPlace()] * len(jobs), at_once)
+    return [outcome.graphs() for outcome in outcomes]
 
 
-def trace_forked(jobs: Sequence[Job], at_once: int) -> list[Traced | None]:
-    """Trace jobs as `trace_each_apart` does, each in a fork of one process that has loaded torch.
+def run_apart(
+    jobs: Sequence[Job], places: Sequence[ProcessPlace], at_once: int | None = None
+) -> list[Outcome]:
+    """Run jobs on targets, each at its place in a process of its own, `at_once` at a time.
 
-    at_once: at most so many run at the same time.
+    at_once: None for all.
     """
-    if len(jobs) < 2 or not CAN_FORK or not all(map(can_go_apart, jobs)):
-        return trace_each_apart(jobs)
-    place = ProcessPlace()
-    with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
-        outs = [Path(folder) / f"{number}.json" for number in range(len(jobs))]
-        told = [{**_told(job, place), "out": str(out)} for job, out in zip(jobs, outs, strict=True)]
-        codes, code = _answers({**place.told(), "jobs": told, "at_once": at_once}, place)
-        made: list[Traced | None] = []
-        for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
-            answer = Path(f"{out}.answer")
-            said = json.loads(answer.read_bytes()) if answer.is_file() else {}
-            ended = codes.get(str(number), code)
-            made.append(_outcome_of(job, place, out, said, ended).graphs())
-        return made
-
-
-def run_apart(jobs: Sequence[Job], places: Sequence[ProcessPlace]) -> list[Outcome]:
-    """Run jobs on targets, each at its place in a process of its own, all at the same time."""
-    with ThreadPoolExecutor(max(1, len(jobs))) as pool:
+    with ThreadPoolExecutor(at_once or max(1, len(jobs))) as pool:
         running = [
             pool.submit(copy_context().run, _outcome, job, place)
             for job, place in zip(jobs, places, strict=True)
         ]
-        return [future.result() for future in running]
+        try:
+            return [future.result() for future in running]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            ownprocess.end_processes()
+            raise
 
 
 def trace_apart(job: Job) -> Traced:
@@ -129,25 +119,31 @@ def _outcome(job: Job, place: ProcessPlace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         out = Path(folder) / "graphs.json"
         told = {**_told(job, place), **place.told(), "out": str(out)}
-        answers, code = _answers(told, place)
-        return _outcome_of(job, place, out, answers, code)
+        forks = place == ProcessPlace() and hasattr(os, "fork")
+        answers, code = _forked(told) if forks else _answers(told, place)
+        reads = Reads(*answers.get("reads", ()))
+        if "error" in answers:
+            error = _error(answers["error"], place.here(answers["message"]))
+            if "traceback" in answers:
+                text = f"in the process that traced it:\n{answers['traceback']}"
+                error.__cause__ = RuntimeError(text)
+            return Outcome(None, _named(error, job.name), reads)
+        if code or "files" not in answers:
+            ended = f"target {job.name!r}: the process that traced it ended with {code}"
+            return Outcome(None, TargetError(ended), reads)
+        return Outcome(Traced(load_graphs(out), answers["files"], answers["rules"]), reads=reads)
 
 
-def _outcome_of(
-    job: Job, place: ProcessPlace, out: Path, answers: Mapping[str, Any], code: int
-) -> Outcome:
-    """What became of a job, by the answers and the exit code of its process."""
-    reads = Reads(*answers.get("reads", ()))
-    if "error" in answers:
-        error = _error(answers["error"], place.here(answers["message"]))
-        if "traceback" in answers:
-            told = f"in the process that traced it:\n{answers['traceback']}"
-            error.__cause__ = RuntimeError(told)
-        return Outcome(None, _named(error, job.name), reads)
-    if code or "files" not in answers:
-        ended = f"target {job.name!r}: the process that traced it ended with {code}"
-        return Outcome(None, TargetError(ended), reads)
-    return Outcome(Traced(load_graphs(out), answers["files"], answers["rules"]), reads=reads)
+def _forked(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The answer of a process that is forked from one with torch, and its exit code."""
+    try:
+        answer = ownprocess.call_apart(
+            f"{told['worker']}:work_in_fork", json.dumps(told), stdout=sys.stderr
+        )
+    except ownprocess.ProcessEndedError as error:
+        return {}, error.code
+    said: dict[str, Any] = json.loads(answer)
+    return said, 0
 
 
 def _answers(told: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, Any], int]:
@@ -180,7 +176,7 @@ def _answers(told: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, An
         return answers, child.wait()
     finally:
         if child.poll() is None:
-            child.terminate() if "jobs" in told else child.kill()  # it ends its forks
+            child.kill()
             child.wait()
         child.stdout.close()
 

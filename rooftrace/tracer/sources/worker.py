@@ -1,14 +1,12 @@
-"""The process that `apart` starts: traces targets and answers on stdout in lines of JSON."""
+"""The process that `apart` starts: traces a target and answers in JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._progress import telling
@@ -22,7 +20,7 @@ _COST_MODELS = "rooftrace.costmodels.registry.lookup"
 
 
 def work(told: Mapping[str, Any], read: Iterable[str]) -> None:
-    """Do the job that was told, or each of several in a fork, and end this process.
+    """Do the job that was told, answer on stdout in lines of JSON, and end this process.
 
     read: paths of files it opens, as it goes
     """
@@ -33,21 +31,26 @@ def work(told: Mapping[str, Any], read: Iterable[str]) -> None:
         answers.write(json.dumps(said) + "\n")
         answers.flush()
 
-    if "jobs" in told:
-        answer(**_fork_each(told["jobs"], told["at_once"], answers.fileno()))
-    else:
-        lines.shown_below(told["root"])
-        answer(**_done(told, lambda text: answer(progress=text)))
-        answer(reads=_reads(list(read), told))
+    lines.shown_below(told["root"])
+    with telling(lambda text: answer(progress=text)):
+        answer(**_done(told))
+    answer(reads=_reads(list(read), told))
     answers.close()
-    _end(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking down a large model object by object takes seconds
 
 
-def _done(told: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+def work_in_fork(ask: Any, told: str) -> bytes:
+    """Do the job that was told, in a process that is forked for it; the answer."""
+    sys.dont_write_bytecode = True
+    return json.dumps(_done(json.loads(told))).encode()
+
+
+def _done(told: Mapping[str, Any]) -> dict[str, Any]:
     """Trace the target of a job and save its graphs; what is answered."""
     try:
-        with telling(progress):
-            made = traced(job_told(told))
+        made = traced(job_told(told))
         save_graphs(made.graphs, told["out"])
         return {"files": dict(made.files), "rules": _COST_MODELS in sys.modules}
     except (ValueError, LookupError, RuntimeError, OSError) as error:
@@ -55,78 +58,6 @@ def _done(told: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str,
             raise
         kinds = [kind.__name__ for kind in type(error).__mro__]
         return {"error": kinds, "message": str(error), "traceback": traceback.format_exc()}
-
-
-def _end(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # taking down a large model object by object takes seconds
-
-
-# -- forks -----------------------------------------------------------------------------------------
-
-
-def _fork_each(jobs: Sequence[Mapping[str, Any]], at_once: int, pipe: int) -> dict[str, int]:
-    """Do each job in a fork of this process; their exit codes, by the number of the job.
-
-    What a fork answers is in a file: lines of several processes in one pipe would mix.
-    """
-    _warm_up()
-    waiting = list(enumerate(jobs))
-    running: dict[int, int] = {}
-    codes: dict[str, int] = {}
-
-    def stop(*_: Any) -> None:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, stop)
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            place, job = waiting.pop(0)
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                _work_in_fork(job, pipe)
-            running[pid] = place
-        pid, status = os.wait()
-        if pid in running:
-            codes[str(running.pop(pid))] = os.waitstatus_to_exitcode(status)
-    return codes
-
-
-def _warm_up() -> None:
-    """Trace a forward, which loads once what every fork needs.
-
-    No backward: autograd cannot go on in a fork of a process that has run one.
-    """
-    import torch
-
-    from rooftrace.tracer import trace
-
-    with torch.device("meta"):
-        trace(torch.nn.Linear(1, 1), torch.empty(1, 1))
-
-
-_LONGEST = 400
-"""Letters of a line of progress: short enough to be written to a pipe at once."""
-
-
-def _work_in_fork(told: Mapping[str, Any], pipe: int) -> None:
-    """Do a job, write its answer, and end this fork."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-
-        def progress(text: str) -> None:
-            os.write(pipe, json.dumps({"progress": text[:_LONGEST]}).encode() + b"\n")
-
-        said = _done(told, progress)
-        Path(f"{told['out']}.answer").write_text(json.dumps(said), encoding="utf-8")
-        _end(0)
-    except BaseException:  # whatever it is: this fork must not go on as the process above
-        traceback.print_exc()
-        _end(1)
 
 
 # -- which files were read -------------------------------------------------------------------------

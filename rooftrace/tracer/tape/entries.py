@@ -40,7 +40,7 @@ class Entries:
     def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
         self.weakly = False  # the code, and not this, keeps tensors alive
-        self.own_step = False  # the code is a whole step: what nothing made is its input
+        self.own_step = False  # a whole step: ops tell its parts, what nothing made is its input
         self.numpy_read = False  # floats of the step were handed to numpy
         self.unread = False  # what is recorded becomes no graph
         self.leaves, self.real_of = Leaves(), _marked  # the latter: what one on meta stands for
@@ -153,8 +153,7 @@ class Entries:
         self._tags.mark(tensor, tag)
         reference = _held(tensor, self.weakly)
         self._tensors.append(reference)
-        key = trees.bytes_of(tensor)
-        if self.first_of(key) is None:
+        if self.first_of(key := trees.bytes_of(tensor)) is None:
             self._first[key] = reference
 
     def storage_of(self, tensor: Tensor) -> int | None:

@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, fx
 
-from rooftrace.tracer.collectives import Collective
+from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph import Tensor as Value
 
 META_KEY = "rooftrace"
@@ -123,3 +123,23 @@ def picked_in(graph: fx.Graph, tag: Tag) -> fx.Node:
     if tag.index is None:
         return tag.node
     return graph.call_function(operator.getitem, (tag.node, tag.index))
+
+
+# -- other processes -------------------------------------------------------------------------------
+
+
+class Shards:
+    """The groups, the mesh and the whole weights of one recording."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}  # of the collectives so far, by name
+        self.mesh: dict[str, int] = {}  # processes along each axis, outermost first
+        self.whole: dict[int, str] = {}  # names of whole weights, by storage
+
+    def exchanged(self, together: tuple[Collective, Group] | None) -> Collective | None:
+        """Note the group of a collective; returns what is exchanged."""
+        if together is None:
+            return None
+        collective, group = together
+        self.groups[collective.group] = group
+        return collective

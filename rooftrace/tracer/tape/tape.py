@@ -24,8 +24,7 @@ from rooftrace.tracer.tape.here import Here, RecordedThreads
 from rooftrace.tracer.tape.loopwatch import LoopWatch
 from rooftrace.tracer.tape.origins import Origins
 from rooftrace.tracer.tape.paths import Paths
-from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Spec, Tag
-from rooftrace.tracer.tape.shards import Shards
+from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Shards, Spec, Tag
 from rooftrace.tracer.tape.tags import Tags
 from rooftrace.tracer.tensors import owners, subclasses, trees
 from rooftrace.tracer.values import META, Values, marks
@@ -58,42 +57,9 @@ class Tape:
 
     # -- where the running thread stands -----------------------------------------------------------
 
-    @property
-    def part(self) -> str:
-        """The part of the step that runs now."""
-        return self.here.part
-
-    @part.setter
-    def part(self, part: str) -> None:
-        self.here.part = part
-
-    @property
-    def function(self) -> str:
-        """The torch-level function that runs now; "" outside of any."""
-        return self.here.function
-
-    @function.setter
-    def function(self, function: str) -> None:
-        self.here.function = function
-
-    @property
-    def after_backward(self) -> bool:
-        """Whether a backward of the user's has run and no module since."""
-        return self.here.after_backward
-
-    @after_backward.setter
-    def after_backward(self, after: bool) -> None:
-        self.here.after_backward = after
-
-    @property
-    def own_step(self) -> bool:
-        """Whether the code is a whole step of the user's.  Its ops then tell its parts, and tensors
-        that no op made are its inputs."""
-        return self.entries.own_step
-
-    @own_step.setter
-    def own_step(self, own_step: bool) -> None:
-        self.entries.own_step = own_step
+    def backward_ran(self) -> None:
+        """A backward of the user's has run in this thread, and no module since."""
+        self.here.after_backward = True
 
     @property
     def recording(self) -> bool:

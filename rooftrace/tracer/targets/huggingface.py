@@ -56,16 +56,12 @@ class Described(NamedTuple):
 
     config: Any
     name: str
+    target: str  # as it was named, or the path of its file
     precision: ComputeDtype
     declared: tuple[Declared, ...]
     assumptions: tuple[tuple[str, str], ...]  # kind and text
     data: Mapping[str, Any]
     tensors: Mapping[str, ggufs.GgufTensor] = MappingProxyType({})  # of a GGUF file
-
-
-def from_file(path: Path, request: Request) -> Loaded:
-    """The model of a config.json.  Raises TargetError for any other file."""
-    return from_config(config_in(path, request), str(path), request)
 
 
 def fields_in(path: Path) -> dict[str, Any]:
@@ -81,16 +77,21 @@ def fields_in(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def config_in(path: Path, request: Request) -> Described:
-    """What a config.json and the files beside it describe.  Raises TargetError for other files."""
+def config_in_gguf(path: Path, request: Request) -> Described:
+    """What the header of a GGUF file describes.  Raises TargetError for other files."""
     target = str(path)
-    if path.suffix == ".gguf":
-        fields, tensors = ggufs.read_gguf(path)
-        fields = with_settings(fields, request.settings, fields, target)
-        described = _described(fields, path.stem, None, target, _in_folder(None))
-        return described._replace(tensors=tensors, declared=())
-    data = fields_in(path)
-    kind = data.get("model_type")
+    fields, tensors = ggufs.read_gguf(path)
+    fields = with_settings(fields, request.settings, fields, target)
+    described = _described(fields, path.stem, None, target, _in_folder(None))
+    return described._replace(tensors=tensors, declared=())
+
+
+def config_in(path: Path, data: Mapping[str, Any], request: Request) -> Described:
+    """What a config.json and the files beside it describe.  Raises TargetError for other files.
+
+    data: its fields (see `fields_in`).
+    """
+    target, kind = str(path), data.get("model_type")
     if not request.trust_remote_code:
         check_config(data, target)
         data = without_code(data)
@@ -177,7 +178,7 @@ def _described(
     except TargetError as error:
         raise TargetError(f"target {target!r}: {error}") from None
     config = _config_of(data, target) if config is None else config
-    return Described(config, name, precision, declared, tuple(notes), data)
+    return Described(config, name, target, precision, declared, tuple(notes), data)
 
 
 def without_quantization(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,11 +203,6 @@ def _check_counts(data: Mapping[str, Any], target: str) -> None:
                 f"target {target!r}: {name}={value}: expected {_MOST_MODULES:,} at most, as each "
                 "is a module that is built"
             )
-
-
-def from_hub(target: str, request: Request) -> Loaded:
-    """The model of a config in the local Hugging Face cache, or on the hub.  Raises TargetError."""
-    return from_config(config_on_hub(target, request), target, request)
 
 
 def config_on_hub(target: str, request: Request) -> Described:
@@ -271,13 +267,13 @@ def _model_class(config: Any, target: str) -> Any:
     )
 
 
-def from_config(described: Described, target: str, request: Request) -> Loaded:
+def from_config(described: Described, request: Request) -> Loaded:
     """The model of a config, built on meta, and inputs for it.
 
     Where nothing says what it computes in, and its call or its loss refuses what is taken, it is
     built in fp32.  Raises TargetError, and RequestError for inputs that cannot be guessed.
     """
-    built = built_from(described, target)
+    built = built_from(described)
     module = built.module
     module.config.name_or_path = module.config.name_or_path or described.name
     try:
@@ -287,7 +283,7 @@ def from_config(described: Described, target: str, request: Request) -> Loaded:
     except RequestError as error:
         if not described.precision.assumed:
             raise
-        return from_config(described._replace(precision=in_fp32(error)), target, request)
+        return from_config(described._replace(precision=in_fp32(error)), request)
     kv = {} if built.kv is None else {"declared_kv_dtype": built.kv}
     inputs = replace(
         inputs,
@@ -334,17 +330,17 @@ def _defaulted(described: Described, module: nn.Module) -> Iterator[str]:
             )
 
 
-def built_from(described: Described, target: str) -> Built:
+def built_from(described: Described) -> Built:
     """The model of a config, on meta, its weights marked with the formats that are declared.
 
     Raises TargetError.
     """
     taken = described.precision
-    module = module_of(described.config, taken.dtype, target)
+    module = module_of(described.config, taken.dtype, described.target)
     if not described.declared:
         described = described._replace(precision=taken.by_size(module.num_parameters()))
     if described.precision.dtype is not taken.dtype:
-        module = module_of(described.config, described.precision.dtype, target)
+        module = module_of(described.config, described.precision.dtype, described.target)
     stored = (
         Marked(None, (ggufs.mark_gguf(module, described.tensors),))
         if described.tensors

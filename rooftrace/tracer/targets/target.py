@@ -10,16 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.asking import Request, names
-from rooftrace.tracer.inputs import Loaded, call_inputs, module_inputs
+from rooftrace.tracer.inputs import Inputs, Loaded, call_inputs, module_inputs
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.programs import load_program
 from rooftrace.tracer.recording import Recorder
@@ -40,7 +39,10 @@ def load_target(target: str, request: Request | None = None) -> Loaded:
     """
     request = request or Request()
     with own_imports(leave=True):
-        return _load(target, request)
+        built = _built(target, request)
+        if isinstance(built, huggingface.Described):
+            return huggingface.from_config(built, request)
+        return Loaded(built.module, built.inputs(), built.name)
 
 
 def load_module(
@@ -53,66 +55,61 @@ def load_module(
     target that does not exist or is no module, and RequestError for weights that there are not.
     """
     request = request or Request()
-    config = names.config_file(target)
-    if real and (config is not None or target.startswith("hf:")):
+    if real and (target.startswith("hf:") or names.is_config(target)):
         raise RequestError(
             f"{target}: a config has no weights; name a file of weights, or code that makes them"
         )
+    if real and names.is_program(target):
+        raise RequestError(f"{target}: the weights of a program are not read")
     with contexts.apart(), own_imports(leave=True):
-        if names.is_program(target):
-            if real:
-                raise RequestError(f"{target}: the weights of a program are not read")
-            return load_program(target, request)[0], ()
-        if target.startswith("hf:"):
-            built_of = huggingface.config_on_hub(target, request)
-        elif config is not None:
-            foreign = _foreign(config)
-            if foreign is not None:
-                return foreign[0], ()
-            built_of = huggingface.config_in(config, request)
-        else:
-            return _code_of(target, request, real)[0], ()
-        built_here = huggingface.built_from(built_of, target)
-        return built_here.module, tuple(text for _, text in built_here.assumptions)
+        built = _built(target, request, real)
+        if not isinstance(built, huggingface.Described):
+            return built.module, ()
+        described = huggingface.built_from(built)
+        return described.module, tuple(text for _, text in described.assumptions)
 
 
-def _load(target: str, request: Request) -> Loaded:
+class _Module(NamedTuple):
+    """A module that a target is or makes, and how its inputs are made."""
+
+    module: nn.Module
+    name: str
+    inputs: Callable[[], Inputs]
+
+
+def _built(target: str, request: Request, real: bool = False) -> huggingface.Described | _Module:
+    """The module that a target names, or what a config of transformers describes.
+
+    real: with weights.
+    """
     if target.startswith("hf:"):
-        return huggingface.from_hub(target, request)
+        return huggingface.config_on_hub(target, request)
     if names.is_program(target):
         program, args, kwargs = load_program(target, request)
-        return Loaded(program, call_inputs(program, args, kwargs), target)
+        return _Module(program, target, partial(call_inputs, program, args, kwargs))
     config = names.config_file(target)
-    if config is not None:
-        foreign = _foreign(config)
-        if foreign is not None:
-            inputs = module_inputs(foreign[0], request, foreign[1], target)
-            return Loaded(foreign[0], inputs, config.resolve().parent.name)
-        return huggingface.from_file(config, request)
-    module, inputs, where, attribute = _code_of(target, request)
-    made = module_inputs(module, request, inputs, target, attribute)
-    return Loaded(module, made, attribute if where.endswith(".py") else target)
-
-
-def _foreign(config: Path) -> tuple[nn.Module, Any] | None:
-    """The module of a file of another library than transformers, and arguments; None of a config.
-
-    Raises TargetError for a file of which none builds a module.
-    """
+    if config is None:
+        return _code_of(target, request, real)
     if config.suffix == ".gguf":
-        return None
+        return huggingface.config_in_gguf(config, request)
     data = huggingface.fields_in(config)
-    return None if data.get("model_type") else other_model(data, str(config))
+    if data.get("model_type"):
+        return huggingface.config_in(config, data, request)
+    module, inputs = other_model(data, str(config))
+    made = partial(module_inputs, module, request, inputs, target)
+    return _Module(module, config.resolve().parent.name, made)
 
 
-def _code_of(target: str, request: Request, real: bool = False) -> tuple[nn.Module, Any, str, str]:
-    """The module and inputs of a target that is code, its file or package, and the attribute."""
+def _code_of(target: str, request: Request, real: bool) -> _Module:
+    """The module of a target that is code."""
     if ":" in target:
         where, _, attribute = target.rpartition(":")
         source = (import_file if where.endswith(".py") else import_module)(where, target)
         function = _attribute(source, attribute, target)
-        made = _module_and_inputs(function, target, _settings(function, target, request), real)
-        return *made, where, attribute
+        settings = _settings(function, target, request)
+        module, inputs = _module_and_inputs(function, target, settings, real)
+        made = partial(module_inputs, module, request, inputs, target, attribute)
+        return _Module(module, attribute if where.endswith(".py") else target, made)
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
         "config.json, hf:ORG/NAME, an exported program (.pt2, .onnx), a saved graph (.json.gz), or "
@@ -163,7 +160,7 @@ def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
 
 
 def _module_and_inputs(
-    made: Any, target: str, settings: Mapping[str, Any], real: bool = False
+    made: Any, target: str, settings: Mapping[str, Any], real: bool
 ) -> tuple[nn.Module, Any]:
     """The module and inputs of a target: itself, or the result of a function or class."""
     inputs: Any = None
@@ -190,17 +187,14 @@ def _module_and_inputs(
 
 
 def built(
-    function: Callable[..., Any],
-    target: str,
-    real: bool = False,
-    settings: Mapping[str, Any] | None = None,
+    function: Callable[..., Any], target: str, real: bool, settings: Mapping[str, Any]
 ) -> Any:
     """Call a user's factory on meta.  real: where it stands, with weights.
 
     settings: keyword arguments for it.  Raises RequestError for those that it does not take.
     Small values are known on meta meanwhile, so that `linspace(...).item()` works in a constructor.
     """
-    keywords = dict(settings or {})
+    keywords = dict(settings)
     _check_keywords(function, keywords, target)
     required = [name for name in _required(function) if name not in keywords]
     if required == ["mesh"]:

@@ -49,12 +49,12 @@ def _parts_of_callable(item: Any) -> list[Any] | None:
     if isinstance(item, MethodType):
         return [item.__func__, item.__self__]
     if isinstance(item, FunctionType):
-        globals_ = _globals_of(item).values()
+        globals_ = globals_of(item).values()
         return [*_contents(item.__closure__ or ()), *(item.__defaults__ or ()), *globals_]
     return None
 
 
-def _globals_of(function: FunctionType) -> dict[str, Any]:
+def globals_of(function: FunctionType) -> dict[str, Any]:
     """The globals that a function names: objects, and functions of its own module."""
     there, named = function.__globals__, _names_in(function.__code__)
     return {name: there[name] for name in named if name in there and _is_own(there[name], there)}
@@ -106,7 +106,7 @@ def _is_identity(key: Any, memo: Mapping[int, Any]) -> bool:
 
 def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    named = {name: item for name, item in _globals_of(function).items() if item is not function}
+    named = {name: item for name, item in globals_of(function).items() if item is not function}
     there = {**function.__globals__} if _refers(named, memo, _DEPTH, {}) else function.__globals__
     made = FunctionType(function.__code__, there, function.__name__, function.__defaults__, cells)
     memo[id(function)] = made  # it may refer to itself

@@ -27,9 +27,8 @@ class _Bound:
     """The arguments of a call by the names of its schema, and one of its outputs."""
 
     def __init__(self, call: Call, held: Held, output: Tensor, position: int) -> None:
-        names = [argument.name for argument in call.func._schema.arguments]
         self.call, self.held, self.output, self.position = call, held, output, position
-        self.named: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        self.named = call.named
 
     def value(self, name: str, default: float | None = None) -> Implicit:
         """A tensor or number of the call.  Raises NotImpliedError where it is unknown."""

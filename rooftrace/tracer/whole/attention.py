@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import Scope, current_scope
+from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.whole import backends, shown
 from rooftrace.tracer.whole.library import OPS, define, differentiable
 
@@ -348,7 +348,7 @@ def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _taken_apart(why: str, *args: Any, scale: float | None, enable_gqa: bool) -> Tensor:
     """Attention as the products, copies and softmax that CUDA runs."""
-    scope = current_scope() or Scope()
+    scope = Scope.current() or Scope()
     scope.apart = why
     try:
         if not backends.release().math_in_fp32:

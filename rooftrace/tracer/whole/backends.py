@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import current_scope
+from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.releases import Release, installed_release
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -21,7 +21,7 @@ _FUSED = (*_HALVES, torch.float32)
 
 def release() -> Release:
     """The release whose kernels run in the recording of this thread."""
-    scope = current_scope()
+    scope = Scope.current()
     return installed_release() if scope is None else scope.release
 
 

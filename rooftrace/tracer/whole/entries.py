@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import current_scope, shared
+from rooftrace.tracer.patches import Scope, shared
 from rooftrace.tracer.whole.attention import scaled_dot_product_attention
 from rooftrace.tracer.whole.library import Library
 from rooftrace.tracer.whole.recurrent import entry, packed_entry
@@ -133,7 +133,7 @@ def _in_scope(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that runs `function` in threads of a recording, and elsewhere takes `op` apart."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if current_scope() is None:
+        if Scope.current() is None:
             return op._op_dk(_COMPOSITE, *args, **kwargs)
         return function(*args, **kwargs)
 

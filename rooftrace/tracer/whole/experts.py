@@ -43,14 +43,6 @@ def _route(
     return (weights * scale).to(dtype), chosen
 
 
-def _route_meta(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, kept: int, best: int,
-    fill: float, after: str, least: float, scale: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (*logits.shape[:-1], k)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
-
-
 def _align(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The rows in the order of their experts, and where the rows of each expert end."""
     flat = chosen.flatten()
@@ -94,7 +86,6 @@ def _combine(rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
 define(
     "route_experts(Tensor logits, Tensor? bias, int k, str score, int groups, int kept, int best, "
     "float fill, str after, float least, float scale, ScalarType dtype) -> (Tensor, Tensor)",
-    Meta=_route_meta,
     CPU=_route,
 )
 define(
@@ -106,6 +97,4 @@ define(
     Meta=_product_meta,
     CPU=_product,
 )
-define(
-    "combine_experts(Tensor rows, int k, ScalarType dtype) -> Tensor", Meta=_combine, CPU=_combine
-)
+define("combine_experts(Tensor rows, int k, ScalarType dtype) -> Tensor", CPU=_combine)

@@ -14,9 +14,13 @@ OPS: Any = torch.ops.rooftrace
 
 
 def define(schema: str, **kernels: Callable[..., Any]) -> None:
-    """Add an operator of ours, with its kernels by dispatch key ("Meta", "CPU")."""
+    """Add an operator of ours, with its kernels by dispatch key ("Meta", "CPU").
+
+    The kernel of the CPU also tells the sizes on meta, unless there is one for that: it would loop
+    over tokens, or look at values.
+    """
     _library.define(schema)
-    for device, kernel in kernels.items():
+    for device, kernel in {"Meta": kernels.get("CPU"), **kernels}.items():
         _library.impl(schema.partition("(")[0], kernel, device)
 
 

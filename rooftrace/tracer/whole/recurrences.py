@@ -160,12 +160,6 @@ def _dual_steps(
     return cut[0].contiguous(), cut[1].cumsum(-1)
 
 
-def _dual_steps_meta(dt: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    chunk = int(rest[-1])
-    shape = (dt.shape[0], dt.shape[2], -(-dt.shape[1] // chunk), chunk)
-    return dt.new_empty(shape, dtype=_wide(dt)), dt.new_empty(shape, dtype=_wide(dt))
-
-
 def _dual_states(x: Tensor, B: Tensor, steps: Tensor, sums: Tensor) -> Tensor:
     """What each chunk leaves behind, [B, chunks, H, P, N]."""
     chunk, heads = sums.shape[-1], x.shape[2]
@@ -173,11 +167,6 @@ def _dual_states(x: Tensor, B: Tensor, steps: Tensor, sums: Tensor) -> Tensor:
     return torch.einsum(
         "bclhp,bclhn,bhcl->bchpn", _chunks(x, chunk), _chunks(B, chunk, heads), decays
     ).contiguous()
-
-
-def _dual_states_meta(x: Tensor, B: Tensor, steps: Tensor, sums: Tensor) -> Tensor:
-    shape = (x.shape[0], sums.shape[2], x.shape[2], x.shape[3], B.shape[-1])
-    return x.new_empty(shape, dtype=sums.dtype)
 
 
 def _dual_passing(
@@ -192,20 +181,9 @@ def _dual_passing(
     return torch.stack(begun, 1).to(dtype), now.clone()
 
 
-def _dual_passing_meta(
-    states: Tensor, sums: Tensor, state: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(states, dtype=dtype), torch.empty_like(states[:, 0])
-
-
 def _dual_products(C: Tensor, B: Tensor, chunk: int) -> Tensor:
     """C B^T of each pair of tokens of a chunk, [B, chunks, G, L, L]."""
     return torch.einsum("bclgn,bcsgn->bcgls", _chunks(C, chunk), _chunks(B, chunk)).contiguous()
-
-
-def _dual_products_meta(C: Tensor, B: Tensor, chunk: int) -> Tensor:
-    shape = (C.shape[0], -(-C.shape[1] // chunk), C.shape[2], chunk, chunk)
-    return C.new_empty(shape, dtype=_wide(C))
 
 
 def _dual_output(
@@ -234,11 +212,6 @@ def _dual_output(
     return _laid_out(x, x.shape, order, dtype).copy_(y)
 
 
-def _dual_output_meta(products: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    *_, order, dtype = rest
-    return _laid_out(x, x.shape, order, dtype)
-
-
 # -- convolutions ----------------------------------------------------------------------------------
 
 
@@ -254,12 +227,6 @@ def _causal_conv1d(
     """y_t = sum_k w_k x_{t - K + 1 + k} (+ bias, SiLU) of x [B, C, S], zeros before the first."""
     y = _convolved(F.pad(x, (weight.shape[1] - 1, 0)), weight, bias, activation)
     return _laid_out(x, x.shape, order, x.dtype).copy_(y)
-
-
-def _causal_conv1d_meta(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, order: Sequence[int]
-) -> Tensor:
-    return _laid_out(x, x.shape, order, x.dtype)
 
 
 def _conv_update(
@@ -278,17 +245,6 @@ def _conv_update(
     return state.copy_(whole[..., x.shape[-1] :]), out
 
 
-def _conv_update_meta(
-    state: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    order: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    return state, _laid_out(x, x.shape, order, x.dtype)
-
-
 _OPERANDS = (
     "Tensor x, Tensor dt, Tensor? A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
 )
@@ -301,28 +257,23 @@ define(
 )
 define(
     f"ssd_steps(Tensor dt, Tensor? A, Tensor? dt_bias, {_CHOICES}, int chunk) -> (Tensor, Tensor)",
-    Meta=_dual_steps_meta,
     CPU=_dual_steps,
 )
 define(
     "ssd_states(Tensor x, Tensor B, Tensor steps, Tensor sums) -> Tensor",
-    Meta=_dual_states_meta,
     CPU=_dual_states,
 )
 define(
     "ssd_passing(Tensor states, Tensor sums, Tensor? state, ScalarType dtype) -> (Tensor, Tensor)",
-    Meta=_dual_passing_meta,
     CPU=_dual_passing,
 )
 define(
     "ssd_products(Tensor C, Tensor B, int chunk) -> Tensor",
-    Meta=_dual_products_meta,
     CPU=_dual_products,
 )
 define(
     "ssd_output(Tensor products, Tensor x, Tensor steps, Tensor sums, Tensor C, Tensor begun, "
     f"Tensor? D, Tensor? z, {_LAYOUT}) -> Tensor",
-    Meta=_dual_output_meta,
     CPU=_dual_output,
 )
 define(
@@ -333,12 +284,10 @@ define(
 )
 define(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, str activation, int[] order) -> Tensor",
-    Meta=_causal_conv1d_meta,
     CPU=_causal_conv1d,
 )
 define(
     "causal_conv1d_update(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, str activation, "
     "int[] order) -> (Tensor(a!), Tensor)",
-    Meta=_conv_update_meta,
     CPU=_conv_update,
 )

@@ -15,7 +15,6 @@ from torch import Tensor
 from rooftrace.tracer.whole import (  # noqa: F401  they register their ops
     delta_rules,
     experts,
-    indexers,
     recurrences,
 )
 from rooftrace.tracer.whole.attention import MORE, OPTIONS, attended
@@ -96,7 +95,7 @@ define(
     Meta=_packed_latent_meta,
     CPU=_packed_latent,
 )
-define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
+define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", CPU=_append)
 define(
     "coalesce(Tensor indices, Tensor values, int[] size, int count) -> (Tensor, Tensor)",
     Meta=_coalesce_meta,
@@ -108,3 +107,21 @@ define(
 def own_ops() -> Any:
     """`torch.ops.rooftrace`, with the ops of attention and those of this file."""
     return OPS
+
+
+# -- the indexer of sparse attention: scores added up over heads -----------------------------------
+
+
+def _index_scores(
+    query: Tensor, key: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """I[b, s, l] = sum over h of w[b, s, h] relu(scale q[b, s, h] k[b, l])."""
+    heads = torch.einsum("bshd,bld->bshl", query.to(dtype), key.to(dtype))
+    return torch.einsum("bsh,bshl->bsl", weights.to(dtype), (heads * scale).relu())
+
+
+define(
+    "index_scores(Tensor query, Tensor key, Tensor weights, float scale, ScalarType dtype) "
+    "-> Tensor",
+    CPU=_index_scores,
+)

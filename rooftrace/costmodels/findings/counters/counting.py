@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import short
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import execution_model
@@ -47,7 +48,7 @@ _Counts = Counter[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Plain):
     """Modules in which two counts of matrix FLOPs differ."""
 
     module: str  # path of the modules, with stars if there are several
@@ -56,6 +57,8 @@ class Difference:
     theirs: Mapping[str, int]
     reason: str  # why they differ, "" if the two runs do not show it
 
+    KEYS = "module instances delta ours theirs reason"
+
     @property
     def delta(self) -> int:
         """FLOP that we count more."""
@@ -63,7 +66,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Plain):
     """Our count of a step beside a peer's; the optimizer is left out."""
 
     peer: str
@@ -97,30 +100,10 @@ class Comparison:
         return sum(abs(d.delta) for d in self.differences if not d.reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dict for JSON."""
-        names = ("peer", "version", "phase", "device", "flops_matrix", "flops_vector")
-        result = {name: getattr(self, name) for name in names}
-        if self.error:
-            return {**result, "error": self.error}
-        return {
-            **result,
-            "peer_matrix": self.peer_matrix,
-            "peer_vector": self.peer_vector,
-            "peer_unit": self.peer_unit,
-            "ratio": self.ratio,
-            "note": self.note,
-            "differences": [
-                {
-                    "module": d.module,
-                    "instances": d.instances,
-                    "delta": d.delta,
-                    "ours": dict(d.ours),
-                    "theirs": dict(d.theirs),
-                    "reason": d.reason,
-                }
-                for d in self.differences
-            ],
-        }
+        """Plain dict for JSON; with an error nothing was counted by the other."""
+        counted = "peer_matrix peer_vector peer_unit ratio note differences"
+        rest = "error" if self.error else counted
+        return plain_record(self, f"peer version phase device flops_matrix flops_vector {rest}")
 
 
 def compare(graph: OpGraph, peer: PeerCount) -> Comparison:

@@ -1,4 +1,4 @@
-"""What changed in cost between two revisions of a model."""
+"""From two estimates to what changed between them, and why."""
 
 from rooftrace._face import face
 

@@ -1,11 +1,6 @@
-from rooftrace.costmodels.findings.diffs import (
-    changes as changes,
-    conditions as conditions,
-)
-from rooftrace.costmodels.findings.diffs.changes import (
-    Change as Change,
-    Diff as Diff,
-)
-from rooftrace.costmodels.findings.diffs.conditions import (
-    parse_condition as parse_condition,
+from rooftrace.costmodels.findings.diffs import changes as changes
+from rooftrace.costmodels.findings.diffs.changes import Diff as Diff
+from rooftrace.costmodels.findings.diffs.differences import (
+    compare_sources as compare_sources,
+    diff_estimates as diff_estimates,
 )

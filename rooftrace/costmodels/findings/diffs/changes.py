@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.findings.diffs.conditions import FORMATS, parse_condition
 from rooftrace.hardware.units import format_time
+from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.revisions.origins import DiffOrigins
 
-_ROUNDING = 1e-12
-"""Seconds are sums of floats; repeats are added up in another order than layer by layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One quantity before and after (SI units)."""
-
-    before: float
-    after: float
-
-    @property
-    def delta(self) -> float:
-        """after - before; 0 where sums of the same parts differ by rounding only."""
-        delta = self.after - self.before
-        return 0.0 if abs(delta) <= _ROUNDING * abs(self.before) else delta
-
-    @property
-    def relative(self) -> float | None:
-        """delta / before; None where before is 0 and after is not."""
-        if self.before:
-            return self.delta / self.before
-        return 0.0 if not self.after else None
+NETWORK = ("communication", "exposed")
+"""Totals of steps of several processes: seconds of exchanges, and for which computing waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleChange:
+class ModuleChange(Plain):
     """A module, or `count` equal modules whose paths differ only in indices.
 
     Quantities are over all of the modules.
@@ -54,6 +35,8 @@ class ModuleChange:
     ops_added: Mapping[str, int]  # operator names with their number, in one of the modules
     ops_removed: Mapping[str, int]
     resized: Sequence[str] = ()  # operators whose sizes or precisions changed
+
+    KEYS = "path count status class=kind flops bytes time ops_added ops_removed resized"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +102,7 @@ class HeldChange:
 
 
 @dataclass(frozen=True)
-class PhaseDiff:
+class PhaseDiff(Plain):
     """What changed in one phase.
 
     rows: one for each cause, the largest change of time first; they add up to the totals of time,
@@ -129,12 +112,18 @@ class PhaseDiff:
     """
 
     phase: str
-    totals: Mapping[str, Change]  # by name in METRICS, and in NETWORK for several processes
+    totals: Mapping[str, Change]  # by name in TOTALS, and in NETWORK for several processes
     modules: tuple[ModuleChange, ...]
     rows: tuple[DiffRow, ...] = ()
     held: tuple[HeldChange, ...] = ()
     assumed: tuple[str, ...] = ()
     meshes: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})
+
+    KEYS = "totals rows held assumed meshes=_meshes? modules"
+
+    @property
+    def _meshes(self) -> Sequence[Mapping[str, int]]:
+        return self.meshes if any(self.meshes) else ()
 
     @property
     def mesh_changed(self) -> bool:
@@ -156,7 +145,7 @@ class Sources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(Shown):
+class Diff(Plain, Shown):
     """The difference of two revisions on one chip under one execution model."""
 
     names: tuple[str, str]
@@ -170,6 +159,12 @@ class Diff(Shown):
     origins: DiffOrigins | None = None  # revisions, options and versions of the sides
     # The estimates of both sides, by title, for a timeline.
     steps: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    schema = "rooftrace.diff/1"
+    KEYS = (
+        "schema before=names.0 after=names.1 chip chips execution executions time_is only_before "
+        "only_after sources origins phases=_by_phase"
+    )
 
     @property
     def chip(self) -> str:
@@ -209,19 +204,13 @@ class Diff(Shown):
 
         Raises FailOnError for a condition that cannot be read.
         """
-        sentences = []
-        for metric, limit, relative, text in map(parse_condition, conditions):
-            for phase in self.phases:
-                change = phase.totals[metric]
-                growth = change.delta
-                if relative:
-                    growth = math.inf if change.relative is None else change.relative
-                if growth > limit:
-                    amount = f"{growth:+.2%}" if relative else f"+{FORMATS[metric](growth)}"
-                    sentences.append(
-                        f"{phase.phase}: {metric} grew by {amount}, more than {text!r} allows"
-                    )
-        return sentences
+        places = [(f"{phase.phase}: ", phase.totals) for phase in self.phases]
+        return broken(self.limits(conditions), TOTALS, places)
+
+    @staticmethod
+    def limits(conditions: Sequence[str]) -> list[Limit]:
+        """The limits that conditions say.  Raises FailOnError."""
+        return [Limit.parse(text, TOTALS, example="memory>1 GiB") for text in conditions]
 
     def __repr__(self) -> str:
         kind = "expected" if self.expected else "bound"
@@ -230,53 +219,14 @@ class Diff(Shown):
         names = f"{before} -> {after} on {self.chip}, {self.execution}"
         return short(self, f"{names}: {some(changes)}" if changes else names)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: SI numbers, relative changes as fractions."""
-        return {
-            "schema": "rooftrace.diff/1",
-            "before": self.names[0],
-            "after": self.names[1],
-            "chip": self.chip,
-            "chips": list(self.chips),
-            "execution": self.execution,
-            "executions": list(self.executions),
-            "time_is": "expected" if self.expected else "bound",
-            "only_before": list(self.only_before),
-            "only_after": list(self.only_after),
-            "sources": None
-            if self.sources is None
-            else {
-                "files": list(self.sources.files),
-                "differing": list(self.sources.differing),
-                "same_place": self.sources.same_place,
-            },
-            "origins": None if self.origins is None else self.origins.to_dict(),
-            "phases": {
-                p.phase: {
-                    "totals": {name: _change(c) for name, c in p.totals.items()},
-                    "rows": [_row(row) for row in p.rows],
-                    "held": [_held(held) for held in p.held],
-                    "assumed": list(p.assumed),
-                    **({"meshes": [dict(mesh) for mesh in p.meshes]} if any(p.meshes) else {}),
-                    "modules": [
-                        {
-                            "path": m.path,
-                            "count": m.count,
-                            "status": m.status,
-                            "class": m.kind,
-                            "flops": _change(m.flops),
-                            "bytes": _change(m.bytes),
-                            "time": _change(m.time),
-                            "ops_added": dict(m.ops_added),
-                            "ops_removed": dict(m.ops_removed),
-                            "resized": list(m.resized),
-                        }
-                        for m in p.modules
-                    ],
-                }
-                for p in self.phases
-            },
-        }
+    @property
+    def time_is(self) -> str:
+        """What its seconds are: "expected", by knobs, or a "bound"."""
+        return "expected" if self.expected else "bound"
+
+    @property
+    def _by_phase(self) -> dict[str, PhaseDiff]:
+        return {phase.phase: phase for phase in self.phases}
 
 
 def _in_short(phase: PhaseDiff) -> str:
@@ -288,40 +238,3 @@ def _in_short(phase: PhaseDiff) -> str:
 
 def _both(names: tuple[str, str]) -> str:
     return names[0] if names[0] == names[1] else " -> ".join(names)
-
-
-def _row(row: DiffRow) -> dict[str, Any]:
-    return {
-        "cause": row.cause,
-        "modules": list(row.modules),
-        "count": row.count,
-        "before": row.before,
-        "after": row.after,
-        "time": _change(row.time),
-        "bytes": _change(row.bytes),
-        "flops": _change(row.flops),
-        "kernels": _change(row.kernels),
-        "eager": None if row.eager is None else _change(row.eager),
-    }
-
-
-def _held(held: HeldChange) -> dict[str, Any]:
-    return {
-        "role": held.role,
-        "module": held.module,
-        "op": held.op,
-        "part": held.part,
-        "name": held.name,
-        "dtype": held.dtype,
-        "saved": held.saved,
-        "bytes": _change(held.bytes),
-    }
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "before": change.before,
-        "after": change.after,
-        "delta": change.delta,
-        "relative": change.relative,
-    }

@@ -17,7 +17,7 @@ from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
 from rooftrace.costmodels.timing import streams
-from rooftrace.costmodels.timing.queue import Queue, host_seconds
+from rooftrace.costmodels.timing.queue import host_seconds
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import REVERSED
@@ -74,12 +74,7 @@ def play(estimate: Estimate, limit: int = 50_000) -> Playback:
     launches = estimate.plan.launches
     counts = {repeat.id: repeat.count for repeat in estimate.graph.repeats}
     fold = _to_fold(launches, counts, limit)
-    if streams.has_streams(estimate.plan):
-        return _OnStreams(estimate, fold).playback()
-    player = _Player(estimate, fold)
-    player.run(range(len(launches)), 0, 0)
-    end = max(player.host, player.device)
-    return Playback(tuple(player.played), tuple(player.folded), end)
+    return _Player(estimate, fold).playback()
 
 
 def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> frozenset[int]:
@@ -98,87 +93,6 @@ def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> 
 
 
 class _Player:
-    """Runs the queue, and remembers the launches that are to be written out."""
-
-    def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
-        self.estimate, self.fold = estimate, fold
-        self.seconds = host_seconds(estimate.execution, estimate.chip)
-        self.waits = estimate.chip.host_waits
-        self.launches = estimate.plan.launches
-        self.places = [launch.repeats for launch in self.launches]
-        groups = iter(range(len(estimate.rows)))
-        self.rows = [next(groups) if launch.on_device else None for launch in self.launches]
-        self.queue = Queue(
-            [row.timing.t_device / row.count for row in estimate.rows],
-            self.launches,
-            self.seconds,
-            [repeat.count for repeat in estimate.graph.repeats],
-            self.waits,
-        )
-        self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
-        self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
-        self.host = self.device = 0.0
-        self.played: list[Played] = []
-        self.folded: list[Folded] = []
-
-    def run(self, part: range, depth: int, turn: int) -> None:
-        """Run these launches once, and those in repeats as often as they repeat."""
-        for repeat, inside in runs.segments(self.places, part, depth):
-            if repeat is None:
-                for index in inside:
-                    self._launch(index, turn)
-                continue
-            count = self.estimate.graph.repeats[repeat].count
-            for iteration in range(1 if repeat in self.fold else count):
-                self.inside.append((repeat, iteration))
-                self.run(inside, depth + 1, turn * count + iteration)
-                self.inside.pop()
-            if repeat in self.fold and count > 1:
-                before = self.host, self.device
-                self.host, self.device = self.queue.turned(inside, depth + 1, count - 1, before)
-                self.folded.append(
-                    Folded(
-                        repeat=repeat,
-                        count=count - 1,
-                        start=before[1],
-                        end=self.device,
-                        host_start=before[0],
-                        host_end=self.host,
-                    )
-                )
-
-    def _launch(self, index: int, turn: int) -> None:
-        launch, row = self.launches[index], self.rows[index]
-        begin = self.host
-        self.host += self.seconds.of(launch)
-        enqueued = self.host
-        start = None
-        if row is not None:
-            kernel = self.estimate.rows[row]
-            start = max(self.host, self.device)
-            self.device = start + kernel.timing.t_device / kernel.count
-        if launch.sync or self.waits:
-            self.host = max(self.host, self.device)
-        self.played.append(
-            Played(
-                row=row,
-                turn=turn,
-                module="" if row is None else self._module(row),
-                dispatches=launch.dispatches,
-                sync=launch.sync,
-                host_start=begin,
-                host_end=self.host if launch.sync else enqueued,
-                start=start,
-                end=None if start is None else self.device,
-            )
-        )
-
-    def _module(self, row: int) -> str:
-        """Where the kernel runs this time."""
-        return _module_of(self.estimate, row, self.bases[row], self.inside)
-
-
-class _OnStreams:
     """Walks the streams of a step, and remembers the launches that are to be written out."""
 
     def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:

@@ -1,0 +1,314 @@
+"""The cause of a change in one sentence: what changed in the code, and what follows from it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from rooftrace.costmodels.findings.diffs.clusters import Cluster
+from rooftrace.costmodels.findings.diffs.communication import exchange_words
+from rooftrace.costmodels.findings.diffs.consequences import consequences
+from rooftrace.costmodels.findings.diffs.edits import (
+    Edit,
+    differing_reads,
+    op_of,
+    pairs_of,
+    tensor_of,
+)
+from rooftrace.costmodels.findings.diffs.sides import LayerCount, Sides
+from rooftrace.costmodels.findings.diffs.wording import call, difference, kind_of_call
+from rooftrace.hardware.units import listed
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.vocabulary import PARTS
+
+RECOMPUTE = "recompute"
+_MOST = 3
+"""Things of one kind that a sentence names."""
+
+
+def cause_of(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit]) -> str:
+    """One sentence on a cluster: what changed in the code, then what that brings about.
+
+    code, edits: the two steps as the code runs them, and what differs there.  `sides` may be of
+    another execution model, whose graph has other kernels in places.
+    """
+    if not edits:
+        return _regrouped(sides, cluster)
+    structure, parts = change_words(code, edits)
+    follows = [] if structure else consequences(sides, cluster)
+    return "; ".join([*(structure or parts)[:_MOST], *follows])
+
+
+def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[str]]:
+    """What changed in the code: layers and recomputation as a whole, else op by op."""
+    first = leading(code, edits)
+    structure = [*map(_layers_words, layers_of(code, first)), *_recomputed(code, first)]
+    sizes = [
+        *exchange_words(code, edits),
+        *_weights(code, first),
+        *dict.fromkeys(_heads(code, edits)),
+        *_inputs(code, first),
+    ]
+    if structure:
+        return [*structure, *sizes], []
+    parts = [*sizes, *_ops(code, first), *_parameters(code, first), *_own(code, first)]
+    return [], parts or _without_words(code, first)
+
+
+def _without_words(code: Sides, edits: Sequence[Edit]) -> list[str]:
+    """The words where nothing that was recorded of the kernels tells the two sides apart."""
+    calls = dict.fromkeys(call(op_of(code, edit)) for edit in edits)
+    return [f"{', '.join(list(calls)[:_MOST])}: another cost at the same sizes"] if calls else []
+
+
+def leading(sides: Sides, edits: Sequence[Edit]) -> list[Edit]:
+    """The edits that others follow from: of the earliest part of the step that has any.
+
+    What runs again in the backward comes first where it takes most of the time.
+    """
+    roots = [edit for edit in edits if edit.is_root] or list(edits)
+    by_part: dict[str, list[Edit]] = {}
+    for edit in roots:
+        by_part.setdefault(op_of(sides, edit).part, []).append(edit)
+    if not by_part:
+        return []
+    if again := by_part.pop(RECOMPUTE, None):
+        seconds = [sum(weight(sides, e) for e in each) for each in (again, *by_part.values())]
+        if seconds[0] == max(seconds) or not by_part.get("forward"):
+            return again
+    return by_part[min(by_part, key=PARTS.index)]
+
+
+def by_weight(sides: Sides, edits: Sequence[Edit]) -> list[Edit]:
+    """Edits, changed kernels first, then new and lost ones of the line that takes most time."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for edit in edits:
+        seconds[op_of(sides, edit).source] += weight(sides, edit)
+    ranks = {line: -total for line, total in seconds.items()}
+    return sorted(
+        edits, key=lambda e: (not e.is_pair, 0.0 if e.is_pair else ranks[op_of(sides, e).source])
+    )
+
+
+def weight(sides: Sides, edit: Edit) -> float:
+    """Device seconds of the kernels that an edit is in, of both sides."""
+    return sum(sides[number].seconds(op) for number, op in edit.ops)
+
+
+# -- what changed ----------------------------------------------------------------------------------
+
+
+def layers_of(sides: Sides, edits: Sequence[Edit]) -> list[LayerCount]:
+    """Lists of equal modules that are longer on one side, and whose new members have edits."""
+    edited = {pattern_of(op_of(sides, edit).module) for edit in edits if not edit.is_pair}
+    return [
+        layers
+        for layers in sides.layer_counts
+        if any(f"{path}.".startswith(f"{layers.pattern}.") for path in edited)
+    ]
+
+
+def _layers_words(layers: LayerCount) -> str:
+    alone, (before, after) = layers.alone, layers.counts
+    which = alone[0] if len(alone) == 1 else f"{alone[0]} to {alone[-1]}"
+    verb = "is" if len(alone) == 1 else "are"
+    word = "new" if after > before else "gone"
+    return f"{layers.pattern} {before} -> {after}: {which} {verb} {word}"
+
+
+def _recomputed(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """That the backward runs a forward again, or no longer does."""
+    for number, words in ((1, "runs again in the backward"), (0, "no longer runs again")):
+        ops = [
+            op_of(sides, edit) for edit in edits if (edit.before, edit.after)[1 - number] is None
+        ]
+        ops = [op for op in ops if op.part == RECOMPUTE]
+        if ops:
+            tops = Counter(layer_of(op.module) for op in ops)
+            where = listed([name or "the model" for name, _ in tops.most_common(_MOST)])
+            yield f"the forward of {where} {words} (activation checkpointing)"
+
+
+def layer_of(path: str) -> str:
+    """The layer that a module is in: "model.layers.*" for "model.layers.3.mlp"."""
+    pattern = pattern_of(path)
+    return pattern[: pattern.index("*") + 1] if "*" in pattern else pattern
+
+
+def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """Which parameters, inputs and caches have other sizes or another precision."""
+    changes: dict[tuple[str, str], dict[str, None]] = {}
+    for edit in edits:
+        for first, second in _outside(sides, edit):
+            if first.shape != second.shape or first.dtype != second.dtype:
+                old, name = (pattern_of(tensor.name) or tensor.role for tensor in (first, second))
+                name = name if old == name else f"{old} -> {name}"
+                changes.setdefault(difference(first, second), {})[name] = None
+    for (text, note), names in changes.items():
+        shown = list(names)
+        more = f" and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
+        yield f"{', '.join(shown[:_MOST])}{more} {text}{note}"
+
+
+def _parameters(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """Parameters that only one side has, among those that new or lost kernels read."""
+    for number, sign in ((1, "+"), (0, "-")):
+        there = parameters(sides[1 - number].graph)
+        names: dict[str, None] = {}
+        for edit in edits:
+            op = (edit.before, edit.after)[number]
+            if op is None or edit.is_pair:
+                continue
+            values = sides[number].graph.values
+            for read in sides[number].flow.reads[op]:
+                tensor = values[-1 - read.origin] if read.origin < 0 else None
+                if tensor and tensor.role == "weights" and tensor.name not in there:
+                    names[pattern_of(tensor.name)] = None
+        if names:
+            shown = ", ".join(list(names)[:_MOST])
+            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+            yield f"{sign}parameter {shown}{more}"
+
+
+def parameters(graph: OpGraph) -> frozenset[str]:
+    """Names of the weights of a graph."""
+    tensors = (graph.values[value] for value in graph.external)
+    return frozenset(tensor.name for tensor in tensors if tensor.role == "weights")
+
+
+def tied(sides: Sides) -> list[str]:
+    """Parameters that became one, or are no longer one: "head.weight is embed.weight now"."""
+    graphs = sides.before.graph, sides.after.graph
+    # A layer that stands for many has the name of one of them.
+    names = [{*map(pattern_of, parameters(graph))} for graph in graphs]
+    texts: dict[str, None] = {}
+    for pair in sides.matching.pairs:
+        for a, b in sides.reads(pair.before, pair.after):
+            if a.origin < 0 and b.origin < 0:
+                old = pattern_of(graphs[0].values[-1 - a.origin].name)
+                new = pattern_of(graphs[1].values[-1 - b.origin].name)
+                if old in names[0] - names[1] and new in names[0] & names[1]:
+                    texts[f"{old} is {new} now, one parameter"] = None
+                if new in names[1] - names[0] and old in names[0] & names[1]:
+                    texts[f"{new} is a parameter of its own, no longer {old}"] = None
+    return list(texts)[:1]
+
+
+def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors from outside of the step behind what an edit reads, before any views."""
+    for _, op, partner in pairs_of([edit]):
+        for position, a, b in differing_reads(sides, op, partner):
+            if position in edit.reads and a.origin < 0 and b.origin < 0:
+                yield sides[0].graph.values[-1 - a.origin], sides[1].graph.values[-1 - b.origin]
+
+
+def _heads(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """Which sizes of an attention kernel differ."""
+    for _, op, partner in pairs_of(edits):
+        first, second = sides[0].attention(op), sides[1].attention(partner)
+        if first and second:
+            for name, a, b in (
+                ("heads of queries", first.heads, second.heads),
+                ("heads of keys and values", first.kv_heads, second.kv_heads),
+                ("head width", first.width, second.width),
+                ("keys", first.keys, second.keys),
+                ("queries", first.queries, second.queries),
+            ):
+                if a != b:
+                    yield f"{name} {a} -> {b}"
+
+
+def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """What reads an unchanged tensor as another shape."""
+    texts: Counter[str] = Counter()
+    for edit, op, partner in pairs_of(edits):
+        for position, a, b in differing_reads(sides, op, partner):
+            if position in edit.reads and a.origin >= 0 and b.origin >= 0:
+                first, second = tensor_of(sides[0], a), tensor_of(sides[1], b)
+                text, note = difference(first, second)
+                texts[f"{call(op_of(sides, edit))} reads {text}{note}"] += edit.times
+    for text, _ in texts.most_common(1):
+        yield text
+
+
+def _ops(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """Which kernels are new, gone, or stand for others."""
+    new = [edit for edit in edits if edit.before is None]
+    gone = [edit for edit in edits if edit.after is None]
+    if new and gone:
+        yield f"{_named(sides, gone)} -> {_named(sides, new)}"
+    elif new:
+        yield _named(sides, new, sign="+")
+    elif gone:
+        yield _named(sides, gone, sign="-")
+
+
+def _named(sides: Sides, edits: Sequence[Edit], sign: str = "") -> str:
+    """Kernels by the calls that the code makes: "+ cast bf16 -> fp32 by .float() x32"."""
+    calls: Counter[str] = Counter()
+    for edit in edits:
+        side, number = (sides[0], edit.before) if edit.after is None else (sides[1], edit.after)
+        assert number is not None
+        calls[kind_of_call(side, side.graph.ops[number])] += edit.times
+    shown = [f"{text} x{n}" if n > 1 else text for text, n in list(calls.items())[: 2 * _MOST]]
+    more = f" and {len(calls) - 2 * _MOST} more" if len(calls) > 2 * _MOST else ""
+    return f"{sign}{', '.join(shown)}{more}"
+
+
+def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """What changed in the arguments of a kernel: its precision, its mask, the rows it touches."""
+    texts: dict[str, None] = {}
+    for edit, op, partner in pairs_of(edits):
+        if edit.reads:
+            continue
+        first, second = sides[0].graph.ops[op], sides[1].graph.ops[partner]
+        made = [
+            (sides[0].graph.values[a], sides[1].graph.values[b])
+            for a, b in zip(first.outputs, second.outputs, strict=False)
+        ]
+        differing = [
+            pair
+            for pair in made
+            if (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape)
+        ]
+        if differing:
+            texts[f"{call(second)} makes {''.join(difference(*differing[0]))}"] = None
+        elif first.collective is None:  # else the words are those of its group
+            for name in _arguments(first, second):
+                texts[f"{call(second)}: {name}"] = None
+    yield from list(texts)[:_MOST]
+
+
+def _arguments(first: Op, second: Op) -> Iterator[str]:
+    """Arguments (not tensors) and facts of an op that differ."""
+    for old, new in ((first.arguments, second.arguments), (first.facts, second.facts)):
+        for name in dict.fromkeys([*old, *new]):
+            a, b = old.get(name), new.get(name)
+            if a != b and all(
+                item is None or isinstance(item, (int, float, str, bool)) for item in (a, b)
+            ):
+                yield f"{name} {_value(a)} -> {_value(b)}"
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else str(value).removeprefix("dtype:")
+
+
+def _regrouped(sides: Sides, cluster: Cluster) -> str:
+    """The sentence where no op changed: it runs elsewhere, or is grouped or placed otherwise."""
+    first, second = sides.before.estimate, sides.after.estimate
+    if first.chip.name != second.chip.name:
+        return f"the same work on {second.chip.name} instead of {first.chip.name}"
+    if first.execution.name != second.execution.name:
+        names = second.execution.name, first.execution.name
+        return f"the same ops under execution {names[0]} instead of {names[1]}"
+    if first.execution != second.execution:
+        return f"the same ops under execution {first.execution.name} with other settings"
+    counts = [
+        sum(side.estimate.rows[row].count for row in rows)
+        for side, rows in ((sides.before, cluster.before), (sides.after, cluster.after))
+    ]
+    if counts[0] != counts[1]:
+        return f"the same ops are grouped into {counts[1]:,} kernels instead of {counts[0]:,}"
+    return "the same kernels, placed otherwise: another part of what they read is still in a cache"

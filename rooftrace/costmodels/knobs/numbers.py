@@ -1,0 +1,209 @@
+"""Numbers of records: what is said of each beside its default, and all of them by dotted names.
+
+A record of constants declares a number as `split: float = knob(0.0, unit="second", prior=1.0)`:
+its check, its unit, and how a fit frees it follow from that one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+LEAST_SHARE = 1e-6
+"""The smallest share of a rate."""
+MOST = 1e6
+"""The largest number of any knob: rates and seconds stay far from where floats end."""
+WIDEST = 100.0
+"""The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
+
+
+class KnobsError(ValueError):
+    """A knob file that cannot be read: names the file, the key, and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnobFacts:
+    """What is said of a knob.
+
+    default: where nobody says it; as if it were not there.  least, most: bounds.  endless: whether
+    it may be infinite, too.  unit: "second"; "" of factors and shares.  prior: how far it usually
+    is from where a fit begins, as standard deviation of its logarithm; None where no fit frees it.
+    on_cpu: the same where that differs on CPUs.  start: where a fit begins whose knobs do not say
+    it; of_chip: the fact of the chip that does, before that.  fitted: the largest number that a fit
+    gives.
+    """
+
+    default: float | None = None
+    least: float = 0.0
+    most: float = MOST
+    endless: bool = False
+    unit: str = ""
+    prior: float | None = None
+    on_cpu: float | None = None
+    start: float | None = None
+    of_chip: str = ""
+    fitted: float = math.inf
+
+
+def knob(default: float | None, **said: Any) -> Any:
+    """A field of a record for a number with this default; said: what `KnobFacts` has."""
+    return field(default=default, metadata={"knob": KnobFacts(default, **said)})
+
+
+def knobs_of(record: Any) -> Iterator[tuple[Field[Any], KnobFacts]]:
+    """The numbers of a record, or of its class, in order."""
+    for item in fields(record):
+        if "knob" in item.metadata:
+            yield item, item.metadata["knob"]
+
+
+def check_knobs(record: Any) -> None:
+    """Raise KnobsError for a number outside of its bounds; None is where it is the default."""
+    for item, facts in knobs_of(record):
+        value = getattr(record, item.name)
+        if value is None and item.default is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        high = number and (value <= facts.most or (facts.endless and value == math.inf))
+        if not high or not value >= facts.least:  # nan is neither
+            raise KnobsError(
+                f"{item.name}={value!r:.60}: expected a number of at least {facts.least:g}, "
+                f"{facts.most:g} at most"
+            )
+
+
+# -- records of numbers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Fractions of the chip's sustained rates that kernels of one class reach."""
+
+    compute: float = knob(1.0, least=LEAST_SHARE, prior=0.15)
+    memory: float = knob(1.0, least=LEAST_SHARE, prior=0.15)
+    engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
+    layout: float = knob(0.0)  # hidden copies into another layout, in multiples of activation bytes
+    # How often as long a kernel takes whose rows are not aligned to its loads.
+    odd: float = knob(1.0, least=LEAST_SHARE)
+    # Relative standard deviation of measured kernels around the prediction.
+    spread: float = knob(0.0, most=WIDEST)
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        if self.engine not in ("matrix", "vector"):
+            raise KnobsError(f"engine={self.engine!r:.60}: expected matrix or vector")
+
+
+PLAIN = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Fitted constants of the tiles of matrix products."""
+
+    # Steps of K that filling and draining a tile's pipeline takes.
+    prologue: float = knob(0.0, prior=1.0, start=200.0)
+    # What a product takes on top where its K is split.
+    split: float = knob(0.0, unit="second", prior=1.0, start=2e-6)
+    feed: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the L2 bandwidth of tiles
+    # Share of HBM bandwidth that SMs with the smallest tile reach.
+    busy: float = knob(math.inf, least=LEAST_SHARE, endless=True, prior=1.0, start=1.3)
+    pick: str = "best"  # the tile and split that suit each product; "rows": see `tile_terms`
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        if self.pick not in ("best", "rows"):
+            raise KnobsError(f"pick={self.pick!r:.60}: expected best or rows")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKnobs:
+    """Fitted constants of attention kernels.
+
+    products may pass 1: it is high where a kernel hides exponentials, which are counted in full.
+    convert holds at a head width of 128; steps of wider heads hold fewer keys, so it grows with it.
+    """
+
+    # Share of the sustained matrix rate inside a step.
+    products: float = knob(1.0, least=LEAST_SHARE, prior=1.0)
+    # What an fp8 step takes beside its products, over those in bf16.
+    convert: float = knob(0.0, prior=1.0, start=0.5)
+    stream: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the sustained bandwidth
+    start: float = knob(0.0, unit="second", prior=1.0, start=1e-6)  # of a block
+    combine: float = knob(0.0, unit="second", prior=1.0, start=3e-6)  # adding up splits
+    # The kernels that copy queries, with a paged cache.
+    prepare: float = knob(0.0, unit="second", prior=1.0, start=3e-6)
+    # One more request, with a paged cache.
+    request: float = knob(0.0, unit="second", prior=1.0, start=1e-8)
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+
+
+# -- by dotted names -------------------------------------------------------------------------------
+
+
+def numbers_of(record: Any, before: str = "") -> dict[str, float]:
+    """The numbers of a record, of records in it, and of mappings of records, by dotted names."""
+    known: dict[str, float] = {}
+    for column in fields(record):
+        value, name = getattr(record, column.name), f"{before}{column.name}"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            known[name] = value
+        elif is_dataclass(value):
+            known |= numbers_of(value, f"{name}.")
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if is_dataclass(item):
+                    known |= numbers_of(item, f"{name}.{key}.")
+    return known
+
+
+def place_of(record: Any, path: str, missing: Any = None) -> tuple[Any, str]:
+    """The record that a dotted name leads to, and the field in it.
+
+    missing: the record in place of one that a mapping does not have.
+    """
+    first, dot, rest = path.partition(".")
+    if not dot:
+        return record, first
+    inner = getattr(record, first)
+    if isinstance(inner, Mapping):
+        key, _, rest = rest.rpartition(".")
+        inner = inner.get(key, missing)
+    return place_of(inner, rest, missing)
+
+
+def facts_of(record: Any, path: str, missing: Any = None) -> KnobFacts | None:
+    """What is said of the knob at a dotted name; None for a number that is no knob."""
+    inner, name = place_of(record, path, missing)
+    return next((facts for item, facts in knobs_of(inner) if item.name == name), None)
+
+
+def with_numbers(record: Any, values: Mapping[str, float], missing: Any = None) -> Any:
+    """A record with other numbers, by the names of `numbers_of`.
+
+    missing: the record in place of one that a mapping does not have.
+    """
+    alone: dict[str, Any] = {}
+    inside: dict[str, dict[str, float]] = {}
+    for path, value in values.items():
+        first, _, rest = path.partition(".")
+        if rest:
+            inside.setdefault(first, {})[rest] = value
+        else:
+            alone[first] = value
+    for first, numbers in inside.items():
+        inner = getattr(record, first)
+        if not isinstance(inner, Mapping):
+            alone[first] = with_numbers(inner, numbers)
+            continue
+        by_key: dict[str, dict[str, float]] = {}
+        for path, value in numbers.items():
+            key, _, number = path.rpartition(".")
+            by_key.setdefault(key, {})[number] = value
+        changed = {key: replace(inner.get(key, missing), **own) for key, own in by_key.items()}
+        alone[first] = {**inner, **changed}
+    return replace(record, **alone)

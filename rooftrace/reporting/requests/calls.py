@@ -1,0 +1,163 @@
+"""Which call of ours takes what, and what it is priced with where nothing is asked for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.errors import RequestError, hint
+from rooftrace.hardware import Chip
+from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests.options import Option, options_of
+from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
+from rooftrace.reporting.requests.questions import (
+    CalibrateArguments,
+    ExplainArguments,
+    ExploreArguments,
+    MeasuredArguments,
+    RunArguments,
+    SensitivityArguments,
+    SolveArguments,
+    SweepArguments,
+)
+from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOptions, Workload
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+USUAL = ""
+"""Stands for the execution that is usual for the source (`usual_execution`)."""
+SERVED = "serving?"
+"""Stands for "serving" of a prefill or a decode step, and for USUAL of others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallArguments:
+    """What a function of ours takes beside arguments of its own.
+
+    several: arguments of prices that may have several values.  usual: the executions where none is
+    asked for.  one_phase: it is of one phase.
+    """
+
+    records: tuple[type, ...] = (Workload, PrecisionOptions, ExecutionOptions)
+    several: tuple[str, ...] = ()
+    usual: tuple[str, ...] = (USUAL,)
+    one_phase: bool = True
+    without: tuple[str, ...] = ()  # options of its records that it has not
+    listed: tuple[str, ...] = ()  # sizes that may have several values
+
+    def options(self) -> Iterator[Option]:
+        """The options of all its records."""
+        for record in self.records:
+            for each in options_of(record):
+                if each.name in self.listed:
+                    read = partial(readers.size_list, each.spelled)
+                    yield replace(each, kind=str, metavar="LIST", read=read)
+                elif each.name not in self.without:
+                    yield each
+
+
+_PRICED = (Workload, PrecisionOptions, ExecutionOptions)
+_GRID = ("chip", "system", "execution", "dtype", "kv_dtype")
+_LISTED = (Workload, LengthOptions, PrecisionOptions, ExecutionOptions)
+CALLS: Mapping[str, CallArguments] = {
+    "best_mesh": CallArguments(usual=(SERVED,)),
+    "calibrate": CallArguments(
+        records=(MeasuredArguments, CalibrateArguments, *_PRICED),
+        usual=("eager",),
+        one_phase=False,
+        without=CHANGES,
+    ),
+    "compare": CallArguments(records=(Workload, PrecisionOptions), one_phase=False),
+    "diff": CallArguments(one_phase=False),
+    "diff_measured": CallArguments(one_phase=False),
+    "estimate": CallArguments(records=_LISTED),
+    "explain": CallArguments(records=(ExplainArguments, *_PRICED), several=("chip", "system")),
+    "explore": CallArguments(
+        records=(ExploreArguments, *_PRICED), usual=("serving",), without=("phases", "batch", "kv")
+    ),
+    "graph_breaks": CallArguments(usual=("compiled",)),
+    "largest_batch": CallArguments(several=("chip", "system"), one_phase=False),
+    "report": CallArguments(
+        records=_LISTED,
+        several=("chip", "system", "execution"),
+        usual=("naive", USUAL),
+        one_phase=False,
+    ),
+    "roofline": CallArguments(
+        several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")
+    ),
+    "sensitivity": CallArguments(records=(SensitivityArguments, *_PRICED)),
+    "lock": CallArguments(several=("chip", "execution"), one_phase=False),
+    "run": CallArguments(records=(RunArguments, ExecutionOptions)),
+    "scaling": CallArguments(usual=(SERVED,)),
+    "profile": CallArguments(records=(Workload, PrecisionOptions), usual=("eager",)),
+    "solve": CallArguments(records=(SolveArguments, *_PRICED), several=_GRID, usual=("serving",)),
+    "summary": CallArguments(usual=("eager",)),
+    "validate": CallArguments(
+        records=(MeasuredArguments, *_PRICED), usual=("eager",), one_phase=False
+    ),
+    "sweep": CallArguments(records=(SweepArguments, *_PRICED), several=_GRID),
+    "priced_graphs": CallArguments(
+        records=(Workload, LengthOptions, PrecisionOptions), one_phase=False
+    ),
+}
+"""By the name of the function, or of the command."""
+
+
+def conditions_of(
+    function: Callable[..., Any], pricing: PricingOptions, *sources: Any, phase: str | None = None
+) -> tuple[tuple[ExecutionModel, ...], tuple[Chip, ...]]:
+    """The executions and chips that a call of `function` is priced with.
+
+    Raises RequestError for several where it takes one.
+    """
+    call = CALLS[function.__name__]
+    models = pricing.executions(*_usual(call, sources, phase) if pricing.execution is None else ())
+    chips = pricing.chips(models)
+    for name, values in (("execution", models), ("chip", chips)):
+        if len(values) > 1 and name not in call.several:
+            names = ", ".join(each.name for each in values)
+            raise RequestError(f"{name} {names}: expected one")
+    return tuple(models), tuple(chips)
+
+
+def _usual(call: CallArguments, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
+    """The executions of a call that asks for none."""
+    from rooftrace.costmodels.planning import usual_execution
+
+    for name in call.usual:
+        if name == SERVED and phase in ("prefill", "decode"):
+            yield "serving"
+        else:
+            yield usual_execution(*sources) if name in (USUAL, SERVED) else name
+
+
+def only_prices(function: Callable[..., Any], named: Mapping[str, Any]) -> PricingOptions:
+    """What arguments ask of prices.  Raises RequestError for others."""
+    pricing, others = PricingOptions.parted(named)
+    for name in others:
+        near = hint(name, list(inspect.signature(function).parameters))
+        raise RequestError(f"{function.__name__}({name}=): no such argument{near}")
+    return pricing
+
+
+def takes(function: Function) -> Function:
+    """A function of ours whose signature shows the arguments that CALLS says it takes."""
+    signature = inspect.signature(function)
+    mine = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    names = {parameter.name for parameter in mine}
+    call = CALLS[function.__name__]
+    added = [
+        inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+        )
+        for record in call.records
+        for each in fields(record)
+        if each.name not in {*names, *call.without}
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*mine, *added, *rest])
+    return function

@@ -1,0 +1,100 @@
+"""A call as it asks: what runs, and how it is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
+from rooftrace.reporting.requests.calls import CALLS, conditions_of
+from rooftrace.reporting.requests.pricing import PRICES, PricingOptions, check_groups
+from rooftrace.reporting.requests.traces import priced
+from rooftrace.reporting.requests.workload import PrecisionOptions
+from rooftrace.tracer.asking import Job
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.planforms import Conditions
+    from rooftrace.tracer.graph import OpGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """A call as it asks, checked: nothing is traced yet."""
+
+    job: Job
+    pricing: PricingOptions
+    models: tuple[ExecutionModel, ...]
+    chips: tuple[Chip, ...]
+
+    @staticmethod
+    def of(
+        function: Callable[..., Any],
+        source: Any,
+        args: Sequence[Any] = (),
+        named: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        traced: Any = None,
+    ) -> StepRequest:
+        """What a call of `function`, one of ours, asks.  traced: what runs, in place of the source.
+
+        Raises RequestError for arguments that nothing takes, and what loading chips and executions
+        raises.
+        """
+        call = CALLS[function.__name__]
+        taken = {each.name for each in call.options()}
+        pricing, others = PricingOptions.parted(
+            {n: v for n, v in named.items() if n in taken or n not in PRICES}
+        )
+        others |= {n: v for n, v in named.items() if n in PRICES and n not in taken}
+        if "dtype" in call.several:
+            others = {n: v for n, v in others.items() if n not in _PRECISIONS}
+        phases = others.get("phases") or others.get("phase")
+        several = isinstance(phases, (list, tuple)) and phases
+        first = phases[0] if several else phases
+        models, chips = conditions_of(function, pricing, source, phase=first)
+        ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
+        job = Job.of(function, source if traced is None else traced, args, others, **ours)
+        if call.one_phase and len(job.phases or ()) > 1:
+            raise RequestError(f"--phase {','.join(job.phases or ())}: expected one phase")
+        if "dtype" not in call.several:
+            pricing = replace(pricing, **job.precisions._asdict())
+        return StepRequest(job=job, pricing=pricing, models=models, chips=chips)
+
+    @property
+    def model(self) -> ExecutionModel:
+        """The execution model of a call that takes one."""
+        return self.models[0]
+
+    @property
+    def chip(self) -> Chip:
+        """The chip, or the first one."""
+        return self.chips[0]
+
+    @property
+    def conditions(self) -> tuple[Conditions, ...]:
+        """Every combination of executions and precisions."""
+        return self.pricing.conditions(self.models)
+
+    def of_one_phase(self) -> StepRequest:
+        """This request, of the phase `forward` unless it names a phase or its source has one."""
+        return replace(self, job=self.job.of_one_phase())
+
+    def graphs(self) -> dict[str, OpGraph]:
+        """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
+        graphs = dict(priced(self.job).graphs)
+        check_groups(graphs.values, self.models)
+        return graphs
+
+
+_PRECISIONS = tuple(each.name for each in fields(PrecisionOptions))
+_OURS = (*_PRECISIONS, "phase", "phases")
+"""Arguments that are ours where they are words, also of a module whose forward has the name."""
+
+
+def _is_text(value: Any) -> bool:
+    several = isinstance(value, (list, tuple)) and bool(value)
+    return isinstance(value, str) or (several and all(isinstance(each, str) for each in value))

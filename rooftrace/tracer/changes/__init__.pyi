@@ -1,0 +1,7 @@
+from rooftrace.tracer.changes import (
+    aligning as aligning,
+    limits as limits,
+    metrics as metrics,
+)
+from rooftrace.tracer.changes.change import Change as Change
+from rooftrace.tracer.changes.limits import Limit as Limit
