@@ -65,9 +65,7 @@ def run(
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 
     words = shlex.split(command) if isinstance(command, str) else list(command)
-    pricing, others = PricingOptions.parted(kwargs)
-    for name in others:
-        raise RequestError(f"run({name}=): no such argument{hint(name, names_of(run))}")
+    pricing = _pricing(kwargs)
     (model,), (device,) = conditions_of(run, pricing, f"{RUN}{shlex.join(words)}")
     request = ScriptRequest(
         command=words,
@@ -85,6 +83,13 @@ def run(
         if script.failure is not None:
             raise ScriptError(script)
         return price_script(script, device, model)
+
+
+def _pricing(keywords: Mapping[str, Any]) -> PricingOptions:
+    pricing, others = PricingOptions.parted(keywords)
+    for name in others:
+        raise RequestError(f"run({name}=): no such argument{hint(name, names_of(run))}")
+    return pricing
 
 
 def _seconds(chip: Chip, execution: ExecutionModel) -> Callable[[OpGraph], float]:
