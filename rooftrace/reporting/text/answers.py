@@ -26,7 +26,7 @@ _LIMITS = {
 }  # fmt: skip
 _DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _digits(value))
 _JOULES = units.Unit("J", "number", lambda value: f"{_digits(value)} J")
-_SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
+_SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
 def _digits(value: float) -> str:
