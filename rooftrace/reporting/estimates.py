@@ -69,7 +69,7 @@ def _placed(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
 
 def estimated(asked: StepRequest) -> Estimate:
     """The estimate of the only graph of a request."""
-    return estimate_graph(only(asked.graphs()), asked.chip, asked.model)
+    return estimate_graph(only(asked.of_one_phase().graphs()), asked.chip, asked.model)
 
 
 def _is_chip(value: Any) -> bool:

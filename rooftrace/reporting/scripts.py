@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.reporting.requests.calls import conditions_of, names_of, takes
-from rooftrace.reporting.requests.pricing import PricingOptions
+from rooftrace.reporting.requests.calls import conditions_of, only_prices, takes
+from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.tracer.asking.names import RUN
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def run(
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 
-    words = shlex.split(command) if isinstance(command, str) else list(command)
-    pricing = _pricing(kwargs)
+    words = shlex.split(command) if isinstance(command, str) else [*command]
+    pricing = only_prices(run, kwargs)
     (model,), (device,) = conditions_of(run, pricing, f"{RUN}{shlex.join(words)}")
     request = ScriptRequest(
         command=words,
@@ -82,14 +82,8 @@ def run(
         script = request.run(_seconds(device, model) if clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
+        check_groups(script.by_phase().values, [model])
         return price_script(script, device, model)
-
-
-def _pricing(keywords: Mapping[str, Any]) -> PricingOptions:
-    pricing, others = PricingOptions.parted(keywords)
-    for name in others:
-        raise RequestError(f"run({name}=): no such argument{hint(name, names_of(run))}")
-    return pricing
 
 
 def _seconds(chip: Chip, execution: ExecutionModel) -> Callable[[OpGraph], float]:

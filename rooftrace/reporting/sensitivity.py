@@ -251,6 +251,8 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
 
 def _with_executions(grid: Mapping[str, Any], pricing: PricingOptions) -> Mapping[str, Any]:
     """A grid; executions that it names are changed as the one that was asked for."""
+    if not isinstance(grid, Mapping):
+        return grid  # whoever reads it says what is wrong
     levels = grid.get("execution")
     if isinstance(levels, str):
         levels = readers.words(levels)

@@ -307,12 +307,14 @@ def test_a_size_may_be_a_number_of_numpy(config: Path) -> None:
 
 
 def test_one_chip_and_one_execution_where_one_is_asked(of: SimpleNamespace) -> None:
-    for chip in (["l4"], 3):  # None is the default: that of a measured run is its device
-        with pytest.raises(LookupError, match="expected one name, path or Chip"):
-            rt.diff(of.graph, of.graph, chip=chip)
-    for execution in (["eager"], 3):
-        with pytest.raises(ValueError, match="or an ExecutionModel"):
-            rt.estimate(of.graph, execution=execution)
+    with pytest.raises(LookupError, match="expected one name, path or Chip"):
+        rt.diff(of.graph, of.graph, chip=3)
+    with pytest.raises(ValueError, match="or an ExecutionModel"):
+        rt.estimate(of.graph, execution=3)
+    with pytest.raises(rt.RequestError, match="chip l4, a10: expected one"):
+        rt.diff(of.graph, of.graph, chip=["l4", "a10"])
+    with pytest.raises(rt.RequestError, match="execution eager, naive: expected one"):
+        rt.estimate(of.graph, execution=["eager", "naive"])
     with pytest.raises(LookupError, match="expected one name, path or Chip"):
         rt.report(of.graph, chip=3)
 

@@ -274,7 +274,7 @@ def test_arguments_after_the_script_are_its_own(here: Path, run: Run) -> None:
         (("missing.py",), "missing.py"),
         (("--chip", "h900", "train.py"), "h900"),
         (("--chip", "l4", "--system", "dgx-h100", "train.py"), "a system has its own chip"),
-        (("--tf32", "train.py"), "--execution"),
+        (("--what-if", "straglers=1", "train.py"), "did you mean 'stragglers'?"),
         (("--rank", "2", "--ranks", "2", "train.py"), "rank 2 of 2"),
         (("--chp", "l4", "train.py"), "no such option: --chp; did you mean '--chip'?"),
         (("--boundary", "bach", "train.py"), "did you mean 'batch'?"),
@@ -369,8 +369,8 @@ def test_every_option_is_felt(here: Path, run: Run) -> None:
         "--to-end": ("--to-end",),
         "--ranks": ("--ranks", "2"),
         "--execution": ("--execution", "naive"),
-        "--tf32": ("--tf32", "--execution", "eager"),
-        "--knobs": ("--knobs", "none", "--execution", "eager"),
+        "--tf32": ("--tf32",),
+        "--knobs": ("--knobs", "none"),
         "--assume": ("--assume", "value=3"),
         "--rules": ("--rules", "rules.py"),
     }
@@ -380,7 +380,7 @@ def test_every_option_is_felt(here: Path, run: Run) -> None:
         with own_rules():
             assert told(document(run, *way, "train.py")) != plain, way
     elsewhere = {"--rank", "--clock", "--scratch", "--save", "--timeline", "--format", "--out"}
-    elsewhere |= {"--force", "--traceback"}
+    elsewhere |= {"--force", "--traceback", "--rewrite", "--exchange", "--what-if"}
     command = cli.commands["run"]
     assert isinstance(command, click.Command)
     options = {option.opts[-1] for option in command.params if isinstance(option, click.Option)}

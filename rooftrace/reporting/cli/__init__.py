@@ -42,9 +42,7 @@ from rooftrace.reporting.cli.solve_command import solve
 from rooftrace.reporting.cli.sweep_commands import sweep
 from rooftrace.reporting.cli.system_commands import systems
 from rooftrace.reporting.cli.weight_commands import inventory
-from rooftrace.reporting.requests.options import options_of
-from rooftrace.reporting.requests.pricing import ExecutionOptions
-from rooftrace.reporting.requests.workload import Workload
+from rooftrace.reporting.requests.calls import CALLS
 
 __all__ = ["cli", "main", "run"]
 
@@ -157,7 +155,7 @@ def _end_orderly() -> None:
 
 _OPTIONS = {"repeats": "no-repeats"} | {
     each.name: each.spelled.removeprefix("--")
-    for each in (*options_of(Workload), *options_of(ExecutionOptions))
+    for each in CALLS["estimate"].options()
     if each.name != "repeats"
 }
 """Options by the names of arguments."""

@@ -109,31 +109,13 @@ def diff(
     changed in time: traces of torch.profiler, or run files of `rooftrace measure`.  Or in weights:
     checkpoints of safetensors or torch.save.
     """
-    from rooftrace.costmodels.findings.diffs import Diff
-    from rooftrace.measured.rundiffs import RunDiff, is_measured
+    from rooftrace.measured.rundiffs import is_measured
     from rooftrace.tracer.weightfiles.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
         return diff_of_checkpoints(str(sources[0]), str(sources[1]), names, written, fail_on)
-    if any(map(is_measured, sources)):
-        if written.timeline is not None:
-            raise click.UsageError(
-                f"--timeline {written.timeline}: measured runs have timelines of their own; it is "
-                "for predicted steps"
-            )
-        RunDiff.limits(fail_on)
-        if targets is not None and not 1 <= len(targets) <= 2:
-            raise click.UsageError(
-                "--target: expected one target, or two with a comma between them"
-            )
-    else:
-        Diff.limits([*fail_on, *([bisect] if bisect is not None else [])])
-        if targets is not None:
-            raise click.UsageError(
-                f"--target {','.join(targets)}: it says what measured runs ran, and neither BEFORE "
-                "nor AFTER is one"
-            )
+    _check(any(map(is_measured, sources)), targets, [*fail_on, *filter(None, [bisect])], written)
     graphs: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():
         result = rt.diff(
@@ -152,6 +134,28 @@ def diff(
         complain(sentence)
     if broken:
         sys.exit(1)
+
+
+def _check(
+    measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
+) -> None:
+    """Raise the error of an option that does not fit two graphs, or two measured runs."""
+    from rooftrace.costmodels.findings.diffs import Diff
+    from rooftrace.measured.rundiffs import RunDiff
+
+    (RunDiff if measured else Diff).limits(limits)
+    if measured and written.timeline is not None:
+        raise click.UsageError(
+            f"--timeline {written.timeline}: measured runs have timelines of their own; it is for "
+            "predicted steps"
+        )
+    if targets is not None and not measured:
+        raise click.UsageError(
+            f"--target {','.join(targets)}: it says what measured runs ran, and neither BEFORE nor "
+            "AFTER is one"
+        )
+    if targets is not None and not 1 <= len(targets) <= 2:
+        raise click.UsageError("--target: expected one target, or two with a comma between them")
 
 
 def _targets(

@@ -9,22 +9,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.reporting.requests import readers
 from rooftrace.reporting.requests.options import Option, options_of
 from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
 from rooftrace.reporting.requests.questions import (
-    Explained,
-    Explored,
-    Fitted,
-    Launched,
-    Measured,
-    Moved,
-    Ranges,
-    Sought,
+    CalibrateArguments,
+    ExplainArguments,
+    ExploreArguments,
+    MeasuredArguments,
+    RunArguments,
+    SensitivityArguments,
+    SolveArguments,
+    SweepArguments,
 )
-from rooftrace.reporting.requests.workload import Lengths, Precisions, Workload
+from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOptions, Workload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 USUAL = ""
@@ -34,14 +34,14 @@ SERVED = "serving?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class TakenArguments:
     """What a function of ours takes beside arguments of its own.
 
     several: arguments of prices that may have several values.  usual: the executions where none is
     asked for.  one_phase: it is of one phase.
     """
 
-    records: tuple[type, ...] = (Workload, Precisions, ExecutionOptions)
+    records: tuple[type, ...] = (Workload, PrecisionOptions, ExecutionOptions)
     several: tuple[str, ...] = ()
     usual: tuple[str, ...] = (USUAL,)
     one_phase: bool = True
@@ -59,44 +59,50 @@ class Call:
                     yield each
 
 
-_PRICED = (Workload, Precisions, ExecutionOptions)
+_PRICED = (Workload, PrecisionOptions, ExecutionOptions)
 _GRID = ("chip", "system", "execution", "dtype", "kv_dtype")
-_LISTED = (Workload, Lengths, Precisions, ExecutionOptions)
-CALLS: Mapping[str, Call] = {
-    "best_mesh": Call(usual=(SERVED,)),
-    "calibrate": Call(
-        records=(Measured, Fitted, *_PRICED),
+_LISTED = (Workload, LengthOptions, PrecisionOptions, ExecutionOptions)
+CALLS: Mapping[str, TakenArguments] = {
+    "best_mesh": TakenArguments(usual=(SERVED,)),
+    "calibrate": TakenArguments(
+        records=(MeasuredArguments, CalibrateArguments, *_PRICED),
         usual=("eager",),
         one_phase=False,
         without=CHANGES,
     ),
-    "compare": Call(records=(Workload, Precisions), one_phase=False),
-    "diff": Call(one_phase=False),
-    "diff_measured": Call(one_phase=False),
-    "estimate": Call(records=_LISTED),
-    "explain": Call(records=(Explained, *_PRICED), several=("chip", "system")),
-    "explore": Call(
-        records=(Explored, *_PRICED), usual=("serving",), without=("phases", "batch", "kv")
+    "compare": TakenArguments(records=(Workload, PrecisionOptions), one_phase=False),
+    "diff": TakenArguments(one_phase=False),
+    "diff_measured": TakenArguments(one_phase=False),
+    "estimate": TakenArguments(records=_LISTED),
+    "explain": TakenArguments(records=(ExplainArguments, *_PRICED), several=("chip", "system")),
+    "explore": TakenArguments(
+        records=(ExploreArguments, *_PRICED), usual=("serving",), without=("phases", "batch", "kv")
     ),
-    "graph_breaks": Call(usual=("compiled",)),
-    "largest_batch": Call(several=("chip", "system"), one_phase=False),
-    "report": Call(
+    "graph_breaks": TakenArguments(usual=("compiled",)),
+    "largest_batch": TakenArguments(several=("chip", "system"), one_phase=False),
+    "report": TakenArguments(
         records=_LISTED,
         several=("chip", "system", "execution"),
         usual=("naive", USUAL),
         one_phase=False,
     ),
-    "roofline": Call(several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")),
-    "sensitivity": Call(records=(Moved, *_PRICED)),
-    "lock": Call(several=("chip", "execution"), one_phase=False),
-    "run": Call(records=(Launched, ExecutionOptions)),
-    "scaling": Call(usual=(SERVED,)),
-    "profile": Call(usual=("eager",)),
-    "solve": Call(records=(Sought, *_PRICED), several=_GRID, usual=("serving",)),
-    "summary": Call(usual=("eager",)),
-    "validate": Call(records=(Measured, *_PRICED), usual=("eager",), one_phase=False),
-    "sweep": Call(records=(Ranges, *_PRICED), several=_GRID),
-    "priced_graphs": Call(records=(Workload, Lengths, Precisions), one_phase=False),
+    "roofline": TakenArguments(
+        several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")
+    ),
+    "sensitivity": TakenArguments(records=(SensitivityArguments, *_PRICED)),
+    "lock": TakenArguments(several=("chip", "execution"), one_phase=False),
+    "run": TakenArguments(records=(RunArguments, ExecutionOptions)),
+    "scaling": TakenArguments(usual=(SERVED,)),
+    "profile": TakenArguments(records=(Workload, PrecisionOptions), usual=("eager",)),
+    "solve": TakenArguments(records=(SolveArguments, *_PRICED), several=_GRID, usual=("serving",)),
+    "summary": TakenArguments(usual=("eager",)),
+    "validate": TakenArguments(
+        records=(MeasuredArguments, *_PRICED), usual=("eager",), one_phase=False
+    ),
+    "sweep": TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID),
+    "priced_graphs": TakenArguments(
+        records=(Workload, LengthOptions, PrecisionOptions), one_phase=False
+    ),
 }
 """By the name of the function, or of the command."""
 
@@ -118,7 +124,7 @@ def conditions_of(
     return tuple(models), tuple(chips)
 
 
-def _usual(call: Call, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
+def _usual(call: TakenArguments, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
     """The executions of a call that asks for none."""
     from rooftrace.costmodels.planning import usual_execution
 
@@ -129,9 +135,13 @@ def _usual(call: Call, sources: Sequence[Any], phase: str | None) -> Iterator[st
             yield usual_execution(*sources) if name in (USUAL, SERVED) else name
 
 
-def names_of(function: Callable[..., Any]) -> list[str]:
-    """Names of all arguments of a function of ours."""
-    return list(inspect.signature(function).parameters)
+def only_prices(function: Callable[..., Any], named: Mapping[str, Any]) -> PricingOptions:
+    """What arguments ask of prices.  Raises RequestError for others."""
+    pricing, others = PricingOptions.parted(named)
+    for name in others:
+        near = hint(name, list(inspect.signature(function).parameters))
+        raise RequestError(f"{function.__name__}({name}=): no such argument{near}")
+    return pricing
 
 
 def takes(function: Function) -> Function:

@@ -25,7 +25,7 @@ from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.reporting.requests import readers
 from rooftrace.reporting.requests.options import option
-from rooftrace.reporting.requests.workload import Precisions
+from rooftrace.reporting.requests.workload import PrecisionOptions
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.planforms import Conditions
@@ -84,7 +84,7 @@ class ExecutionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PricingOptions(ExecutionOptions, Precisions):
+class PricingOptions(ExecutionOptions, PrecisionOptions):
     """How steps are priced, as it was asked for."""
 
     factors: Mapping[str, Any] | None = None  # fields of every execution model, of `settings`
@@ -101,7 +101,9 @@ class PricingOptions(ExecutionOptions, Precisions):
         if "knobs" in named:
             asked["knobs"] = named["knobs"]
         others = {name: value for name, value in named.items() if name not in ours}
-        others |= {n: named[n] for n in (each.name for each in fields(Precisions)) if n in named}
+        others |= {
+            n: named[n] for n in (each.name for each in fields(PrecisionOptions)) if n in named
+        }
         if isinstance(settings, Mapping):
             asked["factors"] = {n: v for n, v in settings.items() if _of_execution(n)}
             others["settings"] = {n: v for n, v in settings.items() if not _of_execution(n)}
@@ -175,6 +177,8 @@ class PricingOptions(ExecutionOptions, Precisions):
         return combinations
 
 
+PRICES = tuple(each.name for each in fields(ExecutionOptions))
+"""Names of the arguments that are of prices alone."""
 PLAIN = PricingOptions()
 """Nothing is asked for."""
 

@@ -12,7 +12,7 @@ from rooftrace.reporting.requests.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranges:
+class SweepArguments:
     """The ranges of a sweep."""
 
     over: Mapping[str, Any] | Sequence[str] = option(
@@ -28,7 +28,7 @@ class Ranges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explained:
+class ExplainArguments:
     """What is explained of a step."""
 
     op: str | int | None = option(
@@ -39,7 +39,7 @@ class Explained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explored:
+class ExploreArguments:
     """Where computing is looked for as the limit of a decode step."""
 
     over: Mapping[str, Any] | None = option(
@@ -59,7 +59,7 @@ class Explored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class SensitivityArguments:
     """What is moved around a step: numbers one by one, or the factors of a grid."""
 
     over: Mapping[str, int | None] | Sequence[str] | None = option(
@@ -80,7 +80,7 @@ class Moved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sought:
+class SolveArguments:
     """What is looked for, within which limits."""
 
     find: str = option(
@@ -123,7 +123,7 @@ class Sought:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class RunArguments:
     """How a script is run."""
 
     steps: int | None = option(
@@ -160,7 +160,7 @@ class Launched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredArguments:
     """What was measured."""
 
     target: Any = option(
@@ -182,7 +182,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class CalibrateArguments:
     """What is fitted to measurements."""
 
     counted_steps: int | None = option(

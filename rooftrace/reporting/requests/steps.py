@@ -11,9 +11,9 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.requests.calls import CALLS, conditions_of
-from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
+from rooftrace.reporting.requests.pricing import PRICES, PricingOptions, check_groups
 from rooftrace.reporting.requests.traces import priced
-from rooftrace.reporting.requests.workload import Precisions
+from rooftrace.reporting.requests.workload import PrecisionOptions
 from rooftrace.tracer.asking import Job
 
 if TYPE_CHECKING:
@@ -45,11 +45,16 @@ class StepRequest:
         raises.
         """
         call = CALLS[function.__name__]
-        pricing, others = PricingOptions.parted(named)
+        taken = {each.name for each in call.options()}
+        pricing, others = PricingOptions.parted(
+            {n: v for n, v in named.items() if n in taken or n not in PRICES}
+        )
+        others |= {n: v for n, v in named.items() if n in PRICES and n not in taken}
         if "dtype" in call.several:
             others = {n: v for n, v in others.items() if n not in _PRECISIONS}
         phases = others.get("phases") or others.get("phase")
-        first = phases if isinstance(phases, str) else next(iter(phases or ()), None)
+        several = isinstance(phases, (list, tuple)) and phases
+        first = phases[0] if several else phases
         models, chips = conditions_of(function, pricing, source, phase=first)
         ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
         job = Job.of(function, source if traced is None else traced, args, others, **ours)
@@ -74,6 +79,10 @@ class StepRequest:
         """Every combination of executions and precisions."""
         return self.pricing.conditions(self.models)
 
+    def of_one_phase(self) -> StepRequest:
+        """This request, of the phase `forward` unless it names a phase or its source has one."""
+        return replace(self, job=self.job.of_one_phase())
+
     def graphs(self) -> dict[str, OpGraph]:
         """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
         graphs = dict(priced(self.job).graphs)
@@ -81,7 +90,7 @@ class StepRequest:
         return graphs
 
 
-_PRECISIONS = tuple(each.name for each in fields(Precisions))
+_PRECISIONS = tuple(each.name for each in fields(PrecisionOptions))
 _OURS = (*_PRECISIONS, "phase", "phases")
 """Arguments that are ours where they are words, also of a module whose forward has the name."""
 

@@ -78,7 +78,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class LengthOptions:
     """The requests of one step, each with its length."""
 
     cached: Any = option(
@@ -93,7 +93,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precisions:
+class PrecisionOptions:
     """The storage precisions to price in; None: as they were traced."""
 
     dtype: str | Sequence[str | None] | None = option(
