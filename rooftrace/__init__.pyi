@@ -14,7 +14,9 @@ from rooftrace.costmodels.elasticity import (
 from rooftrace.costmodels.estimating import (
     Estimate as Estimate,
 )
-from rooftrace.costmodels.estimating.breakdowns import Breakdown as Breakdown
+from rooftrace.costmodels.estimating.breakdowns import (
+    Breakdown as Breakdown,
+)
 from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
     execution_model as execution_model,
