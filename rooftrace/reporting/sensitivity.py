@@ -249,7 +249,7 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
     return tuple(size * part // 8 for part in eighths if size * part % 8 == 0)
 
 
-def _with_executions(grid: Mapping[str, Any], pricing: PricingOptions) -> Mapping[str, Any]:
+def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
     """A grid; executions that it names are changed as the one that was asked for."""
     if not isinstance(grid, Mapping):
         return grid  # whoever reads it says what is wrong
