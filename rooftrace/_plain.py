@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any, TypeAlias
+
+Positive: TypeAlias = Annotated[int, ("minimum", 1)]
+Share: TypeAlias = Annotated[float, ("maximum", 1.0000001)]
+"""Numbers with bounds, which a JSON schema says; all others are 0 at least."""
 
 
 def plain(value: Any) -> Any:
@@ -32,7 +37,28 @@ def plain(value: Any) -> Any:
 
 def plain_record(record: Any, keys: str = "*") -> dict[str, Any]:
     """A dict of a record's attributes.  keys: as `Plain.KEYS` has them."""
-    return dict(_items(record, keys.split()))
+    made: dict[str, Any] = {}
+    for key, path, optional in keys_of(keys):
+        if path == "*":
+            made |= {name: plain(getattr(record, name)) for name in _fields(record)}
+            continue
+        value = plain(_read(record, path))
+        if not key:
+            made |= value
+        elif value or not optional:
+            made[key] = value
+    return made
+
+
+@lru_cache
+def keys_of(keys: str) -> tuple[tuple[str, str, bool], ...]:
+    """Each key of `Plain.KEYS`: its name, "" of those of a mapping; what it reads; whether it may
+    be left out."""
+    made = []
+    for key in keys.split():
+        name, _, path = key.lstrip("*").rstrip("?").partition("=")
+        made.append(("" if key[0] == "*" else name, path or name or "*", key[-1] == "?"))
+    return tuple(made)
 
 
 class Plain:
@@ -52,19 +78,6 @@ class Plain:
         return plain_record(self, self.KEYS)
 
 
-def _items(record: Any, keys: list[str]) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        if key == "*":
-            yield from ((name, plain(getattr(record, name))) for name in _fields(record))
-        elif key.startswith("**"):
-            yield from plain(_read(record, key[2:])).items()
-        else:
-            name, _, path = key.rstrip("?").partition("=")
-            value = plain(_read(record, path or name))
-            if value or not key.endswith("?"):
-                yield name, value
-
-
 def _fields(record: Any) -> tuple[str, ...]:
     structured: tuple[str, ...] | None = getattr(record, "__struct_fields__", None)
     return structured or tuple(each.name for each in fields(record))
@@ -73,7 +86,7 @@ def _fields(record: Any) -> tuple[str, ...]:
 def _read(record: Any, path: str) -> Any:
     value = record
     for part in path.split("."):
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and part in value:
             value = value[part]
         else:
             value = value[int(part)] if part.isdigit() else getattr(value, part)

@@ -26,6 +26,7 @@ LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
 FACE = "the public face"  # rooftrace/__init__.py: stands above every layer
 # What every layer may use: they know of no layer.
 FILES_BELOW = (
+    "rooftrace._amounts",  # numbers at one point, or arrays over many
     "rooftrace._escapes",  # how text from outside is written
     "rooftrace._extensions",  # what users and third-party packages add
     "rooftrace._face",  # how a package gives its names

@@ -17,7 +17,8 @@ import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Cost, Work
 from rooftrace.costmodels.execution.executions import ExecutionModel, Utilization
 from rooftrace.costmodels.factorial import factorial
-from rooftrace.costmodels.kernels.engines import compute_seconds
+from rooftrace.costmodels.kernels.seconds import peak_seconds
+from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.hardware.units import format_capacity, format_traffic
 from rooftrace.reporting.pages.report import build_report
 from tests.releases import with_transformers_5
@@ -104,7 +105,8 @@ def test_07_times_add_not_rows() -> None:
     seed = ExecutionModel(utilization=Utilization(b_sat=64, eta_scalar=None, tiles=False))
     few, many = Work("matmul", "bf16", 4), Work("matmul", "bf16", 4096)
     flop, peak = 10**12, H200.peak("matrix", "bf16")
-    both = compute_seconds(Cost({few: flop, many: flop}), H200, seed, peak)
+    kernels, _ = kernels_of([SizedKernel(Cost({few: flop, many: flop}), "mm")])
+    (both,) = peak_seconds(kernels, H200, seed, peak)
     assert both == pytest.approx(flop / peak * (64 / 4 + 1))  # not 2 flop at the mean of the rows
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 import rooftrace as rt
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.kernels.opclass import group_class
+from rooftrace.costmodels.kernels.works import KernelAmounts, SizedKernel, Works, kernels_of
+from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import Plan
+from rooftrace.costmodels.timing.steps import Part, StepAmounts
+from rooftrace.costmodels.timing.steptimes import EntrySeconds, Headline, StepRun, times_of
+from rooftrace.costmodels.timing.timings import StepTimes, Timing
+from rooftrace.hardware.chip import Chip
 from rooftrace.tracer.graph.graph import OpGraph
 
 WIDTH, HEADS, KV_HEADS = 64, 4, 2
@@ -89,3 +100,92 @@ def images(batch: int, size: int) -> OpGraph:
 
 def planned(graphs: list[OpGraph], execution: Any) -> list[Plan]:
     return [rt.plan(graph, execution) for graph in graphs]
+
+
+# -- steps at many points --------------------------------------------------------------------------
+
+
+def stack(plans: Sequence[Plan], chip: Chip | None = None) -> StepAmounts:
+    """A step over plans of equal structure, a point for each."""
+    steps = [StepAmounts.of(plan, chip) for plan in plans]
+    first, points = steps[0], len(steps)
+    starts = np.cumsum([0, *(len(step.kernels) for step in steps)])
+    rows = np.stack([step.row + start for step, start in zip(steps, starts, strict=False)])
+
+    def moved(name: str) -> tuple[Works, ...]:
+        return tuple(
+            replace(work, row=work.row + start)
+            for step, start in zip(steps, starts, strict=False)
+            for work in getattr(step.kernels, name)
+        )
+
+    arrays = ("kind", "bytes", "warm", "moved", "link", "eager")
+    kernels = KernelAmounts(
+        **{name: np.concatenate([getattr(s.kernels, name) for s in steps]) for name in arrays},
+        works=moved("works"),
+        attention=moved("attention"),
+    )
+    graph, costs = plans[0].graph, plans[0].op_costs
+    return replace(
+        first,
+        points=points,
+        kernels=kernels,
+        row=rows.T.ravel(),
+        times=np.stack([step.times for step in steps]).T.ravel(),
+        parts=[
+            replace(
+                part,
+                where=slice(number * points, (number + 1) * points),
+                spread_kind=group_class(graph, plans[0].groups[number].ops, costs=costs),
+            )
+            for number, part in enumerate(first.parts)
+        ],
+        counts=[np.array(counts) for counts in zip(*(s.counts for s in steps), strict=True)],
+        products={
+            key: np.array([step.products.get(key, 0) for step in steps], dtype=float)
+            for key in {key: None for step in steps for key in step.products}
+        },
+    )
+
+
+def bare_step(
+    count: int, launches: Sequence[Launch], execution: str = "efficient", **others: Any
+) -> StepAmounts:
+    """A step of so many kernels that do nothing, one of each part."""
+    kernels, _ = kernels_of([SizedKernel(rt.Cost(), "copy")])
+    points = others.get("points", 1)
+    return StepAmounts(
+        **{
+            "points": points,
+            "execution": execution_model(execution),
+            "kernels": kernels,
+            "row": np.zeros(count * points, dtype=int),
+            "times": np.ones(count * points),
+            "parts": [Part(where=slice(n * points, (n + 1) * points)) for n in range(count)],
+            "order": range(count),
+            "launches": tuple(launches),
+            "products": {},
+            **others,
+        }
+    )
+
+
+def times_of_kernels(
+    kernels: Sequence[Timing],
+    end: float,
+    fast: Sequence[Timing] | None = None,
+    times: Sequence[int] | None = None,
+) -> StepTimes:
+    """The times of a step whose kernels take these seconds, and which ends then."""
+
+    def seconds(of: Sequence[Timing]) -> EntrySeconds:
+        names = ("t_comp", "t_hbm", "t_net", "gap", "more")
+        return EntrySeconds(
+            *(np.array([getattr(each, name) for each in of], float) for name in names)
+        )
+
+    step = bare_step(len(kernels), [Launch(1, True)] * len(kernels))
+    step = replace(step, times=np.array(times or [1] * len(kernels), dtype=float))
+    heads = Headline((1.0,), ("fp32",), np.zeros(1, dtype=np.int8))
+    pair = seconds(kernels if fast is None else fast), seconds(kernels)
+    return times_of(step, pair, {}, StepRun(end), None, heads).at(0)

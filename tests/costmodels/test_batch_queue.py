@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.batchtiming.plancolumns import PlanColumns
-from rooftrace.costmodels.batchtiming.queues import queue_ends
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.kernels.columns import KernelColumns
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.timing.queue import host_seconds, schedule
 from rooftrace.hardware.chipfile import load_chip
+from tests.costmodels.batch_support import bare_step
 
 POINTS = 4
 CHIP = load_chip("h100-sxm")
@@ -70,26 +68,15 @@ def test_random_launches_end_when_each_point_alone_ends(
 ) -> None:
     model = execution_model(execution)
     counts = case.counts[:, :1] if same else case.counts
-    placed = len(case.durations)
-    kernel = KernelColumns((), "copy", np.ones(POINTS))
-    step = PlanColumns(
-        points=POINTS,
-        execution=model,
-        kernels=(kernel,) * placed,
-        launches=case.launches,
-        order=tuple(range(placed)),
-        counts=tuple(counts),
+    step = bare_step(
+        len(case.durations), case.launches, execution, points=POINTS, counts=tuple(counts)
     )
     ends = []
     for point in range(POINTS):
         durations = case.durations[:, point].tolist()
         turns = (case.counts[:, 0] if same else case.counts[:, point]).tolist()
         ends.append(schedule(durations, case.launches, host_seconds(model, CHIP), turns)[1])
-    turns_of = [np.prod([counts[r] for r in launch.repeats], axis=0) for launch in case.launches]
-    busy = iter(case.durations)
-    t_serial = np.zeros(POINTS)
-    for launch, turns in zip(case.launches, turns_of, strict=True):
-        if launch.on_device:
-            t_serial = t_serial + turns * next(busy)
-    told = queue_ends(step, list(case.durations), t_serial, CHIP)
+    durations = step.launched(case.durations.ravel(), slice(None))
+    host = host_seconds(model, CHIP)
+    told = schedule(durations, case.launches, host, step.counted(slice(None)))[1]
     assert told == pytest.approx(np.array(ends), rel=1e-12, abs=0)

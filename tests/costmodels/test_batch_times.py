@@ -12,26 +12,20 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.batchtiming import (
-    BatchTimes,
-    KernelColumns,
-    PlanColumns,
-    WorkColumns,
-    stack,
-    time_columns,
-)
+from rooftrace.costmodels.costs.cost import Work
 from rooftrace.costmodels.estimating.intervals import interval_of
 from rooftrace.costmodels.estimating.rows import row_of
 from rooftrace.costmodels.execution.executions import PRESETS, execution_model
+from rooftrace.costmodels.kernels.works import Works
 from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.costmodels.timing.plan_times import time_plan
+from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_plan, time_step
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.conftest import in_turn, mostly_heavy
-from tests.costmodels.batch_support import decode, images, planned
+from tests.costmodels.batch_support import bare_step, decode, images, planned, stack
 
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4", "rtx-4090", "mi300x")
 SIZES = [(1, 8), (3, 500), (3, 8), (16, 4096), (17, 130), (64, 1000), (200, 8), (200, 20_000)]
@@ -42,7 +36,7 @@ def steps(waits: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[OpGr
     return [decode(batch, kv, waits=waits, dtype=dtype) for batch, kv in SIZES]
 
 
-def assert_equal(times: BatchTimes, plans: list[Plan], chip: Chip) -> None:
+def assert_equal(times: TimesOverPoints, plans: list[Plan], chip: Chip) -> None:
     """Every number of every point is that of the plan alone."""
     for point, plan in enumerate(plans):
         alone = time_plan(plan, chip)
@@ -63,26 +57,15 @@ def assert_equal(times: BatchTimes, plans: list[Plan], chip: Chip) -> None:
             assert times.interval is not None
             told = [bound[point] for bound in times.interval]
             assert told == pytest.approx(interval, rel=1e-12)
-        assert_kernels(times, alone.groups, point)
-
-
-def assert_kernels(times: BatchTimes, groups: Any, point: int) -> None:
-    """The kernels of each entry of the columns together take what its groups take."""
-    for place in range(len(times.columns.kernels)):
-        ours = [t for t, k in zip(groups, times.columns.order, strict=True) if k == place]
-        device = sum(t.t_device for t in ours)
-        assert times.device(place)[point] == pytest.approx(device, rel=1e-12)
-        for name, seconds in times.terms(place).items():
-            assert seconds[point] == pytest.approx(sum(t.terms[name] for t in ours), rel=1e-12)
 
 
 @pytest.mark.parametrize(("execution", "chip"), in_turn(PRESETS, CHIPS))
 def test_a_decode_step_at_many_sizes(execution: str, chip: str) -> None:
     plans = planned(steps(), execution)
     on = rt.load_chip(chip)
-    columns = stack(plans, on)
-    assert len(columns.kernels) < len(plans[0].groups) and columns.counts  # equal ones stand once
-    assert_equal(time_columns(columns, on), plans, on)
+    step = stack(plans, on)
+    assert len(step.kernels) < len(step.row) and step.counts  # equal ones stand once
+    assert_equal(time_step(step, on), plans, on)
 
 
 OWN = Knobs(
@@ -105,9 +88,9 @@ OWN = Knobs(
 def test_without_knobs_and_with_all_of_them(knobs: Any, execution: str, chip: str) -> None:
     on = rt.load_chip(chip)
     plans = planned(steps(), execution_model(execution, knobs=knobs))
-    columns = stack(plans, on)
-    assert any(np.any(np.asarray(kernel.warm) > 0) for kernel in columns.kernels)
-    times = time_columns(columns, on)
+    step = stack(plans, on)
+    assert (step.kernels.warm > 0).any()
+    times = time_step(step, on)
     assert (times.interval is None) == (knobs is None)
     assert_equal(times, plans, on)
 
@@ -117,7 +100,7 @@ def test_a_host_that_waits_in_every_layer(execution: str) -> None:
     on = rt.load_chip("h200-sxm")
     plans = planned(steps(waits=True), execution)
     assert any(launch.sync and launch.repeats for launch in plans[0].launches)
-    assert_equal(time_columns(stack(plans), on), plans, on)
+    assert_equal(time_step(stack(plans), on), plans, on)
 
 
 CPU = replace(rt.load_chip("l4"), name="cpu", kind="cpu", sm_count=None, l2_capacity=None)
@@ -131,7 +114,7 @@ CPU = replace(rt.load_chip("l4"), name="cpu", kind="cpu", sm_count=None, l2_capa
 def test_on_a_cpu_and_in_single_precision(dtype: torch.dtype, execution: str) -> None:
     plans = planned(steps(dtype=dtype), execution)
     for chip in (CPU, rt.load_chip("rtx-4090")):
-        assert_equal(time_columns(stack(plans, chip), chip), plans, chip)
+        assert_equal(time_step(stack(plans, chip), chip), plans, chip)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +125,7 @@ def test_images_whose_most_work_is_in_convolutions_or_not(execution: str, chip: 
     on = rt.load_chip(chip)
     sizes = [(1, 16), (4, 33), (32, 64), (100, 16)]
     plans = planned([images(batch, size) for batch, size in sizes], execution)
-    assert_equal(time_columns(stack(plans, on), on), plans, on)
+    assert_equal(time_step(stack(plans, on), on), plans, on)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +135,9 @@ def test_stacks_of_different_depth(waits: bool, execution: str) -> None:
     on = rt.load_chip("a100-sxm-80")
     sizes = [(2, 30, 9), (2, 30, 40), (64, 900, 6), (2, 900, 17), (64, 900, 32)]
     plans = planned([decode(*size, waits=waits) for size in sizes], execution)
-    columns = stack(plans)
-    assert [list(count) for count in columns.counts] == [[6, 37, 3, 14, 29]]
-    assert_equal(time_columns(columns, on), plans, on)
+    step = stack(plans)
+    assert [list(count) for count in step.counts] == [[6, 37, 3, 14, 29]]
+    assert_equal(time_step(step, on), plans, on)
 
 
 @pytest.mark.parametrize("execution", ["seed-efficient", "efficient"])
@@ -172,7 +155,7 @@ def test_the_engine_of_the_headline_may_follow_the_point(execution: str) -> None
             return rt.trace(Both(), *narrow, torch.empty(others, 64), torch.empty(64, 64))
 
     plans = planned([graph(8, 100), graph(100, 8), graph(300, 200), graph(8, 200)], execution)
-    times = time_columns(stack(plans), on)
+    times = time_step(stack(plans), on)
     assert set(times.peak_precisions) == {"bf16", "fp32"}
     assert_equal(times, plans, on)
 
@@ -180,45 +163,22 @@ def test_the_engine_of_the_headline_may_follow_the_point(execution: str) -> None
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_plans_of_different_structure_are_not_stacked() -> None:
-    short, long = decode(2, 8, layers=2), decode(2, 8, layers=3)
-    with pytest.raises(ValueError, match="plan 1 has other launches than plan 0"):
-        stack(planned([short, long], "efficient"))
-    with pytest.raises(ValueError, match="plan 1 has other execution"):
-        stack([rt.plan(short, "eager"), rt.plan(short, "efficient")])
-    with pytest.raises(ValueError, match=r"kernel \d+ has works"):
-        stack(planned([short, decode(2, 8, layers=2, dtype=torch.float16)], "efficient"))
-    with pytest.raises(ValueError, match="no plans"):
-        stack([])
-
-
-def test_columns_that_contradict_each_other_are_refused() -> None:
-    kernel = KernelColumns((), "copy", np.ones(3))
-    with pytest.raises(ValueError, match=r"lengths \[3, 4\]"):
-        replace(kernel, warm=np.ones(4))
-    with pytest.raises(ValueError, match="kind 'none'"):
-        replace(kernel, kind="none")
-    step = PlanColumns(
-        points=3, execution=execution_model("efficient"), kernels=(kernel,),
-        launches=(Launch(1, True),), order=(0,),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"kernel 0 .copy. has 3 sizes for 4 points"):
+def test_steps_that_contradict_themselves_are_refused() -> None:
+    step = bare_step(1, [Launch(1, True)], points=3)
+    with pytest.raises(ValueError, match=r"kernel 0 has 3 sizes for 4 points"):
         replace(step, points=4)
     with pytest.raises(ValueError, match="order has 2 kernels, launches have 1"):
         replace(step, order=(0, 0))
     with pytest.raises(ValueError, match=r"at has shape \(4,\)"):
-        replace(step, kernels=(replace(kernel, at=np.zeros(4, dtype=int)),))
+        replace(step, parts=[replace(step.parts[0], at=np.zeros(4, dtype=int))])
 
 
 def test_a_chip_without_the_rate_or_the_link_says_so() -> None:
-    work = WorkColumns("matmul", "fp8", np.array([1e9, 0.0]))
-    kernel = KernelColumns((work,), "mm", 10.0, link=5.0)
-    step = PlanColumns(
-        points=2, execution=execution_model("efficient"), kernels=(kernel,),
-        launches=(Launch(1, True),), order=(0,),
-    )  # fmt: skip
+    work = Works(key=Work("matmul", "fp8"), row=slice(0, 1), flop=np.array([1e9]))
+    step = bare_step(1, [Launch(1, True)])
+    step = replace(step, kernels=replace(step.kernels, works=(work,), link=np.array([5.0])))
     with pytest.raises(MissingPeakError, match=r"no \(matrix, fp8\)"):
-        time_columns(step, rt.load_chip("a100-sxm-80"))
+        time_step(step, rt.load_chip("a100-sxm-80"))
     without = replace(rt.load_chip("h100-sxm"), links=())
     with pytest.raises(MissingPeakError, match="has no link"):
-        time_columns(step, without)
+        time_step(step, without)

@@ -11,7 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.kernels.loads import ACCESS, LONG, misaligned, odd_rows
+from rooftrace.costmodels.kernels.loads import ACCESS, LONG, misaligned
 from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.kernels.utilization import SPLITS, TILES, tile_terms
 from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
@@ -65,7 +65,8 @@ def test_a_product_is_odd_where_rows_of_real_tensors_begin_so(sizes, turn_a, tur
     a, b = (torch.zeros(shape, dtype=dtype) for shape in shapes)
     starts = set().union(*(row_starts(t) for t in (a, b, multiply(a, b))))
     (work,) = works(traced(multiply, *shapes, dtype=dtype))
-    assert odd_rows(work) == (starts != {0})
+    sizes = {"M": work.rows, "N": work.columns, "K": work.inner}
+    assert misaligned(work, sizes) == (starts != {0})
 
 
 def test_a_padded_vocabulary_is_faster_although_it_computes_more() -> None:

@@ -6,12 +6,15 @@ import pytest
 
 from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.execution.executions import ExecutionModel, Utilization
-from rooftrace.costmodels.kernels.engines import compute_seconds, engine_of
+from rooftrace.costmodels.kernels.engines import engine_of
+from rooftrace.costmodels.kernels.seconds import peak_seconds
+from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.timing.queue import HostSeconds, schedule
-from rooftrace.costmodels.timing.timings import Timing, lower_bound, step_times
-from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.costmodels.timing.timings import Timing
+from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
+from tests.costmodels.batch_support import times_of_kernels
 
 pytestmark = pytest.mark.quick
 
@@ -66,7 +69,7 @@ def test_views_after_the_last_kernel_can_be_what_ends_last():
 
 def test_nothing_takes_no_time():
     assert schedule([], [], HostSeconds(1)) == ([], 0)
-    none = step_times([], 0.0, 0.0)
+    none = times_of_kernels([], end=0.0)
     assert (none.t_bound, none.t_serial, none.t_est, none.t_launch) == (0, 0, 0, 0)
     assert set(none.regime_shares.values()) == {0.0}
 
@@ -79,11 +82,10 @@ def test_views_and_calls_of_modules_take_the_host_their_own_time():
 
 def test_a_bound_takes_the_faster_of_both_rates_kernel_by_kernel():
     # By the datasheet 2 x (4 | 2) and (1 | 6); a cache makes the second faster: (1 | 5).
-    kernels = [
-        (2, Timing(4, 2, 0, 1), Timing(5, 3, 0, 1)),
-        (1, Timing(1, 6, 0, 1), Timing(1, 5, 0, 1)),
-    ]
-    assert lower_bound(kernels) == max(2 * 4 + 1, 2 * 2 + 5)
+    fast = [Timing(4, 2, 0, 1), Timing(1, 6, 0, 1)]
+    real = [Timing(5, 3, 0, 1), Timing(1, 5, 0, 1)]
+    step = times_of_kernels(real, end=30.0, fast=fast, times=(2, 1))
+    assert step.t_bound == max(2 * 4 + 1, 2 * 2 + 5)
 
 
 def test_as_many_durations_as_kernels():
@@ -96,8 +98,7 @@ def test_as_many_durations_as_kernels():
 
 def test_totals_of_a_step_on_paper():
     kernels = [Timing(4, 2, 0, 1), Timing(1, 6, 0, 1), Timing(0, 1, 3, 1)]
-    bound = lower_bound((1, kernel, kernel) for kernel in kernels)
-    step = step_times(kernels, t_est=20.0, t_bound=bound)
+    step = times_of_kernels(kernels, end=20.0)
     assert (step.t_comp, step.t_hbm, step.t_net) == (5, 9, 3)
     assert step.t_bound == 9  # of the totals
     assert step.t_serial == (4 + 1) + (6 + 1) + (3 + 1)
@@ -111,7 +112,7 @@ def test_totals_of_a_step_on_paper():
 
 
 def test_an_end_that_rounding_puts_before_the_sum_is_the_sum():
-    step = step_times([Timing(0.1, 0, 0, 0)] * 3, t_est=0.3, t_bound=0.3)
+    step = times_of_kernels([Timing(0.1, 0, 0, 0)] * 3, end=0.3)
     assert step.t_est == step.t_serial and step.t_launch == 0
 
 
@@ -128,7 +129,7 @@ def test_ties_go_to_compute_then_hbm_then_network():
     assert Timing(2, 2, 2, 2).regime == "compute"
     assert Timing(1, 2, 2, 2).regime == "hbm"
     assert Timing(1, 1, 2, 2).regime == "network"
-    tied = step_times([Timing(3, 3, 0, 0), Timing(0, 3, 3, 0)], 6.0, 6.0)
+    tied = times_of_kernels([Timing(3, 3, 0, 0), Timing(0, 3, 3, 0)], end=6.0)
     assert tied.regime_seconds == {"compute": 3, "hbm": 3, "network": 0, "launch": 0}
     assert (tied.regime, tied.next_regime, tied.margin) == ("compute", "hbm", 1)
 
@@ -157,6 +158,12 @@ def test_wide_and_complex_products():
     assert engine(Cost.of(matmul=1, precision="fp64"), OLD) == ("vector", "fp64")
     assert engine(Cost.of(matmul=1, precision="complex64")) == ("vector", "fp32")
     assert engine(Cost.of(vector=1, precision="bf16")) == ("vector", "bf16")
+
+
+def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline: float) -> float:
+    return float(
+        peak_seconds(kernels_of([SizedKernel(cost, "mm")])[0], chip, execution, headline)[0]
+    )
 
 
 def test_seconds_are_work_over_rate():

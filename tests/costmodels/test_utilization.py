@@ -12,7 +12,8 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import ExecutionError, ExecutionModel, Utilization
 from rooftrace.costmodels.kernels import utilization
-from rooftrace.costmodels.kernels.tables import table
+from rooftrace.costmodels.kernels.attention_rows import COLUMNS
+from rooftrace.costmodels.kernels.kerneltables import KernelTable
 from rooftrace.costmodels.kernels.utilization import (
     SPLITS,
     TILES,
@@ -21,6 +22,7 @@ from rooftrace.costmodels.kernels.utilization import (
     tile_efficiency,
     tile_shares,
 )
+from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.hardware.chipfile import load_chip
 
@@ -132,8 +134,11 @@ def test_no_product_takes_less_for_more(
     alike = [np.broadcast_to(number, grown.shape) for number in (products, 2, 2, 1)]
     product = (rows, columns, inner, *alike)
     zero, one = np.zeros_like(grown), np.ones_like(grown)
-    data = (one, a + b + c, a * warm, zero, zero, zero, flop, one * rate, *product, zero, zero)
-    kernels = table(chip, ["mm"] * len(grown), zip(*data, strict=True))
+    data = dict(zip(utilization.SIZES, product, strict=True))
+    data |= {"bytes": a + b + c, "warm": a * warm, "flop": flop, "rate": one * rate}
+    data |= dict.fromkeys(("moved", "vector", "matrix", "unit", "odd"), zero)
+    data |= {f"attention {name}": zero for name in COLUMNS}
+    kernels = KernelTable(chip, np.full(len(grown), CLASSES.index("mm")), data)
     device = kernels.seconds(Knobs.typical(chip, compiled=False), False).device
     engine = matrix_engine(chip, rate)
     assert engine is not None

@@ -15,8 +15,7 @@ from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.reporting.pages import files
 from rooftrace.reporting.pages.files import FigureError, ReportFolderError, check_folder
 from rooftrace.reporting.pages.report import Report, build_report
-from rooftrace.reporting.sections.report_keys import TIMES
-from rooftrace.reporting.sections.shapes import Object
+from rooftrace.reporting.sections.step_json import Times
 from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder
@@ -143,7 +142,7 @@ def test_a_margin_over_nothing_is_null():
     step = made_report("tiny", phases=("forward",), executions=("efficient",))
     assert step.to_dict()["phases"]["forward"]["efficient"]["regime_margin"] > 1
     idle = estimate(made_plan("forward", []), "h200-sxm")
-    assert Object("", TIMES).plain(idle)["regime_margin"] is None
+    assert Times(idle).to_dict()["regime_margin"] is None
 
 
 def test_coverage_sums_the_phases_of_the_main_execution(document, report):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from rooftrace.costmodels.timing.timings import step_times
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.text.results import as_text, renderable
 from rooftrace.reporting.view import words
+from tests.costmodels.batch_support import times_of_kernels
 from tests.reporting.report_support import ROPE, made_report
 
 
@@ -143,7 +143,7 @@ def test_percent(share, text):
 def test_regime_words_leave_out_a_next_one_that_takes_nothing():
     times = made_report("tiny", phases=("forward",)).estimate("forward").times
     assert words.regime_words(times).startswith("launch")
-    assert words.regime_words(step_times([], 1.0, 1.0)) == "launch 100%"
+    assert words.regime_words(times_of_kernels([], end=1.0)) == "launch 100%"
 
 
 @pytest.mark.parametrize(

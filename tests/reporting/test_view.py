@@ -2,17 +2,20 @@
 
 import html
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
 
 import rooftrace as rt
+from rooftrace._plain import Plain
 from rooftrace.costmodels.registry.lookup import own_rules
 from rooftrace.reporting.sections.checking import SectionError
 from rooftrace.reporting.sections.report_json import report_schema
 from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.sections.shapes import Key, Many, Object, schema_of
+from rooftrace.reporting.sections.schema import schema_of
 from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.reporting.view import as_page, model as view, units
@@ -218,27 +221,43 @@ def test_places_order_a_screen_and_a_group_heads_its_rows() -> None:
     assert as_page(shown).startswith("last\n\n|")
 
 
-# -- shapes of documents ---------------------------------------------------------------------------
+# -- the schema of a record ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part(Plain):
+    of: Mapping[str, int]
+    word: Literal["a", "b"] = "a"
+
+
+@dataclass(frozen=True)
+class Made(Plain):
+    t: float  # s of all kernels
+    n: tuple[int, ...] | None
+    part: Part
+    x: str = ""
+
+    KEYS = "t n count x? **part"
+
+    @property
+    def count(self) -> Annotated[int, ("minimum", 1)]:
+        """How many.  There is one at least."""
+        return 1
 
 
 def test_a_key_that_is_written_is_a_key_that_the_schema_knows() -> None:
-    shape = Object(
-        "",
-        (
-            Key("t", units.SECOND, "s"),
-            Key("n", Many(units.COUNT), null=True),
-            Key("x", units.TEXT, optional=True),
-        ),
-    )
-    schema = schema_of(shape, {"title": "a test"})
-    for value in ({"t": 1.5, "n": (1, 2)}, {"t": 0.0, "n": None, "x": "y"}):
-        document = json.loads(json.dumps(shape.plain(value)))
+    schema = schema_of(Made, {"title": "a test"})
+    assert schema["properties"]["t"]["description"] == "s of all kernels"
+    assert schema["properties"]["count"]["description"] == "How many"
+    right: dict[str, Any] = {"t": 1.5, "n": [1, 2], "count": 1, "of": {"y": 1}, "word": "b"}
+    for made in (Made(1.5, (1, 2), Part({"y": 1}, "b")), Made(0.0, None, Part({}), "x")):
+        document = json.loads(json.dumps(made.to_dict()))
         jsonschema.validate(document, schema)
-        assert ("x" in document) == ("x" in value)
-    for wrong in ({"t": -1.0, "n": []}, {"n": []}, {"t": 1.0, "n": [], "surprise": 1}):
+        assert ("x" in document) == bool(made.x)
+    jsonschema.validate(right, schema)
+    for wrong in ({"t": -1.0}, {"count": 0}, {"n": ["a"]}, {"surprise": 1}, {"word": "c"}):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
-
-
-def test_what_is_not_finite_is_null() -> None:
-    assert units.plain({"a": (float("inf"), 1.0), 2: float("nan")}) == {"a": [None, 1.0], "2": None}
+            jsonschema.validate({**right, **wrong}, schema)
+    for key in right:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({k: v for k, v in right.items() if k != key}, schema)

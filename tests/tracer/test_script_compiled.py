@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.batchtiming import stack, time_columns
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.scripting import ScriptCost
@@ -210,5 +209,3 @@ def test_each_kernel_of_a_mixed_step_reaches_the_shares_of_its_own_part(tmp_path
     assert {row.timing.t_device for row in eager.rows} == {mixed.rows[0].timing.t_device}
     assert {row.timing.t_device for row in compiled.rows} == {mixed.rows[1].timing.t_device}
     assert 2 * mixed.times.t_serial == pytest.approx(eager.times.t_serial + compiled.times.t_serial)
-    at_once = time_columns(stack([mixed.plan]), mixed.chip)
-    assert at_once.t_est[0] == pytest.approx(mixed.t_est)

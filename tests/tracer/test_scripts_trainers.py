@@ -10,7 +10,6 @@ import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
-from rooftrace.tracer.patches import Scope
 from rooftrace.tracer.scripts.presenting import Shapes
 from tests.tracer.script_oracle import held, matrix_flops, training
 
@@ -294,13 +293,6 @@ def test_words_of_deepspeed_are_read_without_it(
     monkeypatch.syspath_prepend(tmp_path)
     cost = run(tmp_path, LOANED, "deepspeed", "--num_gpus", "2")
     assert cost.script.world == 2
-
-
-def test_a_scope_that_is_entered_inside_of_itself_ends() -> None:
-    outer = Scope(spans=True)
-    with outer.entered(), Scope().entered(), outer.entered():
-        assert outer.around is None
-        assert outer.replacement((0, "nothing"), "as it was") == "as it was"
 
 
 PIPELINE = """

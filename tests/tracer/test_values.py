@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.tracer.values import distinct
 from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
-from rooftrace.tracer.values.choices import drawn
+from rooftrace.tracer.values.choices import uniform
 from tests.releases import with_implementations
 
 
@@ -413,7 +413,7 @@ def test_routing_by_lot_is_on_record(name: str, model: Callable[..., Any]) -> No
     ("rows", "k", "classes"), [(1, 2, 8), (4, 2, 16), (8, 8, 256), (64, 8, 256), (3, 1, 4)]
 )
 def test_choices_by_lot_hit_as_many_classes_as_chance_does(rows: int, k: int, classes: int) -> None:
-    chosen = drawn((rows, k), classes, -1)
+    chosen = uniform((rows, k), classes, -1)
     assert all(len(set(row)) == k for row in chosen.tolist()), "distinct in each row"
     lots = random.Random(0)
     tries = [
@@ -421,7 +421,7 @@ def test_choices_by_lot_hit_as_many_classes_as_chance_does(rows: int, k: int, cl
     ]
     mean = sum(tries) / len(tries)
     assert abs(chosen.unique().numel() - mean) <= 0.6
-    assert torch.equal(chosen, drawn((rows, k), classes, -1)), "the same every time"
+    assert torch.equal(chosen, uniform((rows, k), classes, -1)), "the same every time"
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_choices_by_lot_hit_as_many_classes_as_chance_does(rows: int, k: int, cl
 def test_choices_by_lot_have_the_shape_that_is_asked_for(
     shape: tuple[int, ...], dimension: int | None
 ) -> None:
-    chosen = drawn(shape, 7, dimension)
+    chosen = uniform(shape, 7, dimension)
     assert tuple(chosen.shape) == shape
     assert int(chosen.min()) >= 0 and int(chosen.max()) < 7
     if dimension is not None:

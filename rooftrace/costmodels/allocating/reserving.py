@@ -31,6 +31,8 @@ class Reserved(Plain):
     workspaces: Mapping[str, int] = field(default_factory=dict)  # the most at once, by kind
     context: int = 0  # outside of the allocator: the CUDA context and its kernels
 
+    KEYS = "allocated allocated_least reserved reserved_expandable workspaces tensors context"
+
     def __repr__(self) -> str:
         return short(
             self,

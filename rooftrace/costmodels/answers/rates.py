@@ -11,7 +11,8 @@ from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.studies import Study, Variant
 from rooftrace.costmodels.sweeping import SweepCase
-from rooftrace.costmodels.timing import StepTimes, time_plan
+from rooftrace.costmodels.timing.steptimes import time_plan
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 

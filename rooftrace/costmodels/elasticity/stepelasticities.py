@@ -23,7 +23,7 @@ from rooftrace.costmodels.planforms import Conditions, PlanForm
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.studies import Study, UnknownNumberError, Variant
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.costmodels.timing import time_plan
+from rooftrace.costmodels.timing.steptimes import time_plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError

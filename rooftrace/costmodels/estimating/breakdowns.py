@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimating.rows import Row
-from rooftrace.costmodels.timing import StepTimes
+from rooftrace.costmodels.timing import timings
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.hardware.units import format_flops, format_time, format_traffic
 from rooftrace.tracer.paths import pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BreakdownRow(Mapping[str, Any]):
+class BreakdownRow(Plain, Mapping[str, Any]):
     """The sums of some kernels.  Fields can also be read by name: row["t_device"] is row.t_device.
 
     Kernels of several modules count in equal parts.
@@ -30,9 +32,11 @@ class BreakdownRow(Mapping[str, Any]):
     t_hbm: float = 0.0  # s of HBM
     t_net: float = 0.0  # s of links
     t_device: float = 0.0  # s of the kernels, one after another
-    regime: str = "launch"  # what limits most of these seconds
+    regime: Annotated[str, ("enum", timings.REGIMES)] = "launch"  # of most of them
     share: float = 0.0  # t_device over t_serial of the step
     instances: int | None = None  # modules of a starred path (`by_pattern` alone)
+
+    KEYS = "calls flops flops_recompute bytes t_comp t_hbm t_net t_device regime share instances?"
 
     @property
     def name(self) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rooftrace.costmodels.timing import Communication, StepTimes
+from rooftrace._plain import Positive
+from rooftrace.costmodels.timing.exchanges import Communication
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.tracer.collectives import replicas_of
 from rooftrace.tracer.graph import OpGraph
 
@@ -17,9 +19,9 @@ class Exchanged:
 
     axis: str  # of the mesh; the name of the group where no mesh is known
     kind: str  # all_gather, all_reduce ...
-    ranks: int  # processes of a group
+    ranks: Positive  # processes of a group
     level: str  # the outermost level of links that they use
-    calls: int
+    calls: Positive
     bytes: int  # of all buffers, as nccl-tests counts them
     bytes_sent: float  # by one process over its links
     seconds: float

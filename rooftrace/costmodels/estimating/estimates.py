@@ -23,7 +23,8 @@ from rooftrace.costmodels.intervals.residuals import LEVEL
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Coverage, Plan, Unsupported, plan
-from rooftrace.costmodels.timing import Communication, StepTimes, time_plan
+from rooftrace.costmodels.timing.exchanges import Communication
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.units import format_flops, format_time, format_traffic
@@ -300,6 +301,8 @@ def estimate(
     ExecutionError, and MissingPeakError where the chip has no rate for a precision that the step
     computes in.
     """
+    from rooftrace.costmodels.timing.steptimes import time_plan  # loads numpy
+
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     if system is not None:
         chip = load_system(system).joined_chip

@@ -10,7 +10,7 @@ from rooftrace.costmodels.intervals.residuals import LEVEL
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.timing import StepTimes
+from rooftrace.costmodels.timing.timings import StepTimes
 
 
 def interval_of(

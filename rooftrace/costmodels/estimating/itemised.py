@@ -6,7 +6,7 @@ from rooftrace.costmodels.estimating.rows import Row
 from rooftrace.costmodels.itemising import Census, NodeTable, census, node_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.timing import StepTimes
+from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.hardware import Chip
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.batchtiming import PlanColumns, time_columns
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining.quantities import (
     Quantity,
@@ -22,6 +21,8 @@ from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planforms.planform import counted
 from rooftrace.costmodels.sweeping import Form
+from rooftrace.costmodels.timing.steps import StepAmounts
+from rooftrace.costmodels.timing.steptimes import time_step
 from rooftrace.hardware import Chip
 
 
@@ -168,17 +169,17 @@ def _bytes(plan: PlanForm, place: SizedPlace) -> Iterator[Quantity]:
 def peak_times(plan: PlanForm, place: SizedPlace, chip: Chip) -> tuple[float, float]:
     """Seconds of all FLOPs, and of all bytes, at the datasheet's rates."""
     points = Points({n: [v] for n, v in zip(place.names, place.values, strict=True)})
-    columns = plan.columns(points)
-    timed = time_columns(at_peaks(columns), chip)
+    step = plan.step(points)
+    timed = time_step(at_peaks(step), chip)
     return float(timed.t_comp[0]), float(timed.t_hbm[0])
 
 
-def at_peaks(columns: PlanColumns) -> PlanColumns:
+def at_peaks(step: StepAmounts) -> StepAmounts:
     """The kernels of a plan with every engine at its whole rate, as datasheets have it."""
-    execution = columns.execution
+    execution = step.execution
     full = replace(execution.utilization, b_sat=None, eta_scalar=None, tiles=False)
     whole = replace(execution, knobs=None, utilization=full)
-    return replace(columns, execution=whole)
+    return replace(step, execution=whole)
 
 
 def critical_of(
@@ -199,14 +200,14 @@ def critical_of(
     names: list[str] = []
     totals = {"flops": np.zeros(len(values)), "bytes": np.zeros(len(values))}
     for plan, places in form.plans(points, conditions):
-        columns = plan.columns(points.where(places), plan.cache_of(chip))
+        step = plan.step(points.where(places), plan.cache_of(chip))
         totals["flops"][places] = plan.flops(points.where(places))
         totals["bytes"][places] = plan.bytes(points.where(places))
-        timed = time_columns(columns, chip)
+        timed = time_step(step, chip)
         names = list(timed.regime_seconds)
         largest[places] = np.stack(list(timed.regime_seconds.values())).argmax(axis=0)
         expected[places] = largest[places] == names.index("compute")
-        fast = time_columns(at_peaks(columns), chip)
+        fast = time_step(at_peaks(step), chip)
         peaks[places] = fast.t_comp >= fast.t_hbm
     first = int(expected.argmax()) if expected.any() else None
     return Critical(

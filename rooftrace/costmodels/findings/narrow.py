@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rooftrace._plain import Positive
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
@@ -20,7 +21,7 @@ class Island:
 
     precision: str
     where: str
-    tensors: int
+    tensors: Positive
     bytes: int
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from rooftrace._plain import Positive
 from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate, Row, estimate
 from rooftrace.costmodels.execution import ExecutionModel
@@ -45,8 +46,8 @@ class Saving:
     ops: tuple[str, ...]
     module: str
     part: str
-    count: int
-    launches: int
+    count: Positive
+    launches: Positive
     bytes: int
     seconds: float
     share: float

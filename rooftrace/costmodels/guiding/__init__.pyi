@@ -1,5 +1,4 @@
 from rooftrace.costmodels.guiding.records import (
-    LEVERS as LEVERS,
     Guidance as Guidance,
     WhatIf as WhatIf,
 )

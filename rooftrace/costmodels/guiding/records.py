@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.studies import Compared
-from rooftrace.costmodels.timing.timings import ranked
+from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.hardware.units import (
     format_flops,
     format_share,
@@ -37,17 +38,21 @@ compiler makes; the last is several of these at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf(Compared):
+class WhatIf(Plain, Compared):
     """A step with one thing changed, beside the step without the change; both are estimates."""
 
-    lever: str  # one of LEVERS
+    lever: Annotated[str, ("enum", LEVERS)]  # what is changed
     action: str  # what to do, a sentence
     option: str  # what asks rooftrace for the same; empty where nothing does
     needs: str  # what it assumes or costs
     at_most: bool = False  # whether the gain is an upper bound
 
+    KEYS = (
+        "lever action option t_before t_after gain share at_most acts_on needs rests_on peak fits"
+    )
+
     @cached_property
-    def acts_on(self) -> str:
+    def acts_on(self) -> Annotated[str, ("enum", REGIMES)]:
         """The regime that loses most seconds: compute, hbm, network or launch."""
         return ranked(self.regime_seconds)[0]
 
@@ -85,7 +90,7 @@ class WhatIf(Compared):
 
 
 @dataclass(frozen=True)
-class Guidance:
+class Guidance(Plain):
     """What would help a step, most seconds first.  Each gain is that of the change alone.
 
     together: those that go together, priced as one change; None for fewer than two.  Gains do not
@@ -96,13 +101,15 @@ class Guidance:
     options: tuple[WhatIf, ...]
     together: WhatIf | None = None
 
+    KEYS = "execution=step.execution.name what_ifs=options together?"
+
     def to_frame(self) -> pandas.DataFrame:
         """One row per what-if, in order, the last one for all together; seconds and bytes."""
         import pandas
 
         every = (*self.options, *([self.together] if self.together else []))
         return pandas.DataFrame.from_records(
-            [record_of(what_if) for what_if in every], columns=KEYS
+            [what_if.to_dict() for what_if in every], columns=WhatIf.KEYS.split()
         )
 
     def __repr__(self) -> str:
@@ -119,26 +126,3 @@ class Guidance:
         if self.together is not None:
             lines.append(str(self.together))
         return "\n".join(lines) or "nothing that is modelled would save 1 % of the step"
-
-
-KEYS = (
-    "lever",
-    "action",
-    "option",
-    "t_before",
-    "t_after",
-    "gain",
-    "share",
-    "at_most",
-    "acts_on",
-    "needs",
-    "rests_on",
-    "peak",
-    "fits",
-)
-"""The columns of `Guidance.to_frame`, which are keys of report.json too."""
-
-
-def record_of(what_if: WhatIf) -> dict[str, Any]:
-    """A what-if by KEYS."""
-    return {key: getattr(what_if, key) for key in KEYS}

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost, Work
 from rooftrace.costmodels.estimating import Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.itemising.alignment import BYTES, Aligned, aligned, with_shape
 from rooftrace.costmodels.itemising.products import Census, Product
-from rooftrace.costmodels.kernels import engines, tables
+from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.registry import find_rule
@@ -25,6 +25,9 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op
 from rooftrace.tracer.paths import pattern_of
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.kernels import tables
 
 ATTENTION = "attention"
 """The kind of ops whose products are inside of one kernel."""
@@ -76,6 +79,8 @@ def census(
     headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  align: bytes; sizes are
     odd whose rows in memory are no whole number of them.  Raises ValueError for less than 1 byte.
     """
+    from rooftrace.costmodels.kernels.tables import tiled_kernels  # loads numpy
+
     if align < 1:
         raise ValueError(f"align={align}: expected bytes, 1 or more; usual are 16 and 128")
     calls = [call for row in rows for call in _calls_of(planned, chip, row)]
@@ -88,7 +93,7 @@ def census(
     own = list(dict.fromkeys(call.row.index for call in products))
     wanted = [(group, planned.costs[group]) for group in own]
     wanted += [(call.row.index, cost) for call, cost, _ in lengthened]
-    kernels = tables.tiled_kernels(planned, chip, knobs, headline, wanted)
+    kernels = tiled_kernels(planned, chip, knobs, headline, wanted)
     now = dict(zip(own, kernels, strict=False))
     more = {
         id(call): (flop, kernel.seconds - now[call.row.index].seconds)

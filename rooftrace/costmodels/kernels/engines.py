@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rooftrace.costmodels.costs import Cost, Work
+from rooftrace.costmodels.costs import Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.utilization import LEAST, matrix_engine, tile_efficiency
+from rooftrace.costmodels.kernels.utilization import LEAST
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
@@ -62,32 +62,6 @@ def precision_on(chip: Chip, name: str) -> str:
     return known.computes if chip.has_peak("matrix", known.computes) else known.element
 
 
-def compute_seconds(
-    cost: Cost, chip: Chip, execution: ExecutionModel, headline: float, *, tiled: bool = True
-) -> float:
-    """Seconds of the work of one group.
-
-    tiled: False: as if every tile and every wave of its products were full.
-
-    Matrix and vector work of one kernel are added: engines are not assumed to overlap inside it.
-    Raises MissingPeakError where the chip lacks a rate.
-    """
-    seconds = 0.0
-    utilization = execution.utilization
-    for work, flop in cost.computed().items():
-        if work.operation == "vector":
-            scalar = utilization.eta_scalar
-            rate = chip.peak("vector", work.precision) if scalar is None else scalar * headline
-        else:
-            tiles = utilization.tiles
-            engine = (product_engine if tiles else engine_of)(work, chip, execution)
-            rate = chip.peak(*engine) * utilization.eta(work.rows)
-            if tiles and tiled:
-                rate *= _tile_share(work, flop, chip, rate, engine[0] == "matrix")
-        seconds += flop / rate
-    return seconds
-
-
 def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
     """The (engine, precision) of a product; `engine_of` says it for all but small ones on GPUs.
 
@@ -116,15 +90,6 @@ def stored_widths(work: Work) -> tuple[float, float]:
     """Bytes of an element of A and of B of a product, as they are stored."""
     computed = float(precision(work.precision).bits / 8)
     return work.widths or (computed, computed)
-
-
-def _tile_share(work: Work, flop: int, chip: Chip, rate: float, whole: bool) -> float:
-    """Share of the rate that whole tiles in whole waves leave to these products; 1 if not known."""
-    engine, shape = matrix_engine(chip, rate), work.shape
-    if engine is None or shape is None or 0 in shape:
-        return 1.0
-    products = max(1, round(flop / (2 * math.prod(shape))))
-    return tile_efficiency(*shape, products, stored_widths(work), engine, whole)
 
 
 def link_bandwidth(moved: float, chip: Chip) -> float:

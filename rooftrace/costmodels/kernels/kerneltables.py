@@ -5,12 +5,14 @@ The formulas work on arrays, since a fit evaluates thousands of kernels hundreds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.kernels.attention_rows import attention_seconds_of
 from rooftrace.costmodels.kernels.attention_time import attention_engine
 from rooftrace.costmodels.kernels.utilization import (
+    SIZES,
+    TILED,
     TileTerms,
     matrix_engine,
     p_norm,
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
+    Places = np.ndarray[Any, np.dtype[np.int64]]
+    Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,26 @@ class KernelSeconds:
 
     choice: the tile and split of each row's product (see `TileChoice.at`), -1 where it has none or
     is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
-    once.  Both None where they were not worked out.
+    once.
     """
 
     compute: Array
     memory: Array
     device: Array
-    choice: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    untiled: Array | None = None
+    choice: np.ndarray[Any, np.dtype[np.int64]]
+    untiled: Array
+
+    def where(self, chosen: Flags, others: KernelSeconds) -> KernelSeconds:
+        """These seconds; of chosen rows those of others."""
+        import numpy as np
+
+        pairs = ((getattr(self, f.name), getattr(others, f.name)) for f in fields(self))
+        return KernelSeconds(*(np.where(chosen, theirs, ours) for ours, theirs in pairs))
 
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
-        compute, memory, device = (each / pace for each in (self.compute, self.memory, self.device))
-        untiled = None if self.untiled is None else self.untiled / pace
+        seconds = (self.compute, self.memory, self.device, self.untiled)
+        compute, memory, device, untiled = (each / pace for each in seconds)
         return KernelSeconds(compute, memory, device, self.choice, untiled)
 
 
@@ -83,16 +94,16 @@ class KernelTable:
         """Whether attention is timed by its blocks: the chip's SMs and bf16 rate are known."""
         return attention_engine(self.chip) is not None
 
-    def tiles(self, knobs: Knobs) -> TileTerms | None:
-        """What each tile takes for the rows that have a product; None without `has_tiles`.
+    def tiles(self, knobs: Knobs, rows: Places | None = None) -> TileTerms | None:
+        """What each tile takes for rows that have a product (all of these); None without tiles.
 
         It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
         """
         engine = matrix_engine(self.chip, 1.0)
         if engine is None:
             return None
-        tiled = self.data["flop"] > 0
-        columns = {name: column[tiled] for name, column in self.data.items()}
+        tiled = self.data["flop"] > 0 if rows is None else rows
+        columns = {name: self.data[name][tiled] for name in SIZES}
         return tile_terms(columns, engine.units, knobs.tiling)
 
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
@@ -109,8 +120,7 @@ class KernelTable:
             rows, by_blocks = blocks
             result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
             result.device[rows] = by_blocks.device
-            if result.choice is not None and result.untiled is not None:
-                result.choice[rows], result.untiled[rows] = -1, by_blocks.device
+            result.choice[rows], result.untiled[rows] = -1, by_blocks.device
         return result if knobs.pace == 1 else result.at_pace(knobs.pace)
 
 
@@ -145,21 +155,23 @@ def _shared_seconds(
     choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
         return KernelSeconds(t_compute, t_memory, device, choice, device)
-    terms = terms or table.tiles(knobs)
-    assert terms is not None
-    work = terms.flop / (d["rate"] * reached)[tiled, None] + rest[tiled, None]
-    feed = terms.feed * odd[tiled, None] / (engine.cache * tiling.feed)
-    spill = terms.spill / (bandwidth * knobs.memory) + terms.split * tiling.split
-    moved = np.maximum(t_memory[tiled, None], terms.walk / bandwidth)
-    whole = p_norm(knobs.overlap, work, feed, moved) + spill
-    best = (np.arange(len(tiled)), whole.argmin(axis=1))
-    by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
     untiled, device = device, device.copy()
-    on_matrix = ~aside[tiled]
-    rows = tiled[on_matrix]
-    choice[rows] = best[1][on_matrix]
-    t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
-    device[rows] = whole[best][on_matrix]
+    parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
+    for rows in parts:
+        here = terms or table.tiles(knobs, rows)
+        assert here is not None
+        work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
+        feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
+        spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
+        moved = np.maximum(t_memory[rows, None], here.walk / bandwidth)
+        whole = p_norm(knobs.overlap, work, feed, moved) + spill
+        best = (np.arange(len(rows)), whole.argmin(axis=1))
+        by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
+        on_matrix = ~aside[rows]
+        rows = rows[on_matrix]
+        choice[rows] = best[1][on_matrix]
+        t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
+        device[rows] = whole[best][on_matrix]
     return KernelSeconds(t_compute, t_memory, device, choice, untiled)
 
 

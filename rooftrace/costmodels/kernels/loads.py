@@ -50,11 +50,3 @@ def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
         return float(odd > 0)
     flags: Amount = (odd > 0).astype(float)
     return flags
-
-
-def odd_rows(work: Work) -> bool:
-    """Whether the rows of this work are `misaligned` at its own sizes."""
-    sizes = {"M": work.rows, "N": work.columns, "K": work.inner}
-    if not work.lined or any(sizes[name] is None for name in work.lined):
-        return False
-    return bool(misaligned(work, sizes))

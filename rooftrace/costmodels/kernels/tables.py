@@ -4,48 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rooftrace.costmodels.costs import MATRIX, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.attention_rows import (
-    NO_ATTENTION,
-    attention_row,
-    column_data,
-)
-from rooftrace.costmodels.kernels.engines import (
-    compute_seconds,
-    product_engine,
-    reached,
-    stored_widths,
-)
+from rooftrace.costmodels.kernels.engines import product_engine, stored_widths
 from rooftrace.costmodels.kernels.kerneltables import (
     KernelSeconds,
     KernelTable as KernelTable,
 )
-from rooftrace.costmodels.kernels.loads import odd_rows, unit_of
 from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.reuse import warm_bytes
+from rooftrace.costmodels.kernels.seconds import (
+    peak_seconds as peak_seconds,
+    table_of,
+)
 from rooftrace.costmodels.kernels.utilization import (
     SIZES,
     MatrixEngine,
     TileChoice,
     matrix_engine,
 )
+from rooftrace.costmodels.kernels.works import KernelAmounts, SizedKernel, kernels_of
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.costmodels.knobs.classes import LAST
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from rooftrace._amounts import Array
     from rooftrace.costmodels.planning import Plan
-
-    Array = np.ndarray[Any, np.dtype[np.float64]]
-
-_COLUMNS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", "rows",
-            "columns", "inner", "products", "width_a", "width_b", "whole", "unit",
-            "odd")  # fmt: skip
 
 
 def kernel_table(
@@ -56,24 +45,26 @@ def kernel_table(
     reuse: whether to work out what the last cache still holds, where its size is known.  cold:
     whether the cache is empty when the step begins.
     """
-    known: dict[Any, int] = {}
-    rows: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = []
-    counts: list[int] = []
-    place: list[int] = []
+    kernels, place = plan_kernels(planned, chip, reuse, cold)
+    rows = table_of(kernels, chip, planned.execution)
+    counts = [0.0] * len(rows)
+    for group, row in zip(planned.groups, place, strict=True):
+        counts[row] += group.times
+    return KernelTable(chip, rows.kind, {**rows.data, "count": np.array(counts)}), place
+
+
+def plan_kernels(
+    planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
+) -> tuple[KernelAmounts, list[int]]:
+    """The amounts of a plan's kernels, equal ones in one row, and the row of each group.
+
+    chip: whose last cache holds bytes; None: there is none.  For reuse and cold see `kernel_table`.
+    """
     bytes_of = kernel_bytes(planned, chip, reuse, cold)
-    for group, cost, (kind, held, moved) in zip(
-        planned.groups, planned.costs, bytes_of, strict=True
-    ):
-        attention = attention_row(cost, chip, planned.execution)
-        row = (kind, kernel_row(cost, held, moved, chip, planned.execution), attention)
-        index = known.setdefault(row, len(rows))
-        if index == len(rows):
-            rows.append(row)
-            counts.append(0)
-        counts[index] += group.times
-        place.append(index)
-    numbers = [(float(n), *row) for n, (_, row, _) in zip(counts, rows, strict=True)]
-    return table(chip, [kind for kind, _, _ in rows], numbers, [a for _, _, a in rows]), place
+    return kernels_of(
+        SizedKernel(cost, *held, eager=number in planned.eager)
+        for number, (cost, held) in enumerate(zip(planned.costs, bytes_of, strict=True))
+    )
 
 
 def kernel_bytes(
@@ -102,79 +93,19 @@ def kernel_bytes(
         yield kind, warm[number], moved
 
 
-def seconds_by_part(
-    planned: Plan, chip: Chip, knobs: Knobs, rows: KernelTable
-) -> tuple[KernelSeconds, KernelSeconds]:
-    """Seconds of rows of a plan as those of compiled kernels, or of all, and as those of eager
-    ones, where it has both."""
-    seconds = rows.seconds(knobs, planned.copies_layouts)
-    outside = planned.execution.outside.knobs_on(chip)
-    if not planned.eager or outside is None:
-        return seconds, seconds
-    return seconds, rows.seconds(outside, layouts=True)
+def seconds_by_knobs(
+    kernels: KernelAmounts, chip: Chip, knobs: Knobs, execution: ExecutionModel, layouts: bool
+) -> KernelSeconds:
+    """Seconds of kernels by knobs; of those outside of what is compiled by their own.
 
-
-def table(
-    chip: Chip,
-    kinds: Sequence[str],
-    rows: Iterable[Sequence[float]],
-    attention: Sequence[tuple[float, ...]] | None = None,
-) -> KernelTable:
-    """A table of rows whose numbers stand in the order count, bytes, warm, moved, vector, matrix,
-    flop, rate, rows, columns, inner, products, width_a, width_b, whole, unit, odd; and those of
-    `attention_rows`, if given."""
-    import numpy as np
-
-    columns = np.array(list(rows), dtype=float).reshape(len(kinds), len(_COLUMNS)).T
-    data = dict(zip(_COLUMNS, columns, strict=True))
-    data |= column_data([NO_ATTENTION] * len(kinds) if attention is None else attention)
-    return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
-
-
-def kernel_row(
-    cost: Cost, warm: float, moved: int, chip: Chip, execution: ExecutionModel
-) -> tuple[float, ...]:
-    """The numbers of a row of `table` that follow its count."""
-    vector = matrix = 0.0
-    for work, flop in cost.computed().items():
-        if work.operation in MATRIX and _has_shape(work):
-            continue
-        rate = chip.peak(*product_engine(work, chip, execution))
-        if work.operation in MATRIX:
-            matrix += flop / rate
-        else:
-            vector += flop / min(rate, reached(work.rows, work.inner, chip))
-    products = plain_products(cost, chip, execution)
-    if not products:
-        odd = any(odd_rows(work) for work in cost.work if work.operation == "vector")
-        return (cost.bytes(), warm, moved, vector, matrix, 0, 1, *[0] * 8, odd)
-    work, flop, rate, whole = products[-1]
-    assert work.shape is not None
-    rows, columns, inner = work.shape
-    matrix += sum(flop / rate for _, flop, rate, _ in products[:-1])
-    count = max(1, round(flop / (2 * rows * columns * inner)))
-    unit = unit_of(*product_engine(work, chip, execution))
-    sizes = (rows, columns, inner, count, *stored_widths(work), whole, unit, odd_rows(work))
-    return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *sizes)
-
-
-def plain_products(
-    cost: Cost, chip: Chip, execution: ExecutionModel
-) -> list[tuple[Work, int, float, bool]]:
-    """The products of known sizes of a kernel, the longest last: only that one is timed by tiles.
-
-    Each with its FLOP, the FLOP/s of its engine, and whether tiles are computed whole there.
+    layouts: whether convolutions copy their activations into another layout.
     """
-    products = []
-    for work, flop in cost.computed().items():
-        if work.operation in MATRIX and _has_shape(work):
-            engine, precision = product_engine(work, chip, execution)
-            products.append((work, flop, chip.peak(engine, precision), engine == "matrix"))
-    return sorted(products, key=lambda product: product[1] / product[2])
-
-
-def _has_shape(work: Work) -> bool:
-    return work.shape is not None and 0 not in work.shape
+    table = table_of(kernels, chip, execution)
+    seconds = table.seconds(knobs, layouts)
+    outside = execution.outside.knobs_on(chip)
+    if outside is None or not kernels.eager.any():
+        return seconds
+    return seconds.where(kernels.eager, table.seconds(outside, layouts=True))
 
 
 # -- single kernels, as they are or with other sizes, and how their products are tiled -------------
@@ -214,57 +145,67 @@ def tiled_kernels(
     plan, each with the cost of one kernel, which may differ from its own.
     """
     wanted = list(wanted)
-    if knobs is None:
-        return [_at_peaks(planned, cost, chip, headline) for _, cost in wanted]
-    return _by_knobs(planned, chip, knobs, wanted)
-
-
-def _at_peaks(planned: Plan, cost: Cost, chip: Chip, headline: float) -> TiledKernel:
-    memory = cost.bytes() / chip.memory_bandwidth.value
-    execution = planned.execution
-    seconds, untiled = (
-        max(memory, compute_seconds(cost, chip, execution, headline, tiled=tiled))
-        for tiled in (True, False)
+    if not wanted:
+        return []
+    execution, reuse = planned.execution, knobs is not None and knobs.cache != 1
+    held = list(kernel_bytes(planned, chip, reuse))
+    kernels, place = kernels_of(
+        SizedKernel(cost, *held[group], eager=group in planned.eager) for group, cost in wanted
     )
+    if knobs is not None:
+        seconds = seconds_by_knobs(kernels, chip, knobs, execution, planned.copies_layouts)
+        assert seconds.untiled is not None
+        both, choice = (seconds.device, seconds.untiled), seconds.choice
+    else:
+        memory, choice = kernels.bytes / chip.memory_bandwidth.value, None
+        work = [peak_seconds(kernels, chip, execution, headline, tiled=t) for t in (True, False)]
+        both = np.maximum(memory, work[0]), np.maximum(memory, work[1])
+    return [
+        TiledKernel(
+            float(both[0][row]),
+            float(both[1][row]),
+            _uses_at_peaks(cost, chip, execution)
+            if choice is None
+            else _uses_by_knobs(cost, chip, execution, int(choice[row])),
+        )
+        for row, (_, cost) in zip(place, wanted, strict=True)
+    ]
+
+
+def _uses_at_peaks(cost: Cost, chip: Chip, execution: ExecutionModel) -> Mapping[Work, TileUse]:
     uses = {}
     for work, flop, rate, whole in plain_products(cost, chip, execution):
         engine = matrix_engine(chip, rate * execution.utilization.eta(work.rows))
         if engine is not None and execution.utilization.tiles:
             numbers = (*_shape(work), _count(work, flop), *stored_widths(work), whole)
-            uses[work] = _use(
-                TileChoice.fastest(_arrays(numbers), engine), work, flop, whole, engine
-            )
-    return TiledKernel(seconds, untiled, uses)
+            fastest = TileChoice.fastest(_arrays(numbers), engine)
+            uses[work] = _use(fastest, work, flop, whole, engine)
+    return uses
 
 
-def _by_knobs(
-    planned: Plan, chip: Chip, knobs: Knobs, wanted: Sequence[tuple[int, Cost]]
-) -> list[TiledKernel]:
-    if not wanted:
-        return []
-    execution = planned.execution
-    known = list(kernel_bytes(planned, chip, reuse=knobs.cache != 1))
-    places: dict[tuple[str, tuple[float, ...], tuple[float, ...]], int] = {}  # equal ones once
-    place = []
-    for group, cost in wanted:
-        kind, held, moved = known[group]
-        numbers = (1.0, *kernel_row(cost, held, moved, chip, execution))
-        row = (kind, numbers, attention_row(cost, chip, execution))
-        place.append(places.setdefault(row, len(places)))
-    kinds, rows, attention = zip(*places, strict=True)
-    parts = seconds_by_part(planned, chip, knobs, table(chip, kinds, rows, attention))
+def _uses_by_knobs(
+    cost: Cost, chip: Chip, execution: ExecutionModel, choice: int
+) -> Mapping[Work, TileUse]:
     engine = matrix_engine(chip, 1.0)
-    kernels = []
-    for number, (group, cost) in zip(place, wanted, strict=True):
-        seconds = parts[group in planned.eager]
-        assert seconds.choice is not None and seconds.untiled is not None
-        choice, uses = int(seconds.choice[number]), {}
-        if choice >= 0 and engine is not None:
-            work, flop, _, whole = plain_products(cost, chip, execution)[-1]
-            uses[work] = _use(TileChoice.at(choice), work, flop, whole, engine)
-        device, untiled = float(seconds.device[number]), float(seconds.untiled[number])
-        kernels.append(TiledKernel(device, untiled, uses))
-    return kernels
+    if choice < 0 or engine is None:
+        return {}
+    work, flop, _, whole = plain_products(cost, chip, execution)[-1]
+    return {work: _use(TileChoice.at(choice), work, flop, whole, engine)}
+
+
+def plain_products(
+    cost: Cost, chip: Chip, execution: ExecutionModel
+) -> list[tuple[Work, int, float, bool]]:
+    """The products of known sizes of a kernel, the longest last: only that one is timed by tiles.
+
+    Each with its FLOP, the FLOP/s of its engine, and whether tiles are computed whole there.
+    """
+    products = []
+    for work, flop in cost.computed().items():
+        if work.operation in MATRIX and work.shape is not None and 0 not in work.shape:
+            engine, precision = product_engine(work, chip, execution)
+            products.append((work, flop, chip.peak(engine, precision), engine == "matrix"))
+    return sorted(products, key=lambda product: product[1] / product[2])
 
 
 def _use(choice: TileChoice, work: Work, flop: int, whole: bool, engine: MatrixEngine) -> TileUse:
@@ -284,6 +225,4 @@ def _count(work: Work, flop: int) -> int:
 
 
 def _arrays(numbers: Sequence[float]) -> dict[str, Array]:
-    import numpy as np
-
     return {name: np.array([float(n)]) for name, n in zip(SIZES, numbers, strict=True)}

@@ -68,6 +68,8 @@ def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
 
 
 IDEAL = Tiling()
+TILED = 1024
+"""Products, or attention kernels, that are timed at once, each in all tiles or splits."""
 SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
 """What `tile_terms` asks of products."""
 
@@ -175,7 +177,9 @@ def tile_shares(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Ar
     """
     import numpy as np
 
-    seconds = _tile_seconds(sizes, rate, on).min(axis=1)
+    cuts = [slice(at, at + TILED) for at in range(0, len(rate), TILED)]
+    parts = [({name: sizes[name][cut] for name in SIZES}, rate[cut]) for cut in cuts]
+    seconds = np.concatenate([_tile_seconds(*part, on).min(axis=1) for part in parts])
     rows, columns, inner, products = (sizes[name] for name in SIZES[:4])
     useful = 2.0 * rows * columns * inner * products / rate
     shares: Array = np.minimum(1.0, useful / seconds)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
-from rooftrace._plain import Plain, plain, plain_record
+from rooftrace._plain import Plain, Positive
 from rooftrace._shown import short, some
 from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
 from rooftrace.costmodels.memory import sharing
@@ -35,6 +35,8 @@ KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants", OPTIMIZERS)
 """The roles; two kinds are apart: activations that forward makes and backward reads, and what an
 optimizer makes and drops within its step."""
 
+_IN_JSON = 10
+"""Tensors and modules of a peak in report.json: those with most bytes."""
 _WRITTEN_OUT = 2048
 """The most moments that the middle of a repeat is drawn with."""
 
@@ -51,7 +53,7 @@ class Held(Plain):
     shape: tuple[int, ...]
     dtype: str
     saved: bool  # whether forward made it and backward reads it
-    count: int = 1
+    count: Positive = 1
     bytes: int = 0  # of all `count` together
 
 
@@ -128,6 +130,15 @@ class Timeline:
         return pandas.DataFrame.from_records(records)
 
 
+class Block(TypedDict):
+    """What a part of a layer holds at the peak."""
+
+    module: str
+    bytes: int
+    tensors: Positive
+    roles: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Plain):
     """Bytes alive over a step.
@@ -142,7 +153,7 @@ class Memory(Plain):
     activations_peak: int  # the most of all else: activations, inputs, temporaries, constants
     peak: int  # the most of everything together
     at_peak: Mapping[str, int]  # bytes by role at that moment
-    where: int  # index of the op at which the peak is, -1: before the first
+    where: Annotated[int, ("minimum", -1)]  # the op at the peak; -1: before the first
     saved: int = 0  # of the activations at the peak, what forward made and backward reads
     optimizer_temporaries: int = 0  # at the peak, what the optimizer makes and drops in its step
     gathered: int = 0  # of the weights at the peak, whole ones made of shards of all processes
@@ -150,6 +161,12 @@ class Memory(Plain):
     processes: int = 1  # that run the step together, each with as much
     tensors: tuple[Held, ...] = ()  # what the peak is made of, most bytes first
     timeline: Timeline = field(default_factory=Timeline)
+
+    KEYS = (
+        "weights kv gradients optimizer activations_peak peak at_peak saved_at_peak=saved "
+        "optimizer_temporaries_at_peak=optimizer_temporaries gathered_at_peak=gathered "
+        "buffers_at_peak=buffers where tensors=_largest modules=_blocks"
+    )
 
     def __repr__(self) -> str:
         roles = (f"{role} {format_capacity(size)}" for role, size in self.at_peak.items() if size)
@@ -163,11 +180,11 @@ class Memory(Plain):
         """How many of these chips hold all processes, if their peaks could be split evenly."""
         return chip.count_holding(self.peak * self.processes)
 
-    def by_module(self) -> list[dict[str, Any]]:
+    def by_module(self) -> list[Block]:
         """Bytes and number of tensors at the peak by module path (indices starred), most first."""
         return _grouped(self.tensors, lambda held: held.module)
 
-    def by_block(self) -> list[dict[str, Any]]:
+    def by_block(self) -> list[Block]:
         """Bytes and tensors at the peak by part of a layer: "model.layers.*.mlp" and all inside."""
         return _grouped(self.tensors, lambda held: _block(held.module))
 
@@ -177,16 +194,13 @@ class Memory(Plain):
 
         return pandas.DataFrame.from_records([held.to_dict() for held in self.tensors])
 
-    def to_dict(self, most: int = 10) -> dict[str, Any]:
-        """Plain dict for the report, with the `most` largest tensors and modules of the peak."""
-        largest = {"tensors": plain(self.tensors[:most]), "modules": self.by_block()[:most]}
-        return {**plain_record(self, self.KEYS), **largest}
+    @property
+    def _largest(self) -> tuple[Held, ...]:
+        return self.tensors[:_IN_JSON]
 
-    KEYS = (
-        "weights kv gradients optimizer activations_peak peak at_peak saved_at_peak=saved "
-        "optimizer_temporaries_at_peak=optimizer_temporaries gathered_at_peak=gathered "
-        "buffers_at_peak=buffers where"
-    )
+    @property
+    def _blocks(self) -> list[Block]:
+        return self.by_block()[:_IN_JSON]
 
 
 def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:
@@ -456,7 +470,7 @@ def _block(path: str) -> str:
     return ".".join(steps[: steps.index("*") + 2]) if "*" in steps else path
 
 
-def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[dict[str, Any]]:
+def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[Block]:
     bytes_of: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     roles: dict[str, Counter[str]] = defaultdict(Counter)

@@ -10,8 +10,9 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
+from rooftrace._amounts import larger
 from rooftrace.costmodels.network.timing import CollectiveTime, p_norm
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import (
@@ -22,6 +23,9 @@ from rooftrace.hardware.systems.records import (
     ExchangeWay,
 )
 
+if TYPE_CHECKING:
+    from rooftrace._amounts import Amount
+
 SENDERS = 128
 """Groups of cores that send in the mode "low-latency": one for each expert, up to these."""
 USUAL_EXPERTS = 256
@@ -29,8 +33,8 @@ USUAL_EXPERTS = 256
 
 def expert_exchange_seconds(
     system: System,
-    tokens: float,
-    hidden_bytes: float,
+    tokens: Amount,
+    hidden_bytes: Amount,
     chosen: int,
     ranks: Iterable[int],
     mode: str = "normal",
@@ -46,21 +50,22 @@ def expert_exchange_seconds(
         raise ValueError(f"mode {mode!r}: expected one of {', '.join(EXCHANGE_MODES)}")
     if which not in EXCHANGE_WAYS:
         raise ValueError(f"which {which!r}: expected one of {', '.join(EXCHANGE_WAYS)}")
-    routed = RoutedTokens(float(tokens), float(hidden_bytes), int(chosen), int(experts))
-    return _seconds(system, routed, tuple(ranks), (mode, which))
+    single = isinstance(tokens, float | int) and isinstance(hidden_bytes, float | int)
+    routed = RoutedTokens(tokens, hidden_bytes, int(chosen), int(experts))
+    return (_single if single else _seconds)(system, routed, tuple(ranks), (mode, which))
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """The tokens of one rank that go to experts."""
+    """The tokens of one rank that go to experts; numbers, or arrays for many sizes."""
 
-    tokens: float
-    hidden_bytes: float
+    tokens: Any
+    hidden_bytes: Any
     chosen: int
     experts: int
 
 
-def exchange_bytes(routed: RoutedTokens, ranks: int, nodes: int, mode: str) -> tuple[float, float]:
+def exchange_bytes(routed: RoutedTokens, ranks: int, nodes: int, mode: str) -> tuple[Any, Any]:
     """Bytes that a rank sends to other ranks, and those of them that leave its node."""
     whole = routed.tokens * routed.hidden_bytes
     to_ranks = to_nodes = float(routed.chosen)
@@ -75,6 +80,13 @@ def distinct(parts: int, chosen: int) -> float:
 
 
 @functools.lru_cache(maxsize=8192)
+def _single(
+    system: System, routed: RoutedTokens, ranks: tuple[int, ...], how: tuple[str, str]
+) -> CollectiveTime:
+    """The seconds of one size, which a plan asks for again and again."""
+    return _seconds(system, routed, ranks, how)
+
+
 def _seconds(
     system: System, routed: RoutedTokens, ranks: tuple[int, ...], how: tuple[str, str]
 ) -> CollectiveTime:
@@ -90,13 +102,13 @@ def _seconds(
     if nodes > 1:
         inside = -(-len(ranks) // nodes)
         rate = system.levels[1].rate_of(inside, system.size_of(0)) / inside
-        wire = max(wire, far / (rate * min(1.0, fit.outer or fit.efficiency)))
+        wire = larger(wire, far / (rate * min(1.0, fit.outer or fit.efficiency)))
     if mode == "normal":
-        wire += fit.turn * routed.tokens
+        wire = wire + fit.turn * routed.tokens
     else:
-        wire = max(wire, fit.turn * routed.tokens / min(routed.experts, SENDERS))
+        wire = larger(wire, fit.turn * routed.tokens / min(routed.experts, SENDERS))
     fixed = fit.alpha + fit.step * math.log2(nodes)
-    fixed += fit.each * routed.experts + fit.size * routed.hidden_bytes
+    fixed = fixed + (fit.each * routed.experts + fit.size * routed.hidden_bytes)
     return CollectiveTime(
         seconds=p_norm(fixed, wire, fit.p),
         level=level.name,
@@ -125,7 +137,7 @@ DATASHEET = "the datasheet"
 
 
 def _beyond(
-    system: System, fit: ExchangeFit, ranks: int, tokens: float, how: tuple[str, str]
+    system: System, fit: ExchangeFit, ranks: int, tokens: Amount, how: tuple[str, str]
 ) -> str:
     """What lies outside of measurements; "" where nothing does."""
     if fit.source == DATASHEET:
@@ -134,6 +146,6 @@ def _beyond(
         return f"{' '.join(how)} of experts not measured on {system.name}"
     if ranks > fit.ranks:
         return f"{ranks} ranks; measured up to {fit.ranks}"
-    if tokens > fit.tokens:
+    if isinstance(tokens, float | int) and tokens > fit.tokens:
         return f"{tokens:g} tokens of a rank; measured up to {fit.tokens}"
     return ""

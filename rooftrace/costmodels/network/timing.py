@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import larger, smaller
 from rooftrace.costmodels.network.wire import level_bytes, payload, steps_of
 from rooftrace.hardware import units
 from rooftrace.hardware.systems import System
@@ -21,15 +24,20 @@ from rooftrace.hardware.systems.records import (
     collective_kind,
 )
 
+if TYPE_CHECKING:
+    from rooftrace._amounts import Amount
+
+_TINY = 1e-300
+"""Seconds; what takes none is divided by this."""
 OTHERS = {"custom": ("vllm", "sglang", "trtllm")}
 """Whose constants stand for a serving library that is not named."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """What one collective takes."""
+    """What one collective takes; seconds are an array where its bytes are."""
 
-    seconds: float
+    seconds: Any
     level: str  # the outermost level that its ranks use; "" for a group of one
     beyond: str = ""  # what lies outside of measurements, in one phrase
 
@@ -39,31 +47,34 @@ class _Way:
     """One level that a group uses: what is sent there, how fast, in how many steps."""
 
     level: Level
-    nbytes: float  # that each rank sends
+    nbytes: Any  # that each rank sends
     bandwidth: float  # byte/s of one rank
     steps: int
     units: int  # that it joins
 
 
 def collective_seconds(
-    system: System, kind: str, nbytes: float, ranks: Iterable[int], library: str = "nccl"
+    system: System, kind: str, nbytes: Amount, ranks: Iterable[int], library: str = "nccl"
 ) -> CollectiveTime:
     """Seconds of a collective of `ranks`, given by their numbers in the system.
 
-    nbytes: the whole buffer, counted like nccl-tests do (see `wire`).  library: whose kernels run;
+    nbytes: the whole buffer, counted like nccl-tests do (see `wire`); an array for many sizes, of
+    which nothing is said that lies outside of measurements.  library: whose kernels run;
     "custom" is the all-reduce of a serving library within one node.  A group of one takes no time.
     Raises ValueError for another word, and SystemSizeError for ranks that have no chip.
     """
     collective_kind(kind)
     if library not in LIBRARIES:
         raise ValueError(f"library {library!r}: expected one of {', '.join(LIBRARIES)}")
-    return _seconds(system, kind, float(nbytes), tuple(ranks), library)
+    if isinstance(nbytes, float | int):
+        return _single(system, kind, float(nbytes), tuple(ranks), library)
+    return _seconds(system, kind, nbytes, tuple(ranks), library)
 
 
-def link_seconds(system: System, kind: str, nbytes: float, ranks: Iterable[int]) -> float:
+def link_seconds(system: System, kind: str, nbytes: Any, ranks: Iterable[int]) -> Any:
     """The least that a collective can take: its bytes over the slowest level, by datasheets."""
-    ways = _ways(system, kind, float(nbytes), tuple(ranks), ring=False)
-    return max((way.nbytes / way.bandwidth for way in ways), default=0.0)
+    ways = _ways(system, kind, nbytes, tuple(ranks), ring=False)
+    return reduce(larger, (way.nbytes / way.bandwidth for way in ways), 0.0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,7 +83,7 @@ def _counts(system: System, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _ways(
-    system: System, kind: str, nbytes: float, ranks: tuple[int, ...], *, ring: bool
+    system: System, kind: str, nbytes: Any, ranks: tuple[int, ...], *, ring: bool
 ) -> list[_Way]:
     """The levels that a group uses, from the inside out."""
     if len(ranks) <= 1:
@@ -95,8 +106,15 @@ def _ways(
 
 
 @functools.lru_cache(maxsize=65536)
-def _seconds(
+def _single(
     system: System, kind: str, nbytes: float, ranks: tuple[int, ...], library: str
+) -> CollectiveTime:
+    """The seconds of one size, which a plan asks for again and again."""
+    return _seconds(system, kind, nbytes, ranks, library)
+
+
+def _seconds(
+    system: System, kind: str, nbytes: Amount, ranks: tuple[int, ...], library: str
 ) -> CollectiveTime:
     ways = _ways(system, kind, nbytes, ranks, ring=True)
     if not ways:
@@ -104,14 +122,15 @@ def _seconds(
     fits = [_fit(system, kind, library, way.level) for way in ways]
     innermost = system.levels[0]
     start = _fit(system, kind, library, innermost) if ways[0].level is not innermost else None
-    fixed, seconds = start.alpha if start is not None else 0.0, 0.0
+    fixed = start.alpha if start is not None else 0.0
+    seconds: Any = 0.0
     for way, fit in zip(ways, fits, strict=True):
         latency = way.level.latency.value
         more = latency * (1 + way.steps) if fit is None else fit.alpha + fit.step * way.steps
         fixed += more
         wire = _wire_seconds(kind, way, fit)
         # What is inside takes its time; then the way out is waited for, or limits everything.
-        seconds = max(seconds + more, p_norm(fixed, wire, 1.0 if fit is None else fit.p))
+        seconds = larger(seconds + more, p_norm(fixed, wire, 1.0 if fit is None else fit.p))
     return CollectiveTime(
         seconds=seconds,
         level=ways[-1].level.name,
@@ -119,7 +138,7 @@ def _seconds(
     )
 
 
-def _wire_seconds(kind: str, way: _Way, fit: CollectiveFit | None) -> float:
+def _wire_seconds(kind: str, way: _Way, fit: CollectiveFit | None) -> Any:
     """Seconds of the bytes over one level: around the ring, or read from all others at once."""
     full = way.nbytes / way.bandwidth
     if fit is None:
@@ -130,13 +149,13 @@ def _wire_seconds(kind: str, way: _Way, fit: CollectiveFit | None) -> float:
     ring = full / reached
     if not fit.direct:
         return ring
-    return min(full * max(1.0, way.units / 2) / min(1.0, fit.direct), fit.turn + ring)
+    return smaller(full * max(1.0, way.units / 2) / min(1.0, fit.direct), fit.turn + ring)
 
 
-def p_norm(fixed: float, wire: float, p: float) -> float:
+def p_norm(fixed: Any, wire: Any, p: float) -> Any:
     """(fixed^p + wire^p)^(1/p), never less than the larger of both."""
-    low, high = sorted((fixed, wire))
-    return high if low <= 0 else high * (1 + (low / high) ** p) ** (1 / p)
+    low, high = smaller(fixed, wire), larger(fixed, wire)
+    return high * (1 + (low / larger(high, _TINY)) ** p) ** (1 / p)
 
 
 def _fit(system: System, kind: str, library: str, level: Level) -> CollectiveFit | None:
@@ -152,7 +171,7 @@ def _fit(system: System, kind: str, library: str, level: Level) -> CollectiveFit
 def _beyond(
     system: System,
     kind: str,
-    nbytes: float,
+    nbytes: Amount,
     ranks: int,
     ways: Sequence[_Way],
     fits: Sequence[CollectiveFit | None],
@@ -169,7 +188,7 @@ def _beyond(
             return f"{kind} not measured: constants of {fit.op}"
         if ranks > fit.ranks and COLLECTIVES[kind].pattern != "pair":
             return f"{ranks} ranks; measured up to {fit.ranks}"
-        if nbytes > fit.nbytes:
+        if isinstance(nbytes, float) and nbytes > fit.nbytes:
             most = units.format_capacity(fit.nbytes)
             return f"{units.format_capacity(nbytes)}; measured up to {most}"
     return ""

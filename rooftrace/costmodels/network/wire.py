@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from rooftrace.hardware.systems.records import Pattern, collective_kind
 
@@ -48,9 +49,7 @@ def _share(pattern: Pattern, units: int, inside: int) -> float:
     return 1.0 if pattern == "pair" else others
 
 
-def level_bytes(
-    kind: str, nbytes: float, counts: Sequence[int], *, ring: bool = False
-) -> list[float]:
+def level_bytes(kind: str, nbytes: Any, counts: Sequence[int], *, ring: bool = False) -> list[Any]:
     """Bytes that each rank sends over each level, from the inside out.
 
     counts: the ranks, then how many units of each level they stand in: (16, 2, 1).  ring: how NCCL

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from rooftrace.costmodels.batchtiming import KernelColumns, WorkColumns
-from rooftrace.costmodels.costs import AttentionSizes
-from rooftrace.costmodels.knobs.classes import LAST
+from rooftrace.costmodels.costs import AttentionSizes, Work
+from rooftrace.costmodels.kernels.works import KernelAmounts, Works, merged, merged_attention
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers
 from rooftrace.costmodels.planforms.points import Array, Points
+from rooftrace.costmodels.timing.exchanges import KernelExchange
+from rooftrace.costmodels.timing.steps import Part
 from rooftrace.tracer.formulas import Formula
 from rooftrace.tracer.graphforms import slots
 
@@ -80,7 +84,7 @@ class Traffic:
         return copies * np.rint(size / copies * factor).astype(np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelForm:
     """A kernel of a plan, its numbers as amounts.  groups: its places in the plan; equal ones."""
 
@@ -90,6 +94,7 @@ class KernelForm:
     sizes: tuple[Amount | None, ...]  # rows, columns, inner of each work in turn
     attention: tuple[tuple[Amount, ...] | None, ...]
     traffic: tuple[Traffic, ...]
+    exchanged: tuple[Amount, ...]  # `nbytes` of its exchange, then those that experts get, and rows
 
     @property
     def key(self) -> Any:
@@ -99,28 +104,93 @@ class KernelForm:
             (w.operation, w.precision, w.count, w.widths, w.lined, w.attention is None)
             for w in numbers.work
         )
-        return (numbers.kind, numbers.spread_kind, numbers.eager, works, self.flops, self.sizes,
-                self.attention, self.traffic)  # fmt: skip
+        exchange = numbers.exchange and (numbers.exchange.kind, numbers.exchange.group)
+        return (numbers.kind, numbers.spread_kind, numbers.eager, numbers.of_experts, numbers.aside,
+                works, self.flops, self.sizes, self.attention, self.traffic, exchange,
+                self.exchanged)  # fmt: skip
 
     @cached_property
     def depends(self) -> frozenset[int]:
         """The places of the sizes that its numbers depend on, `times` apart."""
-        amounts = [*self.flops, *(t.amount for t in self.traffic)]
+        amounts = [*self.flops, *self.exchanged, *(t.amount for t in self.traffic)]
         amounts += [size for size in self.sizes if size is not None]
         amounts += [size for sizes in self.attention if sizes for size in sizes]
         return frozenset().union(*(amount.sizes for amount in amounts))
 
 
-def columns_of(kernels: Sequence[KernelForm], points: Points) -> KernelColumns:
-    """Equal kernels at points, as what they are timed by."""
-    kernel = kernels[0]
-    times = Amount(slots.PLAIN, Formula.total((1, each.times.formula) for each in kernels))
-    columns, at = points.part(kernel.depends | times.sizes)
+class KernelRows:
+    """Kernels at points, as rows of the sizes that each has; parts of them are equal kernels."""
 
-    def told(amount: Amount | Traffic) -> Any:
-        numbers = amount.over(columns).astype(float)
-        return float(numbers[0]) if len(numbers) == 1 else numbers
+    def __init__(self, points: Points) -> None:
+        self.points = points
+        self.parts: list[Part] = []
+        self.length = 0
+        self._columns: dict[str, list[Array]] = defaultdict(list)
+        self._works: list[Works] = []
+        self._attention: list[Works] = []
 
+    def add(self, kernels: Sequence[KernelForm], warm: Array | float = 0.0) -> None:
+        """Add equal kernels as one part.  warm: bytes that the last cache still holds."""
+        kernel = kernels[0]
+        numbers = kernel.numbers
+        times = Amount(slots.PLAIN, Formula.total((1, each.times.formula) for each in kernels))
+        columns, at = self.points.part(kernel.depends | times.sizes)
+        size = max(map(len, columns), default=1)
+        where = slice(self.length, self.length + size)
+        self.length += size
+
+        def told(amount: Amount | Traffic) -> Any:
+            numbers = amount.over(columns).astype(float)
+            return float(numbers[0]) if len(numbers) == 1 else numbers
+
+        works = _works_of(kernel, where, told)
+        self._works += merged(works)
+        self._attention += merged_attention(works)
+        bytes_ = [(item.access, told(item)) for item in kernel.traffic]
+        hbm = [(access, amount) for access, amount in bytes_ if access.wire == "hbm"]
+        last = numbers.kind.endswith(LAST)
+        amounts = {
+            "kind": CLASSES.index(numbers.kind),
+            "bytes": sum((amount for _, amount in hbm), 0.0),
+            "warm": warm,
+            "moved": 0.0 if last else sum((n for a, n in hbm if a.role != "weights"), 0.0),
+            "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
+            "eager": numbers.eager,
+            "times": told(times),
+        }
+        for name, amount in amounts.items():
+            self._columns[name].append(np.broadcast_to(amount, (size,)))
+        self.parts.append(
+            Part(
+                where=where,
+                at=at,
+                spread_kind=numbers.spread_kind,
+                exchange=_exchange_of(kernel, told),
+                of_experts=numbers.of_experts,
+                aside=numbers.aside,
+            )
+        )
+
+    def kernels(self) -> tuple[KernelAmounts, Array]:
+        """All rows, and how many kernels each stands for."""
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        times: Array = columns.pop("times")
+        works, attention = tuple(self._works), tuple(self._attention)
+        return KernelAmounts(**columns, works=works, attention=attention), times
+
+
+def _exchange_of(kernel: KernelForm, told: Callable[[Amount], Any]) -> KernelExchange | None:
+    exchange = kernel.numbers.exchange
+    if exchange is None:
+        return None
+    nbytes, *others = map(told, kernel.exchanged)
+    experts = exchange.experts
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, nbytes=others[0], rows=others[1])
+    return replace(exchange, nbytes=nbytes, experts=experts)
+
+
+def _works_of(kernel: KernelForm, where: slice, told: Callable[[Amount], Any]) -> list[Works]:
     works = []
     attention: dict[Any, Any] = {}
     for number, work in enumerate(kernel.numbers.work):
@@ -132,31 +202,22 @@ def columns_of(kernels: Sequence[KernelForm], points: Points) -> KernelColumns:
         if sizes is not None and sizes not in attention:
             names = AttentionSizes.__struct_fields__
             attention[sizes] = {n: told(size) for n, size in zip(names, sizes, strict=True)}
+        key = Work(
+            work.operation,
+            work.precision,
+            count=work.count,
+            widths=work.widths,
+            lined=work.lined,
+        )
         works.append(
-            WorkColumns(
-                operation=work.operation,
-                precision=work.precision,
+            Works(
+                key=key,
+                row=where,
                 flop=told(kernel.flops[number]),
-                count=work.count,
-                widths=work.widths,
-                lined=work.lined,
                 rows=rows,
                 columns=width,
                 inner=inner,
                 attention=None if sizes is None else attention[sizes],
             )
         )
-    bytes_ = [(item.access, told(item)) for item in kernel.traffic]
-    hbm = [(a, size) for a, size in bytes_ if a.wire == "hbm"]
-    last = kernel.numbers.kind.endswith(LAST)
-    return KernelColumns(
-        tuple(works),
-        kernel.numbers.kind,
-        sum((size for _, size in hbm), 0.0),
-        0.0 if last else sum((size for a, size in hbm if a.role != "weights"), 0.0),
-        sum((size for a, size in bytes_ if a.wire == "link"), 0.0),
-        times=told(times),
-        at=at,
-        spread_kind=kernel.numbers.spread_kind,
-        eager=kernel.numbers.eager,
-    )
+    return works

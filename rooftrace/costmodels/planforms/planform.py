@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.batchtiming import KernelColumns, PlanColumns
-from rooftrace.costmodels.costs import AttentionSizes
+from rooftrace.costmodels.costs import MATRIX, AttentionSizes
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, Traffic, columns_of
+from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, KernelRows, Traffic
 from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers, PlanNumbers
 from rooftrace.costmodels.planforms.points import Array, Points
 from rooftrace.costmodels.planforms.warmbytes import WarmForm
 from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.timing.steps import StepAmounts
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.tracer.formulas import Formula, FormulaError
@@ -30,7 +29,7 @@ _Path = tuple[Any, ...]
 class PlanForm:
     """A plan for the sizes of one regime.
 
-    Totals are exact whole numbers: FLOP, bytes.  `columns` is what `time_columns` takes.  planner:
+    Totals are exact whole numbers: FLOP, bytes.  `step` is what `time_step` takes.  planner:
     gives a plan at some sizes of the regime.
     """
 
@@ -92,10 +91,26 @@ class PlanForm:
             Traffic(access, self.amount((*at, "traffic", number, "size"), access.size))
             for number, access in enumerate(group.traffic)
         )
+        exchange, exchanged = group.exchange, []
+        if exchange is not None:
+            here = (*at, "exchange")
+            exchanged.append(self.amount((*here, "nbytes"), exchange.nbytes))
+            if exchange.experts is not None:
+                for name in ("nbytes", "rows"):
+                    number = getattr(exchange.experts, name)
+                    exchanged.append(self.amount((*here, "experts", name), number))
         times = self.amount((*at, "times"), group.times)
         if times.draw is not None:
             raise FormulaError(f"kernel {place}: how often it runs is drawn, and no whole formula")
-        return KernelForm(group, times, tuple(flops), tuple(sizes), tuple(attention), traffic)
+        return KernelForm(
+            numbers=group,
+            times=times,
+            flops=tuple(flops),
+            sizes=tuple(sizes),
+            attention=tuple(attention),
+            traffic=traffic,
+            exchanged=tuple(exchanged),
+        )
 
     # -- totals ------------------------------------------------------------------------------------
 
@@ -175,7 +190,7 @@ class PlanForm:
             most = np.maximum(most, self._told(Amount(slots.PLAIN, formula), points))
         return most
 
-    # -- columns -----------------------------------------------------------------------------------
+    # -- times ------------------------------------------------------------------------------------
 
     @cached_property
     def warm(self) -> WarmForm:
@@ -198,51 +213,63 @@ class PlanForm:
             return None
         return chip.l2_capacity.value
 
-    def columns(self, points: Points, cache: float | None = None) -> PlanColumns:
-        """The kernels at points, equal ones once.  cache: bytes of a cache that holds some."""
+    def step(self, points: Points, cache: float | None = None) -> StepAmounts:
+        """The plan at points, as it is timed; equal kernels are one part.
+
+        cache: bytes of a cache that holds some: then kernels differ in what is warm.
+        """
         if cache is not None:
-            return self._columns_beside(points, self.warm.over(points, cache))
-        places: dict[Any, int] = {}
-        alike: list[list[KernelForm]] = []
-        order = []
+            rows, order = KernelRows(points.apart()), list(range(len(self.kernels)))
+            for kernel, held in zip(self.kernels, self.warm.over(points, cache), strict=True):
+                rows.add([kernel], held)
+            return self._step(rows, order)
+        alike: dict[Any, list[KernelForm]] = {}
         for kernel in self.kernels:
-            place = places.setdefault(kernel.key, len(places))
-            if place == len(alike):
-                alike.append([])
-            alike[place].append(kernel)
-            order.append(place)
-        return self._plan_columns(
-            points, tuple(columns_of(kernels, points) for kernels in alike), order
-        )
+            alike.setdefault(kernel.key, []).append(kernel)
+        rows, places = KernelRows(points), {key: place for place, key in enumerate(alike)}
+        for kernels in alike.values():
+            rows.add(kernels)
+        return self._step(rows, [places[kernel.key] for kernel in self.kernels])
 
-    def _columns_beside(self, points: Points, warm: Sequence[Array | float]) -> PlanColumns:
-        """The kernels at points, each by itself: equal ones differ in what is warm."""
-        whole = points.apart()
-        kernels = tuple(
-            replace(columns_of([kernel], whole), warm=held)
-            for kernel, held in zip(self.kernels, warm, strict=True)
-        )
-        return self._plan_columns(points, kernels, range(len(kernels)))
-
-    def _plan_columns(
-        self, points: Points, kernels: tuple[KernelColumns, ...], order: Sequence[int]
-    ) -> PlanColumns:
-        return PlanColumns(
+    def _step(self, rows: KernelRows, order: Sequence[int]) -> StepAmounts:
+        kernels, times = rows.kernels()
+        template, points = self.template, rows.points
+        work = [(w.operation, w.precision) for k in self.kernels for w in k.numbers.work]
+        products = {
+            kind: self.flops(points, partial(_is_of, kind)).astype(float)
+            for kind in dict.fromkeys(work)
+            if kind[0] in MATRIX
+        }
+        return StepAmounts(
             points=len(points),
             execution=self.execution,
             kernels=kernels,
-            launches=self.template.launches,
-            order=tuple(order),
-            counts=tuple(
+            row=np.arange(len(kernels)),
+            times=times,
+            parts=rows.parts,
+            order=order,
+            launches=template.launches,
+            counts=[
                 self._number(self.amount(("counts", i), count), points)
-                for i, count in enumerate(self.template.counts)
-            ),
-            copies_layouts=self.template.copies_layouts,
+                for i, count in enumerate(template.counts)
+            ],
+            copies_layouts=template.copies_layouts,
+            products=products,
+            structure=(lambda: self.planned) if template.streamed else None,
         )
+
+    @cached_property
+    def planned(self) -> Plan:
+        """A plan at some sizes of the regime."""
+        return self._planner()
 
     def _number(self, amount: Amount, points: Points) -> Any:
         told = self._told(amount, points)
         return float(told[0]) if not amount.sizes else told.astype(float)
+
+
+def _is_of(kind: tuple[str, str], group: GroupNumbers, work: Any) -> bool:
+    return (work.operation, work.precision) == kind
 
 
 DENSE = ("useful", "masked", "masked_executed")

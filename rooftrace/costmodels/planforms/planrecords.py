@@ -13,6 +13,8 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Launch, Plan
+from rooftrace.costmodels.timing import steps, streams
+from rooftrace.costmodels.timing.exchanges import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.paths import pattern_of
@@ -62,6 +64,9 @@ class GroupNumbers(Struct, frozen=True):
     work: tuple[WorkNumbers, ...]
     traffic: tuple[AccessNumbers, ...]
     eager: bool  # whether it runs outside of what a mixed step compiles
+    exchange: KernelExchange | None  # with other processes
+    of_experts: bool  # whether it computes what experts do
+    aside: bool  # whether it runs on another stream than the main one
 
 
 class PlanNumbers(Struct, frozen=True):
@@ -80,6 +85,7 @@ class PlanNumbers(Struct, frozen=True):
     items: int
     copies_layouts: bool
     lower_bound: bool
+    streamed: bool  # whether it works on several streams, or with other processes
     ops: int
     ops_with_rule: int
 
@@ -91,10 +97,11 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
     if any(scales):
         plain = _without_factors(planned.execution)
         costs = moved.group_costs(graph, planned.groups, planned.op_costs, plain)
-    memory = planned.memory if with_memory else None
+    memory, exchanges = planned.memory if with_memory else None, exchanges_of(planned)
     return PlanNumbers(
         groups=tuple(
-            _group(planned, index, cost, scales[index]) for index, cost in enumerate(costs)
+            _group(planned, index, cost, scales[index], exchanges.get(index))
+            for index, cost in enumerate(costs)
         ),
         launches=planned.launches,
         counts=tuple(repeat.count for repeat in graph.repeats),
@@ -104,6 +111,7 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         items=int(graph.workload.get("items") or 1),
         copies_layouts=planned.copies_layouts,
         lower_bound=bool(planned.source.unrecorded),
+        streamed=streams.has_streams(planned),
         ops=planned.coverage.ops,
         ops_with_rule=planned.coverage.ops_with_rule,
     )
@@ -128,7 +136,11 @@ _NO_TIME = Timing(0.0, 0.0, 0.0, 0.0)
 
 
 def _group(
-    planned: Plan, index: int, cost: Cost, scales: Mapping[Access, tuple[int, float]]
+    planned: Plan,
+    index: int,
+    cost: Cost,
+    scales: Mapping[Access, tuple[int, float]],
+    exchange: KernelExchange | None,
 ) -> GroupNumbers:
     graph, group = planned.graph, planned.groups[index]
     row = rows.row_of(planned, index, _NO_TIME)
@@ -168,4 +180,7 @@ def _group(
             for access, size in cost.traffic.items()
         ),
         eager=index in planned.eager,
+        exchange=exchange,
+        of_experts=steps.computes_experts(planned, index),
+        aside=steps.runs_aside(planned, index),
     )

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rooftrace._plain import Share
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.pricing import unknown_bytes
 from rooftrace.tracer.graph import OpGraph
@@ -51,7 +52,7 @@ class Coverage:
     unsupported: tuple[Unsupported, ...]
 
     @property
-    def bytes_with_rule_share(self) -> float:
+    def bytes_with_rule_share(self) -> Share:
         """Share of the priced bytes that a rule accounts for (1 when nothing moves)."""
         return self.bytes_with_rule / self.bytes if self.bytes else 1.0
 

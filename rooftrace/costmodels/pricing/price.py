@@ -19,7 +19,7 @@ from rooftrace.costmodels.opviews import OpView, Slot, TensorView
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.errors import is_ours
 from rooftrace.hardware.precisions import precision, storage_bytes
-from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.arguments import Argument, Ref, references, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _MOST = 4096
@@ -240,7 +240,7 @@ class _Copies:
         if all(values[v].repeats in ((), op.repeats) for v in (*op.inputs, *op.outputs)):
             return op
         arguments = {name: self._argument(op, item) for name, item in op.arguments.items()}
-        inputs = tuple(_numbers(arguments.values()))
+        inputs = tuple(refs(arguments))
         outputs = tuple(self._listed(op, op.outputs))
         return replace(op, arguments=arguments, inputs=inputs, outputs=outputs)
 
@@ -286,14 +286,6 @@ class _Copies:
         copy = self.stored.setdefault((storage, place), -1 - len(self.stored))
         self.owner[copy] = storage
         return copy
-
-
-def _numbers(argument: Any) -> Iterator[int]:
-    for item in argument:
-        if type(item) is Ref:
-            yield item.id
-        elif type(item) is tuple:
-            yield from _numbers(item)
 
 
 def _signature(

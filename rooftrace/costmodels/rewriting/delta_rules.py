@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,7 +23,6 @@ from rooftrace.costmodels.rewriting.scans import laid_out
 from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
 from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
-from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -50,11 +50,15 @@ def _replaced(graph: OpGraph, delta: bool) -> tuple[OpGraph, int]:
         if rule is not None and taken.isdisjoint(op.id for op in rule.ops):
             taken |= {op.id for op in rule.ops}
             rules.append(_with_cache(wiring, rule))
+    if not rules:
+        return graph, 0
     there = {place.id: (place, rule) for rule in rules for place in [_place(wiring, rule)]}
     gone = {op.id for rule in rules for op in rule.dropped}
     made = {out for op in graph.ops if op.id in gone for out in op.outputs}
     gone |= {i for i in wiring.unused if not made.isdisjoint(graph.ops[i].inputs)}
-    return with_matches(graph, there, _emit, gone)
+    edit = Editor(graph)
+    edit.rewrite(there, partial(_emit, edit), gone)
+    return edit.done(), sum(graph.times(graph.ops[place]) for place in there)
 
 
 # -- the ends --------------------------------------------------------------------------------------
@@ -148,14 +152,14 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
     batch, tokens, _, width, columns = rule.sizes
     operands: dict[str, Argument] = {}
     for role, stream in rule.streams.items():
-        if stream.order == TABLE:
-            operands[role] = Ref(stream.value)
-            continue
         sizes = {"B": batch, "T": tokens, "H": stream.heads}
         sizes["D"] = columns if role == "value" else width
-        read = _read(editor.values[stream.value], stream, sizes)
-        axes = [d for d in "BTHD" if d in stream.order]
-        operands[role] = laid_out(editor, like, read, axes)
+        tensor, axes = editor.values[stream.value], [d for d in "BTHD" if d in stream.order]
+        lies = list(stream.order) == axes and tensor.shape == tuple(sizes[d] for d in axes)
+        if stream.order == TABLE or lies:
+            operands[role] = Ref(stream.value)
+        else:
+            operands[role] = laid_out(editor, like, _read(tensor, stream, sizes), axes)
     state = None if rule.chain.first is None else Ref(rule.chain.first)
     if rule.turned and state is not None:
         state = editor.permuted(like, state, (0, 1, 3, 2))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.rewriting.indexing import order_of
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -220,15 +221,7 @@ def _viewed(run: SmallRun, op: Op) -> SmallTensor:
 
 def _permuted(run: SmallRun, op: Op) -> SmallTensor:
     piece = run.of(op, "self")
-    rank = len(piece.dims)
-    order = list(range(rank))
-    if op.name == "aten.permute":
-        order = [d % rank for d in op.arguments["dims"]]
-    elif op.name == "aten.t":
-        order = order[::-1]
-    else:
-        a, b = (op.arguments[name] % rank for name in ("dim0", "dim1"))
-        order[a], order[b] = b, a
+    order = order_of(op, len(piece.dims))
     return SmallTensor(piece.array.transpose(order), [piece.dims[d] for d in order])
 
 

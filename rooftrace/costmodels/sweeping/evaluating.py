@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.batchtiming import BatchTimes, PlanColumns, time_columns
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.sweeping.stepforms import Form
+from rooftrace.costmodels.timing.steps import StepAmounts
+from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_step
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.hardware import Chip
 
@@ -32,7 +33,7 @@ def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Con
 
     One line for each point on each chip; all points on the first chip stand first.  regime_share:
     of t_est, of the largest regime.  peak: FLOP/s of the engine with most matrix FLOPs.
-    Raises what `Form.plans` and `time_columns` raise.
+    Raises what `Form.plans` and `time_step` raise.
     """
     count = len(points)
     totals: Columns = {name: np.zeros(count, dtype=np.int64) for name in TOTALS}
@@ -68,21 +69,21 @@ def _fill(
     for name, column in _totals(plan, points).items():
         totals[name] = _wide(totals[name], column)
         totals[name][places] = column
-    columns: PlanColumns | None = None
+    step: StepAmounts | None = None
     for chip, filled in zip(chips, times, strict=True):
         cache = plan.cache_of(chip)
         if cache is not None:
             for start in range(0, len(places), _BESIDE):
                 here = slice(start, start + _BESIDE)
                 some = points.where(np.arange(len(places))[here])
-                timed = time_columns(plan.columns(some, cache), chip)
+                timed = time_step(plan.step(some, cache), chip)
                 _fill_times(timed, places[here], filled)
             continue
-        columns = columns or plan.columns(points)
-        _fill_times(time_columns(columns, chip), places, filled)
+        step = step or plan.step(points)
+        _fill_times(time_step(step, chip), places, filled)
 
 
-def _fill_times(timed: BatchTimes, places: Array, filled: Columns) -> None:
+def _fill_times(timed: TimesOverPoints, places: Array, filled: Columns) -> None:
     for name in SECONDS:
         if not name.endswith(("low", "high")):
             filled[name][places] = getattr(timed, name)

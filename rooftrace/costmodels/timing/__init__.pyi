@@ -1,4 +1,8 @@
-from rooftrace.costmodels.timing import queue as queue, streams as streams, timings as timings
-from rooftrace.costmodels.timing.exchanges import Communication as Communication
-from rooftrace.costmodels.timing.plan_times import time_plan as time_plan
-from rooftrace.costmodels.timing.timings import StepTimes as StepTimes
+from rooftrace.costmodels.timing import (
+    exchanges as exchanges,
+    queue as queue,
+    steps as steps,
+    steptimes as steptimes,
+    streams as streams,
+    timings as timings,
+)

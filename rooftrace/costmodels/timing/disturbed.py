@@ -2,64 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.timing.exchanges import Communication
+import numpy as np
+
+from rooftrace.costmodels.timing.steps import StepAmounts
 from rooftrace.costmodels.timing.streams import Walk
-from rooftrace.costmodels.timing.timings import Timing
 
-_OF_EXPERTS = ("all_to_all", "dispatch", "combine")
+if TYPE_CHECKING:
+    from rooftrace._amounts import Array
 
 
-def unevenly(network: Mapping[int, Communication], factor: float) -> dict[int, Communication]:
-    """Exchanges with experts as the busiest process sees them: all others wait for it.
+def expert_factors(step: StepAmounts) -> Array | None:
+    """How much longer each entry takes on the busiest process, whose experts have more tokens.
 
-    factor: its tokens over the mean of all.
+    None where that makes no difference.
     """
-    return {
-        number: replace(exchange, seconds=factor * exchange.seconds)
-        if factor != 1 and any(word in exchange.kind for word in _OF_EXPERTS)
-        else exchange
-        for number, exchange in network.items()
-    }
+    factor = step.execution.disturbances.expert_imbalance
+    if factor == 1 or all(part.exchange is None for part in step.parts):
+        return None
+    factors = np.ones(len(step.row))
+    for part in step.parts:
+        if part.of_experts and part.exchange is None:
+            factors[part.where] = factor
+    return factors
 
 
-def with_busiest_experts(
-    planned: Plan, timings: Sequence[Timing], network: Mapping[int, Communication]
-) -> list[Timing]:
-    """Kernels of experts take as much longer as the busiest process has more tokens."""
-    factor = planned.execution.disturbances.expert_imbalance
-    if factor == 1 or not network:
-        return list(timings)
-    ops = planned.graph.ops
-    return [
-        timing.slowed(factor)
-        if number not in network and any(ops[op].family == "moe" for op in group.ops)
-        else timing
-        for number, (group, timing) in enumerate(zip(planned.groups, timings, strict=True))
-    ]
-
-
-def wait_for_stragglers(walked: Walk, planned: Plan, network: Mapping[int, Communication]) -> None:
+def wait_for_stragglers(walked: Walk, step: StepAmounts) -> None:
     """Add what all processes wait for the slowest of them, evenly over the exchanges.
 
     The slowest of n is expected as many standard deviations above the mean as the largest of n
     normal numbers (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
     """
-    spread = planned.execution.disturbances.stragglers
-    groups = planned.graph.groups
-    together = [n for n, exchange in network.items() if exchange.ranks > 1]
-    if not spread or not together:
+    spread = step.execution.disturbances.stragglers
+    members = {n: part.exchange.members for n, part in enumerate(step.parts) if part.exchange}
+    together = [number for number, group in members.items() if group.size > 1]
+    if not spread or not together or step.structure is None:
         return
+    groups = step.structure().graph.groups
     processes = 1 + max(rank for group in groups.values() for rank in group.ranks)
     more = walked.busy * spread * slowest_of(processes)
-    walked.end += more
-    calls = sum(network[n].calls for n in together)
+    walked.end = walked.end + more
+    if step.points > 1:
+        walked.exposed.append(more)
+        return
+    calls = sum(step.times[number] for number in together)
     for number in together:
-        walked.exposed[number] += more * network[number].calls / calls
+        walked.exposed[number] += float(more * step.times[number] / calls)
 
 
 def slowest_of(processes: int) -> float:

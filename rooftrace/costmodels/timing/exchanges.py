@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rooftrace.costmodels.network import collective_seconds, link_seconds, per_rank_link_bytes
+from rooftrace._amounts import smaller
+from rooftrace.costmodels.network import (
+    CollectiveTime,
+    collective_seconds,
+    link_seconds,
+    per_rank_link_bytes,
+)
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing.expert_exchanges import (
     MODES,
@@ -17,7 +22,9 @@ from rooftrace.costmodels.timing.expert_exchanges import (
 )
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.systems import System
-from rooftrace.tracer.collectives import Collective, Group
+from rooftrace.tracer.collectives import Group
+
+_OF_EXPERTS = ("all_to_all", "dispatch", "combine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,75 +47,97 @@ class Communication:
     splits: bool = False  # whether processes get different amounts
 
 
-def exchanges_of(planned: Plan, system: System) -> dict[int, Communication]:
-    """The collectives of a plan by their kernel, with what each takes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelExchange:
+    """What one kernel exchanges with other processes; amounts are numbers, or arrays over sizes."""
 
-    Raises MissingPeakError for a chip without a link, and SystemSizeError for ranks that a system
-    has no chips for.
-    """
+    kind: str
+    group: str  # a key of `OpGraph.groups`
+    members: Group
+    nbytes: Any  # of the whole buffer of one call
+    splits: bool = False  # whether processes get different amounts
+    experts: ExpertExchange | None = None  # by the kernels of DeepEP
+
+    def seconds(self, system: System, how: str) -> ExchangeSeconds:
+        """What one call takes over the links of a system.  how: `ExecutionModel.exchange`.
+
+        Raises MissingPeakError for a chip without a link, and SystemSizeError for ranks that a
+        system has no chips for.
+        """
+        if self.members.size > 1 and not system.levels:
+            raise MissingPeakError(
+                f"{system.name} has no link, and {self.members.size} processes exchange tensors: "
+                "add a [[link]] to its TOML file, or name a system (`rooftrace systems list`)"
+            )
+        ranks = self.members.ranks
+        least = link_seconds(system, self.kind, self.nbytes, ranks)
+        taken = collective_seconds(system, self.kind, self.nbytes, ranks)
+        if self.experts is None:
+            return ExchangeSeconds(self.kind, taken, least)
+        by_experts = seconds_of(self.experts, how, self.members, system)
+        taken = replace(by_experts, level=taken.level)
+        kind = kind_of(self.experts, how)
+        return ExchangeSeconds(kind, taken, smaller(least, taken.seconds))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangeSeconds:
+    """What one call of an exchange takes, and the least at the datasheet's bandwidth."""
+
+    kind: str
+    taken: CollectiveTime
+    least: Any
+
+    def unevenly(self, factor: float) -> ExchangeSeconds:
+        """An exchange with experts as the busiest process sees it: all others wait for it.
+
+        factor: its tokens over the mean of all.
+        """
+        if factor == 1 or not any(word in self.kind for word in _OF_EXPERTS):
+            return self
+        return replace(self, taken=replace(self.taken, seconds=factor * self.taken.seconds))
+
+
+def exchanges_of(planned: Plan) -> dict[int, KernelExchange]:
+    """The collectives of a plan by their kernel."""
     communicating = {}
-    graph, how = planned.graph, planned.execution.exchange
-    experts = expert_exchanges(graph) if how in MODES else {}
+    graph = planned.graph
+    experts = expert_exchanges(graph) if planned.execution.exchange in MODES else {}
     for number, group in enumerate(planned.groups):
         talking = [op for op in group.ops if graph.ops[op].collective is not None]
         if not talking:
             continue
         together = graph.ops[talking[0]].collective
         assert together is not None
-        members = graph.groups[together.group]
-        made = _exchange(number, group.times, together, members, system)
-        if talking[0] in experts:
-            made = _of_experts(made, experts[talking[0]], how, members, system)
-        communicating[number] = made
+        communicating[number] = KernelExchange(
+            kind=together.kind,
+            group=together.group,
+            members=graph.groups[together.group],
+            nbytes=together.bytes,
+            splits=bool(together.splits),
+            experts=experts.get(talking[0]),
+        )
     return communicating
 
 
-def _of_experts(
-    made: Communication, exchange: ExpertExchange, how: str, group: Group, system: System
+def communication_of(
+    kernel: int, calls: int, exchange: KernelExchange, timed: ExchangeSeconds, exposed: float
 ) -> Communication:
-    """The exchange by the kernels of DeepEP in place of an all_to_all."""
-    taken = seconds_of(exchange, how, group, system)
-    return replace(
-        made,
-        kind=kind_of(exchange, how),
-        seconds=taken.seconds,
-        least=min(made.least, taken.seconds),
-        beyond=taken.beyond,
-    )
-
-
-def _exchange(
-    number: int, calls: int, together: Collective, group: Group, system: System
-) -> Communication:
-    if group.size > 1 and not system.levels:
-        raise MissingPeakError(
-            f"{system.name} has no link, and {group.size} processes exchange tensors: "
-            "add a [[link]] to its TOML file, or name a system (`rooftrace systems list`)"
-        )
-    taken = collective_seconds(system, together.kind, together.bytes, group.ranks)
+    """One kernel of a plan that exchanges, as an estimate says it."""
+    members = exchange.members
     return Communication(
-        kernel=number,
-        kind=together.kind,
-        group=together.group,
-        axis=group.axis or together.group,
-        ranks=group.size,
+        kernel=kernel,
+        kind=timed.kind,
+        group=exchange.group,
+        axis=members.axis or exchange.group,
+        ranks=members.size,
         calls=calls,
-        nbytes=together.bytes,
-        seconds=taken.seconds,
-        least=link_seconds(system, together.kind, together.bytes, group.ranks),
-        level=taken.level,
-        beyond=taken.beyond,
-        sent=per_rank_link_bytes(together.kind, together.bytes, group.size),
-        splits=bool(together.splits),
+        nbytes=exchange.nbytes,
+        seconds=timed.taken.seconds,
+        least=timed.least,
+        level=timed.taken.level,
+        beyond=timed.taken.beyond,
+        sent=per_rank_link_bytes(exchange.kind, exchange.nbytes, members.size),
+        exposed=exposed,
+        splits=exchange.splits,
     )
-
-
-def least_network(exchanges: Mapping[int, Communication]) -> float:
-    """Seconds that the links need at least: those of the group with most to do.
-
-    The exchanges of one group follow each other; those of different groups may overlap.
-    """
-    groups: dict[str, float] = defaultdict(float)
-    for exchange in exchanges.values():
-        groups[exchange.group] += exchange.calls * exchange.least
-    return max(groups.values(), default=0.0)

@@ -8,9 +8,11 @@ rows to experts (dispatch) and bring them back (combine), in turns: backward doe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
+from rooftrace._amounts import larger
 from rooftrace.costmodels.network import CollectiveTime, expert_exchange_seconds
 from rooftrace.hardware.systems import System
 from rooftrace.tracer.collectives import Group
@@ -22,20 +24,34 @@ COUNTS = "counts"
 WAYS = ("dispatch", "combine")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertExchange:
-    """What one op exchanges with the experts of other processes."""
+class ExpertExchange(Struct, frozen=True):
+    """What one op exchanges with the experts of other processes; amounts may be arrays.
 
-    way: str  # one of WAYS; COUNTS: how many rows there will be
-    tokens: float  # of this process
-    chosen: int  # experts of a token
-    experts: int  # of all processes
-    row_bytes: float  # of a token as it is sent
+    way: one of WAYS; COUNTS: how many rows there will be.  rows: of all processes, a token once for
+    each of its experts.  chosen: experts of a token.  classes: experts of one process.
+    """
+
+    way: str
+    rows: Any
+    processes: int
+    chosen: int
+    classes: int
+    nbytes: Any
 
     @property
-    def rows(self) -> float:
-        """Rows that this process sends: a token once for each of its experts."""
-        return self.tokens * self.chosen
+    def tokens(self) -> Any:
+        """Tokens of this process."""
+        return self.rows / self.processes
+
+    @property
+    def experts(self) -> int:
+        """Experts of all processes."""
+        return self.classes * self.processes
+
+    @property
+    def row_bytes(self) -> Any:
+        """Bytes of a token as it is sent."""
+        return self.nbytes / larger(self.tokens * self.chosen, 1)
 
 
 def expert_exchanges(graph: OpGraph) -> dict[int, ExpertExchange]:
@@ -60,14 +76,13 @@ def expert_exchanges(graph: OpGraph) -> dict[int, ExpertExchange]:
 
 
 def _of(facts: Mapping[str, Any], way: str, nbytes: int) -> ExpertExchange:
-    processes = facts["processes"]
-    tokens, chosen = facts["rows"] / processes, facts["chosen_each"]
     return ExpertExchange(
         way=way,
-        tokens=tokens,
-        chosen=chosen,
-        experts=facts["classes"] * processes,
-        row_bytes=nbytes / max(tokens * chosen, 1),
+        rows=facts["rows"],
+        processes=facts["processes"],
+        chosen=facts["chosen_each"],
+        classes=facts["classes"],
+        nbytes=nbytes,
     )
 
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import larger
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
 from rooftrace.hardware import Chip
 
+if TYPE_CHECKING:
+    from rooftrace._amounts import Amount, Places
+
 
 def schedule(
-    durations: Sequence[float],
+    durations: Sequence[Any],
     launches: Sequence[Launch],
     host: HostSeconds,
-    counts: Sequence[int] = (),
+    counts: Sequence[Any] = (),
     waits: bool = False,
-) -> tuple[list[float], float]:
+) -> tuple[list[Any], Any]:
     """Start of each group on the device (the first time), and when the step ends.
+
+    durations, counts: numbers, or arrays over points: then so are the results.
 
     The host takes the seconds of each launch (see `HostSeconds`); the device starts a group when
     it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
@@ -29,7 +35,7 @@ def schedule(
     """
     queue = Queue(durations, launches, host, counts, waits)
     ends = queue.run(range(len(launches)), 0, (0.0, 0.0))
-    return queue.starts, max(ends)
+    return queue.starts, larger(*ends)
 
 
 def leading_seconds(launches: Sequence[Launch], host: HostSeconds, waits: bool) -> float | None:
@@ -81,13 +87,13 @@ class _Step:
     """A launch in seconds: of the host, and of the device (None where it has nothing to do)."""
 
     host: float
-    device: float | None
+    device: Amount | None
     sync: bool
 
 
-Clocks = tuple[float, float]
+Clocks = tuple[Any, Any]
 """When the host and the device are done with what was enqueued so far."""
-Shift = tuple[float, float, float, float]
+Shift = tuple[Any, Any, Any, Any]
 """What an iteration does to the clocks (h, d): (max(h + a, d + b), max(h + c, d + e))."""
 NEVER = -math.inf
 NO_SHIFT: Shift = (0.0, NEVER, NEVER, 0.0)
@@ -96,17 +102,15 @@ NO_SHIFT: Shift = (0.0, NEVER, NEVER, 0.0)
 class Queue:
     """The two tracks.  Launches shift and join two clocks, and so do all iterations of a repeat.
 
-    A subclass may join clocks that are arrays.
+    Durations and counts are numbers, or arrays over points; so are the clocks.
     """
-
-    larger: Callable[[Any, Any], Any] = staticmethod(max)
 
     def __init__(
         self,
-        durations: Sequence[float],
+        durations: Sequence[Any],
         launches: Sequence[Launch],
         host: HostSeconds,
-        counts: Sequence[int] = (),
+        counts: Sequence[Any] = (),
         waits: bool = False,
     ) -> None:
         placed = sum(launch.on_device for launch in launches)
@@ -123,7 +127,7 @@ class Queue:
         ]
         self.repeats = [launch.repeats for launch in launches]
         self.counts = counts
-        self.starts: list[float] = []
+        self.starts: list[Any] = []
 
     def run(self, part: range, depth: int, clocks: Clocks) -> Clocks:
         """Run these launches once, first iterations one by one; remember when groups start."""
@@ -133,22 +137,22 @@ class Queue:
                 for step in self.steps[inside.start : inside.stop]:
                     host = host + step.host
                     if step.device is not None:
-                        start = self.larger(host, device)
+                        start = larger(host, device)
                         self.starts.append(start)
                         device = start + step.device
                     if step.sync:
-                        host = self.larger(host, device)
+                        host = larger(host, device)
                 clocks = host, device
             else:
                 clocks = self.run(inside, depth + 1, clocks)
                 clocks = self.turned(inside, depth + 1, self.counts[repeat] - 1, clocks)
         return clocks
 
-    def turned(self, part: range, depth: int, count: int, clocks: Clocks) -> Clocks:
+    def turned(self, part: range, depth: int, count: int | Places, clocks: Clocks) -> Clocks:
         """The clocks when these launches have run `count` times more, whatever the count."""
         host, device = clocks
         a, b, c, e = self.power(self._shift(part, depth), count)
-        return self.larger(host + a, device + b), self.larger(host + c, device + e)
+        return larger(host + a, device + b), larger(host + c, device + e)
 
     def _shift(self, part: range, depth: int) -> Shift:
         """The shift of the clocks that these launches make."""
@@ -164,7 +168,7 @@ class Queue:
                 if busy is not None:
                     shift = (step.host, NEVER, step.host + busy, busy)
                 if step.sync:
-                    shift = (self.larger(shift[0], shift[2]), shift[3], shift[2], shift[3])
+                    shift = (larger(shift[0], shift[2]), shift[3], shift[2], shift[3])
                 total = self.after(total, shift)
         return total
 
@@ -175,16 +179,41 @@ class Queue:
         """One shift after the other: the product of both matrices."""
         a, b, c, e = first
         p, q, r, s = then
-        return max(p + a, q + c), max(p + b, q + e), max(r + a, s + c), max(r + b, s + e)
+        return _joined(p, a, q, c), _joined(p, b, q, e), _joined(r, a, s, c), _joined(r, b, s, e)
 
-    def power(self, shift: Shift, count: int) -> Shift:
-        """A shift that stands for `count` equal ones, one after the other."""
+    def power(self, shift: Shift, count: int | Places) -> Shift:
+        """A shift that stands for `count` equal ones, one after the other, at every point."""
         result = NO_SHIFT
-        while count:
-            if count & 1:
-                result = self.after(result, shift)
+        while count if isinstance(count, int) else count.any():
+            after, odd = self.after(result, shift), count & 1
+            if isinstance(odd, int):
+                result = after if odd else result
+            else:
+                pairs = zip(after, result, strict=True)
+                a, b, c, e = (_chosen(odd > 0, then, before) for then, before in pairs)
+                result = a, b, c, e
             shift, count = self.after(shift, shift), count >> 1
         return result
+
+
+def _never(term: Any) -> bool:
+    """Whether a term of a shift is minus infinity at all points."""
+    return isinstance(term, float) and term == NEVER
+
+
+def _joined(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """max(a + b, c + d); terms that never count cost nothing."""
+    if _never(a) or _never(b):
+        return NEVER if _never(c) or _never(d) else c + d
+    return a + b if _never(c) or _never(d) else larger(a + b, c + d)
+
+
+def _chosen(odd: Any, then: Any, before: Any) -> Any:
+    if _never(then) and _never(before):
+        return NEVER
+    import numpy as np
+
+    return np.where(odd, then, before)
 
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
@@ -208,4 +237,4 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
 def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[int] = ()) -> float:
     """Seconds after which the host is done where the device takes none: no step is faster."""
     placed = sum(launch.on_device for launch in launches)
-    return schedule([0.0] * placed, launches, host, counts)[1]
+    return float(schedule([0.0] * placed, launches, host, counts)[1])

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import reduce
+from typing import Any, TypeAlias
 
+from rooftrace._amounts import larger, smaller
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing.queue import HostSeconds
@@ -28,19 +30,19 @@ GROUP = "group "
 
 @dataclass(slots=True)
 class Walk:
-    """When kernels run on the streams of a device."""
+    """When kernels run on the streams of a device; seconds are numbers, or arrays over points."""
 
-    starts: list[float]  # of each kernel, the first time
-    exposed: list[float]  # by kernel: seconds for which the main stream waits for it
-    end: float = 0.0  # of the step
-    busy: float = 0.0  # seconds of kernels that the main stream runs, collectives aside
+    starts: list[float]  # of each kernel, the first time; [] over points
+    exposed: list[Any]  # by kernel: seconds for which the main stream waits for it; over points all
+    end: Any = 0.0  # of the step
+    busy: Any = 0.0  # seconds of kernels that the main stream runs, collectives aside
 
 
 @dataclass(frozen=True, slots=True)
 class _Due:
     """When something is done, and the run of a collective that it waited for last (-1: none)."""
 
-    time: float = 0.0
+    time: Any = 0.0
     cause: int = -1
 
 
@@ -81,8 +83,8 @@ class KernelRun:
 
     kernel: int
     track: str
-    start: float
-    end: float
+    start: Any
+    end: Any
     exposed: float = 0.0  # seconds for which the main stream waits for it
 
 
@@ -90,7 +92,7 @@ class KernelRun:
 class StreamKernel:
     """A kernel on a stream."""
 
-    seconds: float
+    seconds: Any
     stream: str
     lane: str  # the queue of its group, whose exchanges follow each other; "" for one alone
     beside: bool  # whether it runs beside the stream that issues it
@@ -100,17 +102,21 @@ class StreamKernel:
 
 def walk(
     planned: Plan,
-    durations: Sequence[float],
+    durations: Sequence[Any],
     host: HostSeconds,
+    counts: Sequence[int],
     waits: bool = False,
 ) -> Walk:
     """The step of a plan whose kernels take these seconds; see `queue.schedule` for the others."""
-    streams = Streams.of(planned, durations, host, waits)
+    single = all(isinstance(seconds, float) for seconds in durations)
+    kind = Streams if single else StreamsOverPoints
+    streams = kind.of(planned, durations, host, waits)
+    streams.counts = counts
     streams.walk(range(len(streams.items)), 0)
     return streams.ended()
 
 
-def _kernels(planned: Plan, durations: Sequence[float]) -> list[StreamKernel]:
+def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
     """The kernels of a plan, each with the storages by which others depend on it."""
     graph = planned.graph
     storage = [value.storage for value in graph.values]
@@ -228,9 +234,10 @@ class Streams:
     items: Sequence[Item]
     kernels: Sequence[StreamKernel]
     slows: float = 0.0  # share by which computing slows while an exchange runs beside it
-    host: float = 0.0
-    clocks: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    host: Any = 0.0
+    clocks: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
     runs: list[KernelRun] = field(default_factory=list)
+    launched: int = 0  # kernels so far
     held: dict[str, _Due] = field(default_factory=dict)  # what the next kernel waits for
     last: dict[str, int] = field(default_factory=dict)  # the last collective of each stream
     ready: dict[Moment, _Due] = field(default_factory=dict)  # by storage
@@ -238,14 +245,14 @@ class Streams:
     counts: Sequence[int] = ()  # iterations of each repeat
     at: dict[int, int] = field(default_factory=dict)  # by repeat, the iteration that runs
 
-    @staticmethod
+    @classmethod
     def of(
-        planned: Plan, durations: Sequence[float], host: HostSeconds, waits: bool = False
+        cls, planned: Plan, durations: Sequence[Any], host: HostSeconds, waits: bool = False
     ) -> Streams:
         """The streams of a plan before its step, with what the host will do."""
         kernels, slows = _kernels(planned, durations), planned.execution.disturbances.interference
         counts = [repeat.count for repeat in planned.graph.repeats]
-        return Streams(list(_items(planned, host, waits)), kernels, slows, counts=counts)
+        return cls(list(_items(planned, host, waits)), kernels, slows, counts=counts)
 
     def walk(self, part: range, depth: int) -> None:
         """Walk these items, iteration after iteration."""
@@ -285,7 +292,7 @@ class Streams:
             self._mark(item.mark, item.spots)
         run = self._launch(item.kernel) if item.kernel >= 0 else None
         if item.sync:
-            self.host = max(self.host, self.clocks[MAIN])
+            self.host = larger(self.host, self.clocks[MAIN])
         return run
 
     def _mark(self, op: Op, spots: Sequence[Spot]) -> None:
@@ -294,60 +301,78 @@ class Streams:
         if op.name == marks.RECORD_EVENT:
             time, cause = self.clocks[stream], self.last.get(stream, -1)
             here = _Due(time, cause if stream else -1)
-            self.events[self._moment(spots[0])] = max(here, held, key=_time)
+            self.events[self._moment(spots[0])] = self._later(here, held)
         else:
             events = (self.events.get(self._moment(spot), NOTHING) for spot in spots)
-            self.held[stream] = max(held, *events, key=_time)
+            self.held[stream] = reduce(self._later, events, held)
 
     def _launch(self, number: int) -> KernelRun:
         kernel = self.kernels[number]
-        stream, own = kernel.stream, len(self.runs)
+        stream, own = kernel.stream, self.launched
+        self.launched += 1
         due = self.held.pop(stream, NOTHING)
         for spot in kernel.touched:
-            due = max(due, self.ready.get(self._moment(spot), NOTHING), key=_time)
-        free = max(self.host, self.clocks[stream])
-        start = max(free, due.time)
+            due = self._later(due, self.ready.get(self._moment(spot), NOTHING))
+        free = larger(self.host, self.clocks[stream])
+        start = larger(free, due.time)
         if kernel.lane:
             before = _Due(self.clocks[kernel.lane], self.last.get(kernel.lane, -1))
-            due = max(due, before, key=_time)
-            start = max(start, before.time)
+            due = self._later(due, before)
+            start = larger(start, before.time)
             self.clocks[kernel.lane] = start + kernel.seconds
             self.last[kernel.lane] = own
         end = start + kernel.seconds
         if self.slows and not kernel.lane and stream == MAIN:
-            end += self._slowed(start, kernel.seconds)
+            end = end + self._slowed(start, kernel.seconds)
         run = KernelRun(number, kernel.lane if kernel.beside else stream, start, end)
-        self.runs.append(run)
+        self._ran(run)
         if not kernel.beside:
             self.clocks[stream] = end
             if stream == MAIN:
-                run.exposed += kernel.seconds if kernel.lane else 0.0
-                if start > free:
-                    self.runs[due.cause if due.cause >= 0 else own].exposed += start - free
+                if kernel.lane:
+                    self._expose(own, kernel.seconds)
+                self._expose(due.cause if due.cause >= 0 else own, start - free)
         if kernel.lane and not kernel.beside:
             self.last[stream] = own
         for spot in kernel.written:
             self.ready[self._moment(spot)] = _Due(end, own if kernel.lane else due.cause)
         return run
 
-    def _slowed(self, start: float, seconds: float) -> float:
+    def _slowed(self, start: Any, seconds: Any) -> Any:
         """What exchanges that run beside a kernel add to it: the longest of them is the cause."""
         lanes = [name for name in self.last if name.startswith(GROUP)]
-        lane = max(lanes, key=self.clocks.__getitem__, default=None)
-        if lane is None:
+        if not lanes:
             return 0.0
-        more = self.slows * max(0.0, min(seconds, self.clocks[lane] - start))
-        self.runs[self.last[lane]].exposed += more
+        clock = reduce(larger, (self.clocks[lane] for lane in lanes))
+        more = self.slows * larger(0.0, smaller(seconds, clock - start))
+        self._expose(self.last[self._latest(lanes)], more)
         return more
+
+    # -- what is kept of a walk ----------------------------------------------------------------
+
+    def _later(self, a: _Due, b: _Due) -> _Due:
+        """The later of two; the first of equal ones."""
+        return b if b.time > a.time else a
+
+    def _latest(self, tracks: Collection[str]) -> str:
+        """The track that is done last."""
+        return max(tracks, key=self.clocks.__getitem__)
+
+    def _ran(self, run: KernelRun) -> None:
+        self.runs.append(run)
+
+    def _expose(self, cause: int, seconds: Any) -> None:
+        """The main stream waits for this run."""
+        self.runs[cause].exposed += seconds
 
     def ended(self) -> Walk:
         """The walk when all is done; what runs on after the main stream is exposed, too."""
         main = max(self.host, self.clocks[MAIN])
-        tail = max(self.clocks, key=self.clocks.__getitem__, default=MAIN)
+        tail = self._latest(self.clocks)
         walked = Walk([-1.0] * len(self.kernels), [0.0] * len(self.kernels))
         walked.end = max(main, self.clocks[tail])
         if walked.end > main and self.last.get(tail, -1) >= 0:
-            self.runs[self.last[tail]].exposed += walked.end - main
+            self._expose(self.last[tail], walked.end - main)
         for run in self.runs:
             kernel = self.kernels[run.kernel]
             walked.exposed[run.kernel] += run.exposed
@@ -358,8 +383,35 @@ class Streams:
         return walked
 
 
-def _time(due: _Due) -> float:
-    return due.time
+@dataclass(slots=True)
+class StreamsOverPoints(Streams):
+    """The clocks at many points: arrays.  Of runs only sums are kept, whatever waits for what."""
+
+    exposed: Any = 0.0
+    busy: Any = 0.0
+
+    def _later(self, a: _Due, b: _Due) -> _Due:
+        return _Due(larger(a.time, b.time))
+
+    def _latest(self, tracks: Collection[str]) -> str:
+        return next(iter(tracks))
+
+    def _ran(self, run: KernelRun) -> None:
+        kernel = self.kernels[run.kernel]
+        if run.track == MAIN and not kernel.lane:
+            self.busy = self.busy + kernel.seconds
+
+    def _expose(self, cause: int, seconds: Any) -> None:
+        self.exposed = self.exposed + seconds
+
+    def ended(self) -> Walk:
+        """The sums when all is done."""
+        main = larger(self.host, self.clocks[MAIN])
+        end = reduce(larger, self.clocks.values(), main)
+        for talking in (clock for track, clock in self.clocks.items() if track in self.last):
+            self._expose(-1, (talking == end) * (end - main))
+            main = larger(main, talking)
+        return Walk([], [self.exposed], end, self.busy)
 
 
 def has_streams(planned: Plan) -> bool:

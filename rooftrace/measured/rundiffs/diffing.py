@@ -227,13 +227,13 @@ def _side(
     own = measured.graphs.get(row.key)
     graph = own if graphs is None else graphs.get(row.phase, _only(graphs))
     if graph is None:
-        return _Predicted(side=side_of_row(measured, row, label))
+        return _Predicted(side=side_of_row(measured, row))
     chip, reason = _chip(question, str(measured.device.get("name") or ""))
     if chip is None:
-        return _Predicted(side=side_of_row(measured, row, label, graph), reason=reason)
+        return _Predicted(side=side_of_row(measured, row, graph), reason=reason)
     model = question.execution or execution_model(row.mode)
     priced = estimate(graph, chip, model.as_called)
-    side = side_of_row(measured, row, label, priced.graph)
+    side = side_of_row(measured, row, priced.graph)
     by_path = row.source == "replay" and not row.kernels
     return _Predicted(side=side, estimate=priced, by_path=by_path)
 
@@ -259,7 +259,7 @@ def _of_trace(trace: Trace, label: str, graphs: Graphs | None, question: RunQues
         trace, lambda: graphs, chip or load_chip(_ANY), model, question.tell
     )
     alignment = match.alignment
-    side = side_of_trace(alignment.trace, label, _places(alignment), alignment.graph)
+    side = side_of_trace(alignment.trace, label, _places(alignment))
     estimated = None if chip is None else match.estimate
     return _Predicted(side=side, estimate=estimated, reason=reason, by_path=True)
 

@@ -12,9 +12,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
 
-def side_of_row(
-    run: Run, row: ModelRow, label: str = "", graph: OpGraph | None = None
-) -> MeasuredSide:
+def side_of_row(run: Run, row: ModelRow, graph: OpGraph | None = None) -> MeasuredSide:
     """The measured step of a row of a run.
 
     Its ops were measured apart from the step: by the profiler, or one by one.  So they have no
@@ -34,7 +32,6 @@ def side_of_row(
     if row.peak_bytes is not None:
         figures["memory"] = (float(row.peak_bytes),)
     return MeasuredSide(
-        label=label or row.key,
         device=str(run.device.get("name") or ""),
         on_device=on_device,
         figures=figures,
@@ -42,7 +39,6 @@ def side_of_row(
         calls=calls,
         in_order=bool(row.kernels) or row.source == "replay",
         notes=tuple(_notes(row)),
-        graph=graph,
     )
 
 

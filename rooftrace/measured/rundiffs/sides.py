@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-from rooftrace.tracer.graph import OpGraph
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,6 @@ class MeasuredCall:
 class MeasuredSide:
     """One measured step of one run."""
 
-    label: str  # the file, or the row of a run
     device: str  # its name; "" where it is not known
     on_device: bool  # whether seconds are those of kernels; else of calls on the host
     figures: Mapping[str, tuple[float, ...]]  # by name in METRICS, for each measured step
@@ -53,7 +50,6 @@ class MeasuredSide:
     calls: tuple[MeasuredCall, ...]  # in order
     in_order: bool = True  # whether the order of `calls` is that of the step
     notes: tuple[str, ...] = ()
-    graph: OpGraph | None = field(default=None, repr=False)  # what ran, where that is known
 
     @property
     def steps(self) -> int:

@@ -21,7 +21,6 @@ from rooftrace.measured.rundiffs.modulepaths import module_paths
 from rooftrace.measured.rundiffs.sides import MeasuredCall, MeasuredKernel, MeasuredSide
 from rooftrace.measured.rundiffs.timeparts import host_figures, step_figures
 from rooftrace.measured.traces import Trace, TraceStep, records
-from rooftrace.tracer.graph import OpGraph
 
 _CALL = re.compile(r"\w+::\w+(\.\w+)?")
 """The name of an op of the dispatcher; ranges of autograd and of compiled code have others."""
@@ -90,11 +89,10 @@ def side_of_trace(
     trace: Trace,
     label: str,
     places: Mapping[int, GraphPlace] | None = None,
-    graph: OpGraph | None = None,
 ) -> MeasuredSide:
     """The steps of a trace as one side.
 
-    places: of ops of the trace, by their index, in `graph`, the graph of what ran.  Raises
+    places: of ops of the trace, by their index, in the graph of what ran.  Raises
     ProfileError for a file of several ranks.
     """
     if trace.processes > 1:
@@ -113,14 +111,12 @@ def side_of_trace(
         if not trace.on_device:
             figure["kernels"] = sum(len(instance.kernels) for instance in step)
     return MeasuredSide(
-        label=label,
         device=units.listed(sorted(set(trace.devices.values()))) if trace.devices else "",
         on_device=trace.on_device,
         figures={name: tuple(f[name] for f in figures) for name in figures[0]},
         middle="mean",
         calls=folded(steps),
         notes=tuple(_notes(trace)),
-        graph=graph,
     )
 
 

@@ -26,7 +26,7 @@ from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate, Row
-    from rooftrace.costmodels.timing import Communication
+    from rooftrace.costmodels.timing.exchanges import Communication
     from rooftrace.measured.alignment import Alignment
     from rooftrace.reporting.sections import Results
 

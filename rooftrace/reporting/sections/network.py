@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
+from rooftrace._plain import Plain, Positive
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating.communication import Exchanged
 from rooftrace.hardware.units import format_count
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate
     from rooftrace.reporting.sections.results import Results
 
 
@@ -36,7 +39,25 @@ def mesh_words(estimate: Estimate) -> str:
     return f"{mesh}: {chips}" if mesh else chips
 
 
-def reached(estimate: Estimate) -> dict[str, Any]:
+class Reached(TypedDict):
+    """What all processes of a step reach together, and how much of it is exchange."""
+
+    phase: str
+    mesh: str  # sizes of the axes, and the chips
+    processes: Positive  # that run the step together, a chip each
+    replicas: Positive | None  # batches that they work on at a time
+    system: str | None  # how chips are joined; null: by the chip's own link
+    t_est: float
+    items_per_s: float | None  # of all processes
+    items_per_s_per_chip: float | None
+    mfu: float | None
+    t_communication: float  # s of all exchanges, hidden ones too
+    t_exposed: float  # s for which computing waits
+    exposed_share: float  # of t_est
+    limited_by: str  # the largest share of the step; of a network, the axis
+
+
+def reached(estimate: Estimate) -> Reached:
     """What all processes reach together, and how much of the step is exchange."""
     times = estimate.times
     total = sum(row.seconds for row in estimate.communication)
@@ -65,15 +86,22 @@ def limit_words(estimate: Estimate) -> str:
     return f"{words.LIMITS[regime]}{axis}"
 
 
-def exchanged(results: Results) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class PhaseExchange(Plain):
+    """Equal exchanges of a phase on a chip, added up."""
+
+    phase: str
+    chip: str
+    exchange: Exchanged
+
+    KEYS = "phase chip **exchange"
+
+
+def exchanged(results: Results) -> Iterator[PhaseExchange]:
     """The exchanges of every phase, by axis and kind."""
     for estimate in meshed(results):
         for row in estimate.communication:
-            yield {
-                "phase": estimate.step,
-                "chip": estimate.chip.name,
-                **{name: getattr(row, name) for name in row.__slots__},
-            }
+            yield PhaseExchange(estimate.step, estimate.chip.name, row)
 
 
 REACHED = (
@@ -105,7 +133,7 @@ def network(results: Results) -> view.Section:
     estimates = meshed(results)
     if not estimates:
         return view.Section()
-    rows = list(exchanged(results))
+    rows = [row.to_dict() for row in exchanged(results)]
     parts: list[view.Part] = [
         view.Table(
             columns=REACHED, rows=[reached(e) for e in estimates if is_whole(e)], key="reached"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from rooftrace._plain import Positive
 from rooftrace.costmodels.pipelining import Pipe, StageCost
 from rooftrace.reporting.sections.network import is_whole
 from rooftrace.reporting.view import model as view, units
@@ -45,7 +46,25 @@ def held(results: Results) -> dict[str, Memory]:
     return needs
 
 
-def rows_of(results: Results) -> Iterator[dict[str, Any]]:
+class Piped(TypedDict):
+    """The step of a pipeline."""
+
+    phase: str
+    chip: str
+    schedule: str
+    stages: Positive
+    microbatches: Positive
+    seconds: float  # of the step
+    bubble: float  # share of the step, in which processes wait for each other
+    imbalance: float  # of the busiest process over the mean one, less 1
+    transfer: float  # s of one transfer between stages
+    items_per_s_per_chip: float | None
+    mfu: float | None
+    peak: int  # byte, of the process that holds most
+    fits: bool  # whether each chip holds its process
+
+
+def rows_of(results: Results) -> Iterator[Piped]:
     """A row for each pipeline."""
     for pipe in piped(results):
         made = pipe.made

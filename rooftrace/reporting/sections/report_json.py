@@ -1,4 +1,4 @@
-"""report.json: what its keys mean and where they are read; report.schema.json is made from this.
+"""report.json: a report as a record of records; report.schema.json is made from their types.
 
 Plain values in SI units; null stands for what is not modelled.  Nothing in it depends on when or
 where it was made.
@@ -7,54 +7,33 @@ where it was made.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, TypedDict
 
-from msgspec import structs
-
+from rooftrace._plain import Plain, Share
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.execution import SUMMARIES
-from rooftrace.costmodels.findings import islands
+from rooftrace.costmodels.findings import Island, islands
+from rooftrace.costmodels.guiding import Guidance
+from rooftrace.costmodels.planning import Coverage, Unsupported
+from rooftrace.hardware import Chip
 from rooftrace.reporting.sections.builders import added_sections
-from rooftrace.reporting.sections.network import exchanged, is_whole, meshed, reached
-from rooftrace.reporting.sections.pipelines import rows_of
-from rooftrace.reporting.sections.report_keys import (
-    ASSUMPTION,
-    CHIP,
-    COVERAGE,
-    EXCHANGED,
-    EXECUTION,
-    GUIDANCE,
-    HEADROOM,
-    ISLAND,
-    MEMORY,
-    MODEL,
-    NOTE,
-    OF_A_MODEL,
-    OF_A_WORKLOAD,
-    PHASE,
-    PIPELINE,
-    ROUTING,
-    SECTION,
-    STEP,
-    TOGETHER,
-    UNSUPPORTED,
-    WORKLOAD,
+from rooftrace.reporting.sections.network import (
+    PhaseExchange,
+    Reached,
+    exchanged,
+    is_whole,
+    meshed,
+    reached,
 )
-from rooftrace.reporting.sections.routing import routed
-from rooftrace.reporting.sections.shapes import (
-    Anything,
-    Choice,
-    Key,
-    Many,
-    Named,
-    Object,
-    schema_of,
-)
-from rooftrace.reporting.view import model as view, units
-
-if TYPE_CHECKING:
-    from rooftrace.reporting.sections.results import Results
+from rooftrace.reporting.sections.pipelines import Piped, rows_of
+from rooftrace.reporting.sections.results import Results
+from rooftrace.reporting.sections.routing import Routed, routed
+from rooftrace.reporting.sections.schema import schema_of
+from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, Savings, Step
+from rooftrace.reporting.view import model as view
+from rooftrace.tracer.graph import Assumption
 
 SCHEMA = "rooftrace.report/1"
 ABOUT = {
@@ -65,201 +44,280 @@ ABOUT = {
 }
 
 
-def _memory(results: Results, phase: str) -> dict[str, Any]:
-    need = results.memory[phase]
-    batches = results.largest.get(phase, {})
-    on_chips = {
-        chip.name: {
-            "fits": need.fits(chip),
-            "chips_needed": need.chips_needed(chip),
-            "max_batch": batch.to_dict() if (batch := batches.get(chip.name)) else None,
-            "reserved": held.to_dict() if (held := results.reserved(phase, chip)) else None,
-        }
-        for chip in results.chips
-    }
-    return {**need.to_dict(), "fits": need.fits(results.chips[0]), "chips": on_chips}
+# -- how far to trust it ---------------------------------------------------------------------------
 
 
-def _coverage(results: Results) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Gap(Plain):
+    """An op without a rule in a phase."""
+
+    phase: str
+    op: Unsupported
+
+    KEYS = (
+        "phase target=op.target count=op.count bytes=op.bytes bytes_least=op.bytes_least "
+        "bytes_most=op.most shapes=op.shapes modules=op.modules stub=op.stub"
+    )
+
+
+@dataclass(frozen=True)
+class Covered(Plain):
+    """The share of a step that rules cover."""
+
+    of: Coverage
+
+    KEYS = (
+        "ops=of.ops ops_with_rule=of.ops_with_rule bytes_with_rule_share=of.bytes_with_rule_share"
+    )
+
+
+@dataclass(frozen=True)
+class AllCovered(Plain):
     """Sums of the main execution over the phases; ops without a rule from every execution."""
-    main = [estimate.coverage for estimate in results.broken_down()]
-    size, with_rule = sum(c.bytes for c in main), sum(c.bytes_with_rule for c in main)
-    return {
-        "ops": sum(c.ops for c in main),
-        "ops_with_rule": sum(c.ops_with_rule for c in main),
-        "bytes_with_rule_share": with_rule / size if size else 1.0,
-        "lower_bound": bool(results.unrecorded),
-        "unsupported": [
-            {
-                **{key.key: getattr(entry, key.key, None) for key in UNSUPPORTED.keys},
-                "phase": phase,
-                "bytes_most": entry.most,
-            }
-            for phase, entry in results.unsupported_ops()
-        ],
-        "phases": {
-            phase: {name: results.estimate(phase, name).coverage for name in results.executions}
-            for phase in results.phases
-        },
-    }
+
+    results: Results
+
+    KEYS = "**main lower_bound unsupported phases"
+
+    @property
+    def main(self) -> Covered:
+        """The sums."""
+        main = [estimate.coverage for estimate in self.results.broken_down()]
+        names = ("ops", "ops_with_rule", "bytes", "bytes_with_rule")
+        sums = {name: sum(getattr(each, name) for each in main) for name in names}
+        return Covered(Coverage(**sums, unsupported=()))
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether something ran out of sight of the trace."""
+        return bool(self.results.unrecorded)
+
+    @property
+    def unsupported(self) -> list[Gap]:
+        """The ops without a rule."""
+        return [Gap(phase, op) for phase, op in self.results.unsupported_ops()]
+
+    @property
+    def phases(self) -> Mapping[str, Mapping[str, Covered]]:
+        """By phase, then execution."""
+        r = self.results
+        return {
+            phase: {name: Covered(r.estimate(phase, name).coverage) for name in r.executions}
+            for phase in r.phases
+        }
 
 
-def _section(section: view.Section) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Assumed(Plain):
+    """An assumption of a phase."""
+
+    phase: str
+    item: Assumption
+    time_share: Share  # of t_est in kernels that rest on it (main execution, first chip)
+
+    KEYS = (
+        "phase id=item.id kind=item.kind where=item.where text=item.text value=item.value "
+        "op=item.op facts=item.facts? time_share"
+    )
+
+
+@dataclass(frozen=True)
+class PhaseIsland(Plain):
+    """Tensors that stay in another floating precision than the priced one, in a phase."""
+
+    phase: str
+    island: Island
+
+    KEYS = "phase **island"
+
+
+# -- the model, what was added ---------------------------------------------------------------------
+
+
+OF_A_MODEL = {"name": ["string", "null"], "params": ["integer", "null"]}
+OF_A_MODEL["params_trainable"] = OF_A_MODEL["params"]
+OF_A_WORKLOAD = ("batch", "seq", "kv", "dtype", "optimizer")
+ModelFacts: TypeAlias = Annotated[
+    Mapping[str, Any],
+    ("properties", {key: {"type": types} for key, types in OF_A_MODEL.items()}),
+    ("required", tuple(OF_A_MODEL)),
+]
+SharedWorkload: TypeAlias = Annotated[Mapping[str, Any], ("required", (*OF_A_WORKLOAD, "phases"))]
+Execution: TypeAlias = Annotated[
+    Mapping[str, Any], ("required", ("name", "attention", "fusion", "dispatch", "summary"))
+]
+
+
+class AddedTable(TypedDict):
+    """A table of a section that was added."""
+
+    units: Mapping[str, str]  # by column; empty where the values have none
+    rows: list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class AddedSection(Plain):
     """A section that was added: its tables by their keys, the raw values of their rows."""
-    tables = [part for part in section.parts if isinstance(part, view.Table)]
-    return {
-        "title": section.title,
-        "tables": {
+
+    section: view.Section
+
+    KEYS = "title=section.title tables notes"
+
+    @property
+    def tables(self) -> Mapping[str, AddedTable]:
+        """Its tables."""
+        tables = [part for part in self.section.parts if isinstance(part, view.Table)]
+        return {
             table.key or str(number): {
                 "units": {column.key: column.unit.symbol for column in table.columns},
                 "rows": [{c.key: c.value(row) for c in table.columns} for row in table.rows],
             }
             for number, table in enumerate(tables)
-        },
-        "notes": [part.text for part in section.parts if isinstance(part, view.Note)],
-    }
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Its sentences."""
+        return [part.text for part in self.section.parts if isinstance(part, view.Note)]
 
 
-REPORT = Object(
-    "",
-    (
-        Key("schema", Choice((SCHEMA,)), of=lambda r: SCHEMA),
-        Key("model", MODEL, of=lambda r: {**dict.fromkeys(OF_A_MODEL), **r.model}),
-        Key(
-            "workload",
-            WORKLOAD,
-            "what all phases share; null where they differ",
-            of=lambda r: {
-                **dict.fromkeys(OF_A_WORKLOAD),
-                **r.workload,
-                "phases": {phase: graph.workload for phase, graph in r.graphs.items()},
-            },
-        ),
-        Key(
-            "chips",
-            Named(CHIP, 1),
-            "by name; the first is the one that the phases show",
-            of=lambda r: {chip.name: chip.to_dict() for chip in r.chips},
-        ),
-        Key(
-            "executions",
-            Named(EXECUTION, 1),
-            "the knobs of each execution model",
-            of=lambda r: {
-                name: {
-                    **r.estimate(r.phases[0], name).execution.to_dict(),
-                    "summary": SUMMARIES.get(name),
-                }
-                for name in r.executions
-            },
-        ),
-        Key("main_execution", units.TEXT, of=lambda r: r.main),
-        Key(
-            "coverage",
-            COVERAGE,
-            "sums over the phases of the main execution; unsupported ops of every execution",
-            of=_coverage,
-        ),
-        Key(
-            "assumptions",
-            Many(ASSUMPTION),
-            of=lambda r: [
-                {"phase": phase, **structs.asdict(a), "time_share": r.resting_share(phase, a.id)}
-                for phase, a in r.assumptions
-            ],
-        ),
-        Key(
-            "routing",
-            Many(ROUTING),
-            "layers with experts, by phase; absent where there are none",
-            of=lambda r: routed(r) or None,
-            optional=True,
-        ),
-        Key(
-            "together",
-            Many(TOGETHER),
-            "steps of several processes: what all of them reach; absent for one process",
-            of=lambda r: [reached(e) for e in meshed(r) if is_whole(e)] or None,
-            optional=True,
-        ),
-        Key(
-            "pipelines",
-            Many(PIPELINE),
-            "steps of pipelines, of which the phases are stages; absent without one",
-            of=lambda r: list(rows_of(r)) or None,
-            optional=True,
-        ),
-        Key(
-            "communication",
-            Many(EXCHANGED),
-            "what a process exchanges, by axis and kind; absent where that is nothing",
-            of=lambda r: list(exchanged(r)) or None,
-            optional=True,
-        ),
-        Key(
-            "islands",
-            Many(ISLAND),
-            "tensors that stay in another floating precision than the priced one",
-            of=lambda r: [
-                {"phase": phase, **asdict(island)}
-                for phase, graph in r.graphs.items()
-                for island in islands(graph)
-            ],
-        ),
-        Key(
-            "phases",
-            Named(Named(PHASE, 1), 1),
-            "by phase, then execution",
-            of=lambda r: r.estimates,
-        ),
-        Key(
-            "guidance",
-            Named(GUIDANCE),
-            "by phase: what would help, of the main execution on the first chip; each change alone",
-        ),
-        Key(
-            "headroom",
-            Named(HEADROOM),
-            "by phase: what fusing saves, of the main execution on the first chip",
-        ),
-        Key(
-            "memory",
-            Named(MEMORY),
-            "byte, by phase: the most that is alive of each role, and of all together",
-            of=lambda r: {phase: _memory(r, phase) for phase in r.memory},
-        ),
-        Key(
-            "notes",
-            Many(NOTE),
-            of=lambda r: [
-                {"phase": phase, "execution": execution, "text": note}
-                for phase, execution, estimate in r.of_first_chip()
-                for note in estimate.notes
-            ],
-        ),
-        Key(
-            "sections",
-            Named(SECTION, 1),
-            "what was added to the report by the user or by another package",
-            of=lambda r: {k: _section(s) for k, s in added_sections(r).items()} or None,
-            optional=True,
-        ),
-        Key(
-            "provenance",
-            Named(Named(Anything())),
-            of=lambda r: {phase: graph.provenance for phase, graph in r.graphs.items()},
-        ),
-    ),
-)
+class PhaseNote(TypedDict):
+    """A sentence on a step."""
+
+    phase: str
+    execution: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Document(Plain):
+    """A report as report.json has it."""
+
+    of: Results
+
+    schema = SCHEMA
+    KEYS = (
+        "schema model workload chips executions main_execution=of.main coverage assumptions "
+        "routing? together? pipelines? communication? islands phases guidance "
+        "headroom memory notes sections? provenance"
+    )
+
+    @property
+    def model(self) -> ModelFacts:
+        """The model."""
+        return {**dict.fromkeys(OF_A_MODEL), **self.of.model}
+
+    @property
+    def workload(self) -> SharedWorkload:
+        """What all phases share; null where they differ."""
+        phases = {phase: graph.workload for phase, graph in self.of.graphs.items()}
+        return {**dict.fromkeys(OF_A_WORKLOAD), **self.of.workload, "phases": phases}
+
+    @property
+    def chips(self) -> Annotated[Mapping[str, Chip], ("minProperties", 1)]:
+        """By name; the first is the one that the phases show."""
+        return {chip.name: chip for chip in self.of.chips}
+
+    @property
+    def executions(self) -> Annotated[Mapping[str, Execution], ("minProperties", 1)]:
+        """The knobs of each execution model."""
+        first = self.of.phases[0]
+        models = {name: self.of.estimate(first, name).execution for name in self.of.executions}
+        return {
+            name: {**model.to_dict(), "summary": SUMMARIES.get(name)}
+            for name, model in models.items()
+        }
+
+    @property
+    def coverage(self) -> AllCovered:
+        """Sums over the phases of the main execution; unsupported ops of every execution."""
+        return AllCovered(self.of)
+
+    @property
+    def assumptions(self) -> list[Assumed]:
+        """What the trace could not know and took for granted."""
+        return [Assumed(p, a, self.of.resting_share(p, a.id)) for p, a in self.of.assumptions]
+
+    @property
+    def routing(self) -> list[Routed]:
+        """Layers with experts, by phase; absent where there are none."""
+        return routed(self.of)
+
+    @property
+    def together(self) -> list[Reached]:
+        """Steps of several processes: what all of them reach; absent for one process."""
+        return [reached(step) for step in meshed(self.of) if is_whole(step)]
+
+    @property
+    def pipelines(self) -> list[Piped]:
+        """Steps of pipelines, of which the phases are stages; absent without one."""
+        return list(rows_of(self.of))
+
+    @property
+    def communication(self) -> list[PhaseExchange]:
+        """What a process exchanges, by axis and kind; absent where that is nothing."""
+        return list(exchanged(self.of))
+
+    @property
+    def islands(self) -> list[PhaseIsland]:
+        """Tensors that stay in another floating precision than the priced one."""
+        graphs = self.of.graphs.items()
+        return [PhaseIsland(phase, each) for phase, graph in graphs for each in islands(graph)]
+
+    @property
+    def phases(
+        self,
+    ) -> Annotated[
+        Mapping[str, Annotated[Mapping[str, Step], ("minProperties", 1)]], ("minProperties", 1)
+    ]:
+        """By phase, then execution."""
+        return {
+            phase: {name: Step(by_chip) for name, by_chip in by_execution.items()}
+            for phase, by_execution in self.of.estimates.items()
+        }
+
+    @property
+    def guidance(self) -> Mapping[str, Guidance]:
+        """By phase: what would help the main execution on the first chip; each change alone."""
+        return self.of.guidance
+
+    @property
+    def headroom(self) -> Mapping[str, Savings]:
+        """By phase: what fusing saves, of the main execution on the first chip."""
+        return {phase: Savings(headroom) for phase, headroom in self.of.headroom.items()}
+
+    @property
+    def memory(self) -> Mapping[str, PhaseMemory]:
+        """Byte, by phase: the most that is alive of each role, and of all together."""
+        return {phase: PhaseMemory(self.of, phase) for phase in self.of.memory}
+
+    @property
+    def notes(self) -> list[PhaseNote]:
+        """Sentences that say what was rewritten and what else is worth knowing."""
+        return [
+            {"phase": phase, "execution": execution, "text": note}
+            for phase, execution, estimate in self.of.of_first_chip()
+            for note in estimate.notes
+        ]
+
+    @property
+    def sections(self) -> Annotated[Mapping[str, AddedSection], ("minProperties", 1)]:
+        """What was added to the report by the user or by another package."""
+        return {key: AddedSection(section) for key, section in added_sections(self.of).items()}
+
+    @property
+    def provenance(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each graph was captured with."""
+        return {phase: graph.provenance for phase, graph in self.of.graphs.items()}
 
 
 def document(result: Results | Estimate) -> dict[str, Any]:
     """A report as report.json has it; a step as its phases, and their memory, have it."""
     if isinstance(result, Estimate):
-        return {**Object("", STEP).plain(result), "memory": result.memory.to_dict()}
-    return REPORT.plain(result)
+        return {**Costs(result).to_dict(), "memory": result.memory.to_dict()}
+    return Document(result).to_dict()
 
 
 def report_schema() -> str:
     """The text of report.schema.json."""
-    return json.dumps(schema_of(REPORT, ABOUT), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(schema_of(Document, ABOUT), indent=1, ensure_ascii=False) + "\n"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._plain import Plain, Positive
 from rooftrace.hardware.units import format_count
 from rooftrace.reporting.view import model as view, units
 from rooftrace.tracer.paths import pattern_of
@@ -30,19 +31,21 @@ _KERNEL = "rooftrace.route_experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
+class Routed(Plain):
     """The choices of equal routers in one phase."""
 
     phase: str
     module: str  # path of the router, with starred indices
-    layers: int  # how many choose so
+    layers: Positive  # how many choose so
     tokens: int  # that choose in a layer
     chosen: int  # experts that a token chooses
     experts: int  # that it chooses among
     distinct: float  # experts that some token is expected to choose: the active ones
     drawn: int  # that number in the draw that the code ran with
     counted: float  # that number in the bytes: the draw's, where a Python loop runs the experts
-    policy: str
+    policy: str  # as --assume routing= takes it
+
+    KEYS = "phase module layers tokens chosen experts distinct tokens_each drawn counted policy"
 
     @property
     def tokens_each(self) -> float:

@@ -26,7 +26,7 @@ _LIMITS = {
 }  # fmt: skip
 _DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _three(value))
 _JOULES = units.Unit("J", "number", lambda value: f"{_three(value)} J")
-_SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
+_SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
 def _three(value: float) -> str:

@@ -21,7 +21,7 @@ _NAME = view.Column("name", units.MODULE, "tensor", folded=True)
 _DRIFT = (
     view.Column("relative", units.full(units.SHARE), "of norm before"),
     view.Column("difference", VALUE, "difference"),
-    view.Column("cosine", units.Unit("", "number", lambda c: f"{c:.6f}", least=None), "cosine"),
+    view.Column("cosine", units.Unit("", "number", lambda c: f"{c:.6f}"), "cosine"),
     view.Column("largest", VALUE, "largest"),
 )
 _LOOKS = (

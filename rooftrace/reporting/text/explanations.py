@@ -31,7 +31,7 @@ _COLUMNS = (
     view.Column("numbers", _FORMULA, "with the sizes", folded=True, drop=1),
     view.Column("value", units.WORDS, "value"),
 )
-_RATIO = units.Unit("", "number", lambda ratio: f"{ratio:.2f}", least=None)
+_RATIO = units.Unit("", "number", lambda ratio: f"{ratio:.2f}")
 _TESTS = (
     view.Column("name", units.TEXT, "scaling test"),
     view.Column("change", units.TEXT, "change", drop=1, folded=True),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 60
 """Tensors on a screen; of more, those that differ in indices only stand in one row."""
 
-EXACT = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
-VALUE = units.Unit("", "number", lambda value: _number(value), least=None)
+EXACT = units.Unit("", "integer", lambda number: f"{number:,}")
+VALUE = units.Unit("", "number", lambda value: _number(value))
 SHAPE = units.Unit("", "string", str, left="both")
 
 

@@ -44,7 +44,7 @@ def _change(ratio: float) -> str:
     return "0" if ratio == 1 else f"{ratio - 1:+.1%}"
 
 
-_ELASTICITY = units.Unit("", "number", _signed, least=None)
+_ELASTICITY = units.Unit("", "number", _signed)
 _CHANGE = units.Unit("", "number", _change)
 _WRITTEN: dict[str, Callable[[float], str]] = {
     "FLOP/s": format_flop_rate,

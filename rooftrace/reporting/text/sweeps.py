@@ -14,7 +14,7 @@ MOST_LINES = 24
 """Lines of a table that is shown whole."""
 _CROSSINGS, _CLIFFS, _EACH = 12, 8, 1
 BEST = "Most items per second, of what fits"
-_SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
+_SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
 def register() -> None:

@@ -1,11 +1,10 @@
-"""How values are written: a unit for each kind of cell, on a page, on a screen and in report.json.
+"""How values are written: a unit for each kind of cell, on a page and on a screen.
 
 SECOND = Unit("s", "number", format_time)
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,12 +28,10 @@ class Unit:
     """What the numbers of a column are and how they are written.  Text is a unit too."""
 
     symbol: str  # of the numbers as they are stored: "s", "byte"
-    type: str  # in JSON: "integer", "number", "string", "boolean"
+    type: str  # "integer", "number" or "string"
     page: Callable[[Any], str]
     screen: Callable[[Any], str] | None = None  # where that is shorter than on a page
     left: Literal["both", "page", "screen", ""] = ""  # where it is flush left
-    least: float | None = 0  # the smallest number that JSON may hold
-    most: float | None = None  # the largest
 
     def written(self, value: Any, *, page: bool) -> str:
         """The text of a value; "" stays blank, and None is a dash."""
@@ -43,29 +40,6 @@ class Unit:
         if value is None:
             return MISSING
         return (self.page if page or self.screen is None else self.screen)(value)
-
-    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        """The JSON schema of a value; `definitions` gets what is referred to."""
-        if self.type not in ("integer", "number"):
-            return {"type": self.type}
-        least = {} if self.least is None else {"minimum": self.least}
-        most = {} if self.most is None else {"maximum": self.most}
-        return {"type": self.type, **least, **most}
-
-    def plain(self, value: Any) -> Any:
-        """The value as JSON holds it; a number that is not finite is null."""
-        return plain(value)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON holds it: tuples become lists, keys text, and infinities null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def _count(number: float) -> str:
@@ -88,7 +62,7 @@ def signed(unit: Unit) -> Unit:
     def written(value: float) -> str:
         return f"{'+' if value > 0 else '-'}{unit.page(abs(value))}" if value else "0"
 
-    return replace(unit, page=written, screen=None, least=None)
+    return replace(unit, page=written, screen=None)
 
 
 KERNEL_WIDTH = 26  # of a kernel's name on a screen
@@ -100,21 +74,16 @@ LIMITS = Unit("", "string", str, left="screen")
 CODE = Unit("", "string", code_span, str, left="both")
 MODULE = Unit("", "string", lambda p: code_span(p or "(root)"), lambda p: p or "(root)", "both")
 KERNEL = Unit("", "string", lambda name: code_span(words.kernel_name(name)), _kernel, "both")
-FLAG = Unit("", "boolean", str)
 COUNT = Unit("", "integer", _count)
-POSITIVE = Unit("", "integer", _count, least=1)
-INDEX = Unit("", "integer", str, least=None)
+INDEX = Unit("", "integer", str)
 FLOP = Unit("FLOP", "integer", format_flops, lambda n: words.bare(format_flops(n), "FLOP"))
 BYTE = Unit("byte", "integer", format_traffic)
 CAPACITY = Unit("byte", "integer", format_capacity)
 SECOND = Unit("s", "number", format_time)
 RATE = Unit("1/s", "number", format_count)
-AMOUNT = Unit("", "number", str, least=None)
-"""A number whose unit stands in the next column."""
 NUMBER = Unit("", "number", format_count)
 SHARE = Unit("", "number", format_share, words.percent)
-FRACTION = Unit("", "number", format_share, words.percent, most=1.0000001)
-ERROR = Unit("", "number", lambda error: f"{error:+.1%}", least=None)
+ERROR = Unit("", "number", lambda error: f"{error:+.1%}")
 SPREAD = Unit("", "number", lambda error: f"{error:.1%}")
 INTENSITY = Unit(
     "FLOP/byte", "number", lambda ratio: words.bare(format_intensity(ratio), "FLOP/byte")

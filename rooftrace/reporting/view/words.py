@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.memory import Held, LargestBatch, Memory
     from rooftrace.costmodels.planning import Coverage
-    from rooftrace.costmodels.timing import StepTimes
+    from rooftrace.costmodels.timing.timings import StepTimes
     from rooftrace.hardware import Chip
     from rooftrace.tracer.graph import Assumption
 

@@ -80,7 +80,8 @@ class Limit:
         """ "decode: time grew by +6.10%, more than 'time>5%' allows"."""
         growth, noise = self.growth(change), " (within the noise of its steps)"
         written = metrics[self.metric].write
-        amount = f"{growth:+.2%}" if self.relative else f"+{written(growth)}"
+        sign = "+" if growth > 0 else ""
+        amount = f"{growth:+.2%}" if self.relative else f"{sign}{written(growth)}"
         return (
             f"{where}{self.metric} grew by {amount}, more than {self.text!r} allows"
             f"{noise if change.within_noise else ''}"

@@ -99,15 +99,16 @@ class Channel:
 
 
 def call_apart(
-    function: Callable[..., bytes],
+    function: Callable[..., bytes] | str,
     *arguments: Any,
     answer: Answer | None = None,
     stdout: Any = None,
 ) -> bytes:
     """Call a function in a process of its own: `function(ask, *arguments)`; what it returns.
 
-    function: of a module, found by its name.  arguments: are pickled.  answer: what `ask` returns
-    for its bytes.  stdout: where the process prints; default `sys.stdout`.
+    function: of a module, found by its name; or that name, "module:function".  arguments: are
+    pickled.  answer: what `ask` returns for its bytes.  stdout: where the process prints; default
+    `sys.stdout`.
 
     What the function says with `tell` is said here.  Raises RequestError with the text of one that
     it raises, and ProcessEndedError where the process ends otherwise.
@@ -135,9 +136,9 @@ def get_ready() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process is to call, and where.  name: module and qualified name of the function."""
+    """What a process is to call, and where.  name: "module:function"."""
 
-    name: tuple[str, str]
+    name: str
     arguments: bytes
     environment: Mapping[str, str]
     folder: str
@@ -146,11 +147,13 @@ class _Request:
     stoppable: bool  # Ctrl-C is not ignored, as in the background of a shell
 
     @classmethod
-    def here(cls, function: Callable[..., bytes], arguments: tuple[Any, ...]) -> _Request:
+    def here(cls, function: Callable[..., bytes] | str, arguments: tuple[Any, ...]) -> _Request:
+        if not isinstance(function, str):
+            function = f"{function.__module__}:{function.__qualname__}"
         umask = os.umask(0o077)
         os.umask(umask)
         return cls(
-            name=(function.__module__, function.__qualname__),
+            name=function,
             arguments=pickle.dumps(arguments),
             environment=dict(os.environ),
             folder=os.getcwd(),
@@ -404,8 +407,9 @@ def _answered(channel: Channel, request: _Request) -> int:
     """Call the function and send what it returns; the exit code."""
     import importlib
 
-    home: Any = importlib.import_module(request.name[0])
-    for part in request.name[1].split("."):
+    module, _, name = request.name.partition(":")
+    home: Any = importlib.import_module(module)
+    for part in name.split("."):
         home = getattr(home, part)
 
     def told(text: str) -> None:

@@ -129,13 +129,14 @@ def trace_step(
     Modules with real weights, and their optimizers among the arguments, are copied to meta.  Raises
     TraceError where the step fails, RequestError for a step that cannot be captured.
     """
-    name = getattr(step, "__name__", type(step).__name__)
-    modules = _modules((tuple(args), dict(kwargs)))
-    with depth_explained(container_of(modules)):
-        check_request(container_of(modules), (), options)
-        check_traceable(container_of(modules), tensors_in((tuple(args), dict(kwargs))))
+    name, tree = getattr(step, "__name__", type(step).__name__), (tuple(args), dict(kwargs))
+    modules = _modules(tree)
+    root = container_of(modules)
+    with depth_explained(root):
+        check_request(root, (), options)
+        check_traceable(root, tensors_in(tree))
         try:
-            step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
+            step, args, kwargs = _on_meta(step, tree, modules)
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:
             raise TraceError(
                 f"what step {name} is called with cannot be copied to the meta device ({error}): "
@@ -172,6 +173,7 @@ def _traced_step(
 
 
 def _call(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a step.  By this name `source.lines` knows where the user's code ends."""
     return drained(step(*args, **kwargs))
 
 

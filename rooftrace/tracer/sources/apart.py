@@ -136,10 +136,10 @@ def _outcome(job: Job, place: ProcessPlace) -> Outcome:
 
 def _forked(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The answer of a process that is forked from one with torch, and its exit code."""
-    from rooftrace.tracer.sources.worker import work_in_fork
-
     try:
-        answer = ownprocess.call_apart(work_in_fork, json.dumps(told), stdout=sys.stderr)
+        answer = ownprocess.call_apart(
+            f"{told['worker']}:work_in_fork", json.dumps(told), stdout=sys.stderr
+        )
     except ownprocess.ProcessEndedError as error:
         return {}, error.code
     said: dict[str, Any] = json.loads(answer)

@@ -20,7 +20,7 @@ from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
-from rooftrace.tracer.values.implied import ImpliedTensors
+from rooftrace.tracer.values.known import KnownTensors
 from rooftrace.tracer.values.marks import (
     MAX_ASSUMED,
     MAX_CHOSEN,
@@ -38,7 +38,7 @@ class UnknownValueError(RuntimeError):
     """The code asked for a value that is unknown and too large to assume."""
 
 
-class Values(Assumptions, ImpliedTensors):
+class Values(Assumptions, KnownTensors):
     """Known values of the meta tensors of one capture, and assumptions about unknown ones.
 
     draws: random integers are drawn with a fixed seed (while a user's function makes inputs)
@@ -55,7 +55,7 @@ class Values(Assumptions, ImpliedTensors):
     ) -> None:
         Assumptions.__init__(self, branches=branches, assume=assume, number=number, turned=turned)
         drawing = torch.Generator().manual_seed(0) if draws else None
-        ImpliedTensors.__init__(self, ResultMemo(drawing))
+        KnownTensors.__init__(self, ResultMemo(drawing))
         self.computed = 0  # how many values were computed from real data
         self.routed: dict[int, set[tuple[int, ...]]] = {}  # shapes of weights read by a choice
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None

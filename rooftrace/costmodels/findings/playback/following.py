@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from rooftrace.costmodels.estimating import Estimate, Row, estimate as estimate_of
 from rooftrace.costmodels.planning import plan
-from rooftrace.costmodels.timing import Communication, streams
+from rooftrace.costmodels.timing import streams
+from rooftrace.costmodels.timing.exchanges import Communication
 from rooftrace.costmodels.timing.queue import host_seconds
 from rooftrace.tracer.collectives import Collective, marks
 from rooftrace.tracer.graph import Op

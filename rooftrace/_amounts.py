@@ -1,0 +1,36 @@
+"""Amounts: numbers at one point, or arrays over many; the larger and the smaller of two of them.
+
+What is computed from amounts is written once: at one point it stays plain numbers, which are fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+    Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
+    Amount = Array | float
+    """An array over points, or sizes; or one number for all of them."""
+
+_NUMBERS = (float, int)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """The larger of two amounts, at every point."""
+    if isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS):
+        return b if b > a else a
+    import numpy as np
+
+    return np.maximum(a, b)
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """The smaller of two amounts, at every point."""
+    if isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS):
+        return b if b < a else a
+    import numpy as np
+
+    return np.minimum(a, b)
