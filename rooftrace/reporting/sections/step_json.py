@@ -8,7 +8,8 @@ from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share
 from rooftrace.costmodels.allocating import Reserved
-from rooftrace.costmodels.estimating import BreakdownRow, Estimate
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating.breakdowns import BreakdownRow
 from rooftrace.costmodels.findings import Headroom, Saving
 from rooftrace.costmodels.memory import LargestBatch, Memory
 from rooftrace.costmodels.timing.timings import REGIMES
@@ -120,7 +121,7 @@ class Costs(Times):
 
 
 @dataclass(frozen=True)
-class Step(Plain):
+class StepOnChips(Plain):
     """A step under one execution model: on the first chip, and its times on every chip."""
 
     by_chip: Mapping[str, Estimate]
