@@ -31,7 +31,7 @@ from rooftrace.reporting.sections.pipelines import Piped, rows_of
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.sections.routing import Routed, routed
 from rooftrace.reporting.sections.schema import schema_of
-from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, Savings, StepOnChips
+from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, PhaseStep, Savings
 from rooftrace.reporting.view import model as view
 from rooftrace.tracer.graph import Assumption
 
@@ -268,12 +268,11 @@ class Document(Plain):
     def phases(
         self,
     ) -> Annotated[
-        Mapping[str, Annotated[Mapping[str, StepOnChips], ("minProperties", 1)]],
-        ("minProperties", 1),
+        Mapping[str, Annotated[Mapping[str, PhaseStep], ("minProperties", 1)]], ("minProperties", 1)
     ]:
         """By phase, then execution."""
         return {
-            phase: {name: StepOnChips(by_chip) for name, by_chip in by_execution.items()}
+            phase: {name: PhaseStep(by_chip) for name, by_chip in by_execution.items()}
             for phase, by_execution in self.of.estimates.items()
         }
 

@@ -121,7 +121,7 @@ class Costs(Times):
 
 
 @dataclass(frozen=True)
-class StepOnChips(Plain):
+class PhaseStep(Plain):
     """A step under one execution model: on the first chip, and its times on every chip."""
 
     by_chip: Mapping[str, Estimate]
