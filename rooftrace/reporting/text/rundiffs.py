@@ -277,9 +277,15 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         spread = "noise is half the 95 % interval of the difference, by their spread"
         lines.append(f"{how} of {before} and {words.plural(after, 'step')}; {spread}")
     disagreements = step.prediction.notes if step.prediction else ()
-    notes = [note for line in disagreements[:NOTES] for note in said(line, "warn", 1)]
-    notes += [note for line in disagreements[NOTES:] for note in said(line, bullet=1)[1:]]
-    return [*notes, *(note for line in (*lines, *step.notes) for note in said(line, "faint", 1))]
+    parts: list[view.Part] = []
+    for group, mark, most in (
+        (disagreements, "warn", NOTES),
+        ((*lines, *step.notes), "faint", None),
+    ):
+        both = [said(line, mark, 1) for line in group]
+        parts += [screen for screen, _ in both[:most]]
+        parts += [page for _, page in both]
+    return parts
 
 
 _OPERATIONS = (
