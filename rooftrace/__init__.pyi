@@ -86,20 +86,6 @@ from rooftrace.measured.validate import (
     Validation as Validation,
 )
 from rooftrace.reporting.chakra import save_chakra as save_chakra
-from rooftrace.reporting.differences import (
-    compare as compare,
-    diff as diff,
-)
-from rooftrace.reporting.estimates import (
-    estimate as estimate,
-    priced_graphs as priced_graphs,
-)
-from rooftrace.reporting.explaining import (
-    explain as explain,
-)
-from rooftrace.reporting.exploring import (
-    explore as explore,
-)
 from rooftrace.reporting.fleetsweeps import (
     SweepFleet as SweepFleet,
     sweep_fleet as sweep_fleet,
@@ -108,14 +94,9 @@ from rooftrace.reporting.formfiles import (
     load_form as load_form,
     save_form as save_form,
 )
-from rooftrace.reporting.graphbreaks import (
-    graph_breaks as graph_breaks,
-)
 from rooftrace.reporting.habits import (
     capture as capture,
     flop_count_table as flop_count_table,
-    profile as profile,
-    summary as summary,
 )
 from rooftrace.reporting.inventories import (
     inventory as inventory,
@@ -123,47 +104,48 @@ from rooftrace.reporting.inventories import (
 from rooftrace.reporting.manyreports import (
     reports as reports,
 )
-from rooftrace.reporting.measurements import (
-    calibrate as calibrate,
-    validate as validate,
-)
-from rooftrace.reporting.meshes import (
-    best_mesh as best_mesh,
-    scaling as scaling,
-)
 from rooftrace.reporting.modeldump import (
     dump_model_info as dump_model_info,
 )
-from rooftrace.reporting.reports import (
-    largest_batch as largest_batch,
-    report as report,
-)
 from rooftrace.reporting.rooflines import (
     plot_roofline as plot_roofline,
-    roofline as roofline,
 )
 from rooftrace.reporting.rooflinesteps import (
     Rooflines as Rooflines,
 )
-from rooftrace.reporting.scripts import (
-    run as run,
-)
 from rooftrace.reporting.sections import (
     section as section,
 )
-from rooftrace.reporting.sensitivity import (
+from rooftrace.reporting.signed import (
+    best_mesh as best_mesh,
+    calibrate as calibrate,
+    compare as compare,
+    diff as diff,
+    estimate as estimate,
+    explain as explain,
+    explore as explore,
+    graph_breaks as graph_breaks,
+    largest_batch as largest_batch,
+    priced_graphs as priced_graphs,
+    profile as profile,
+    report as report,
+    roofline as roofline,
+    run as run,
+    scaling as scaling,
     sensitivity as sensitivity,
+    solve as solve,
+    summary as summary,
+    sweep as sweep,
+    validate as validate,
 )
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,
-    solve as solve,
 )
 from rooftrace.reporting.stepforms import (
     form as form,
 )
 from rooftrace.reporting.sweeps import (
     plot_sweep as plot_sweep,
-    sweep as sweep,
 )
 from rooftrace.reporting.timelines import (
     save_timeline as save_timeline,

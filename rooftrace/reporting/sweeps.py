@@ -173,7 +173,9 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
                 table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                 tables.append(table)
             cases.append(case)
-    columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    # Parts go as their columns are joined: a large table is in memory once.
+    joined = list(tables[0])
+    columns = {name: np.concatenate([table.pop(name) for table in tables]) for name in joined}
     names = tuple(request.levels)
     result = Sweep(names, tuple(cases), request.chips, columns, request.lines)
     if out is not None:

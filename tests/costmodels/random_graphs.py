@@ -90,7 +90,7 @@ class Program:
         xs = (self.full[-1], self.sums[-1])
         outs = [self.builder.value(self.builder.places[x], like=x) for x in xs]
         arguments = {"self": tuple(map(Ref, xs)), "scalar": 1.0}
-        self.builder.op("aten._foreach_add_.Scalar", arguments, outs)
+        self.builder.op("aten._foreach_add_.NonTensor", arguments, outs)
         self.full.append(outs[0])
         self.sums.append(outs[1])
 

@@ -149,7 +149,7 @@ class Nest:
         ]
         if items:
             arguments = {"self": tuple(items), "scalar": 1.0}
-            self.op("aten._foreach_add.Scalar", arguments, *outs)
+            self.op("aten._foreach_add.NonTensor", arguments, *outs)
             self.full += outs
 
     def _unbind(self) -> None:

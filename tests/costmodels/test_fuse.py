@@ -287,7 +287,7 @@ def test_a_group_that_moves_keeps_what_else_it_waits_for():
         both = (value, counts)
         outputs = [build.value(build.places[i], like=i) for i in both]
         arguments = {"self": tuple(map(Ref, both)), "scalar": 1.0}
-        build.op("aten._foreach_add_.Scalar", arguments, outputs)
+        build.op("aten._foreach_add_.NonTensor", arguments, outputs)
 
     shifted = build.binary("add", x, counts)
     kept = build.unary("relu", x)

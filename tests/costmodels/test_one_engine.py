@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int] | None, str | None]] = {
     "dp": (DENSE, {"dp": 4}, None),
     "dp and tp": (DENSE, {"dp": 2, "tp": 2}, None),
     "two nodes": (DENSE, {"dp": 16}, "dgx-h100"),
-    "experts": (MIXTRAL, {"dp": 4, "ep": 4}, "dgx-h100"),
+    "experts": (MIXTRAL, {"dp": 2, "ep": 2}, "dgx-h100"),
 }
 PHASES: dict[str, dict[str, Any]] = {
     "decode": {"kv": 64},
@@ -65,13 +65,15 @@ def form_of(folder: Path, case: str, phase: str) -> rt.Form:
     return rt.form(path, phase=phase, over={"batch": BATCHES}, **spread, **PHASES[phase])
 
 
+def marks_of(case: str, phase: str) -> list[pytest.MarkDecorator]:
+    heavy = phase == "training" and case in ("dp and tp", "two nodes", "experts")
+    experts = [needs_plans] if case == "experts" else []
+    return [*experts, *([pytest.mark.heavy] if heavy else [])]
+
+
 each_case = pytest.mark.parametrize(
     ("case", "phase"),
-    [
-        pytest.param(case, phase, marks=[needs_plans] if case == "experts" else [])
-        for case in CASES
-        for phase in PHASES
-    ],
+    [pytest.param(case, phase, marks=marks_of(case, phase)) for case in CASES for phase in PHASES],
 )
 
 
@@ -96,8 +98,8 @@ DISTURBED = {"expert_imbalance": 1.5, "stragglers": 0.05, "interference": 0.2}
 @pytest.mark.parametrize(
     ("case", "phase", "exchange"),
     [
-        ("dp and tp", "training", "as-run"),
-        pytest.param("experts", "training", "deepep", marks=needs_plans),
+        ("tp", "training", "as-run"),
+        pytest.param("experts", "training", "deepep", marks=[needs_plans, pytest.mark.heavy]),
         pytest.param("experts", "decode", "deepep-low-latency", marks=needs_plans),
     ],
 )
@@ -125,7 +127,7 @@ def test_answers_elasticities_and_explanations_rest_on_the_same_seconds(
     assert limits.step == pytest.approx(alone.t_est, **EXACT)
     assert limits.seconds == pytest.approx(dict(alone.times.regime_seconds), rel=1e-12, abs=1e-18)
     slopes = rt.sensitivity(form, over={"batch": 8}, chip=chip, execution="efficient")
-    twice = next(s for s in slopes["batch"].steps if s.change == "x2")
+    twice = next(s for s in slopes.of("batch").steps if s.change == "x2")
     more = form.estimate(chip, "efficient", batch=16)
     assert twice.t_est == pytest.approx(more.t_est / alone.t_est, rel=1e-9)
     critical = critical_of(

@@ -21,6 +21,7 @@ from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOption
 from rooftrace.reporting.sides import OPTIONS
 from rooftrace.tracer.asking import Job
 from tests.reporting.conftest import Run
+from tests.reporting.signatures import STUB, stub
 
 PRICES = {
     "breaks", "census", "diff", "explain", "explore", "lock", "nodes", "report", "roofline",
@@ -137,3 +138,9 @@ def test_one_option_of_a_side(here: Path) -> None:
     plain = rt.diff(target, after={"tf32": True}, **asked)
     by_name = rt.diff(target, after={"settings": {"tf32": True}}, **asked)
     assert str(plain.violations(["time>-99%"])) == str(by_name.violations(["time>-99%"]))
+
+
+def test_the_stub_shows_what_the_functions_take() -> None:
+    pytest.importorskip("ruff")
+    told = "run `python -m tests.reporting.signatures`"
+    assert STUB.read_text(encoding="utf-8") == stub(), told

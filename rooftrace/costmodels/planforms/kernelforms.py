@@ -104,9 +104,11 @@ class KernelForm:
             (w.operation, w.precision, w.count, w.widths, w.lined, w.attention is None)
             for w in numbers.work
         )
-        exchange = numbers.exchange and (numbers.exchange.kind, numbers.exchange.group)
+        exchange = numbers.exchange
+        with_experts = exchange and exchange.experts and exchange.experts.way
+        talks = exchange and (exchange.kind, exchange.group, with_experts)
         return (numbers.kind, numbers.spread_kind, numbers.eager, numbers.of_experts, numbers.aside,
-                works, self.flops, self.sizes, self.attention, self.traffic, exchange,
+                works, self.flops, self.sizes, self.attention, self.traffic, talks,
                 self.exchanged)  # fmt: skip
 
     @cached_property

@@ -1,5 +1,4 @@
 from rooftrace.costmodels.scripting.pricing import (
-    SCRIPTED as SCRIPTED,
     price_script as price_script,
 )
 from rooftrace.costmodels.scripting.records import (

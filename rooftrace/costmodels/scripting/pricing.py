@@ -5,24 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rooftrace.costmodels.estimating import estimate
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.scripting.records import ScriptCost, TurnCost
 from rooftrace.hardware import Chip
 from rooftrace.tracer.scripts import Script
 from rooftrace.tracer.sources import collector_paused
 
-SCRIPTED = "mixed"
-"""How a script runs: what it compiles is compiled."""
 
-
-def price_script(
-    script: Script, chip: Chip, execution: str | ExecutionModel | None = None
-) -> ScriptCost:
-    """What the turns of a script cost on a chip.
-
-    execution: None takes what the script compiles as compiled, and the rest as eager.
-    """
-    model = execution_model(execution or SCRIPTED)
+def price_script(script: Script, chip: Chip, model: ExecutionModel) -> ScriptCost:
+    """What the turns of a script cost on a chip, run as the model says."""
     with collector_paused():
         steps = [estimate(graph, chip, model) for graph in script.graphs]
     rows: dict[object, TurnCost] = {}

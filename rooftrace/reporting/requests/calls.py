@@ -108,7 +108,7 @@ CALLS: Mapping[str, TakenArguments] = {
 
 
 def conditions_of(
-    function: Callable[..., Any], pricing: PricingOptions, *sources: Any, phase: str | None = None
+    function: Callable[..., Any], pricing: PricingOptions, *sources: Any, phase: Any = None
 ) -> tuple[tuple[ExecutionModel, ...], tuple[Chip, ...]]:
     """The executions and chips that a call of `function` is priced with.
 

@@ -95,15 +95,13 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
 
         Names of `settings` that are fields of an execution model are of prices.
         """
-        ours = {each.name for each in fields(PricingOptions)}
-        settings = named.get("settings")
-        asked = {name: value for name, value in named.items() if name in ours and value is not None}
+        asked = {name: named[name] for name in PRICES if named.get(name) is not None}
         if "knobs" in named:
             asked["knobs"] = named["knobs"]
-        others = {name: value for name, value in named.items() if name not in ours}
-        others |= {
-            n: named[n] for n in (each.name for each in fields(PrecisionOptions)) if n in named
-        }
+        others = {name: value for name, value in named.items() if name not in PRICES}
+        precisions = [each.name for each in fields(PrecisionOptions)]
+        asked |= {name: others[name] for name in precisions if name in others}
+        settings = named.get("settings")
         if isinstance(settings, Mapping):
             asked["factors"] = {n: v for n, v in settings.items() if _of_execution(n)}
             others["settings"] = {n: v for n, v in settings.items() if not _of_execution(n)}

@@ -208,7 +208,10 @@ class _Fit:
             arguments = []
             for name in ("rows", "chosen", "classes"):
                 constant = (assumption.facts[name],) * len(self.samples)
-                formula = self.fitter.fit(varying.get((*path, name), constant))
+                numbers = varying.get((*path, name), constant)
+                # A process of several may choose a part of an expert on average: no whole number.
+                whole = all(float(number).is_integer() for number in numbers)
+                formula = self.fitter.fit(numbers) if whole else None
                 if formula is not None:
                     arguments.append(formula)
             if len(arguments) == 3:
