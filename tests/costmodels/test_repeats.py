@@ -64,9 +64,9 @@ def assert_same_breakdowns(one: Estimate, other: Estimate) -> None:
 
 def assert_same_memory(short: OpGraph, flat: OpGraph) -> None:
     found, expected = memory(short), memory(flat)
-    everything = 10**6  # tensors at the peak, not only the largest
-    numbers, others = found.to_dict(everything), expected.to_dict(everything)
+    numbers, others = found.to_dict(), expected.to_dict()
     assert {**numbers, "where": 0} == {**others, "where": 0}
+    assert found.tensors == expected.tensors  # not only the largest
     assert found.by_module() == expected.by_module()
     at = {moment.time: moment.sizes for moment in expected.timeline.moments}
     for moment in found.timeline.moments:
