@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rooftrace.costmodels.batchtiming import PlanColumns, stack, time_columns
 from rooftrace.costmodels.kernels.columns import Amount, KernelColumns, WorkColumns
 
 import rooftrace as rt
+from rooftrace.costmodels.batchtiming import PlanColumns, stack, time_columns
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing import time_plan
 
