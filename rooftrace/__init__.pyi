@@ -12,9 +12,9 @@ from rooftrace.costmodels.elasticity import (
     Elasticities as Elasticities,
 )
 from rooftrace.costmodels.estimating import (
-    Breakdown as Breakdown,
     Estimate as Estimate,
 )
+from rooftrace.costmodels.estimating.breakdowns import Breakdown as Breakdown
 from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
     execution_model as execution_model,

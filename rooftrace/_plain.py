@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Annotated, Any, TypeAlias
 
 Positive: TypeAlias = Annotated[int, ("minimum", 1)]
@@ -49,12 +50,15 @@ def plain_record(record: Any, keys: str = "*") -> dict[str, Any]:
     return made
 
 
-def keys_of(keys: str) -> Iterator[tuple[str, str, bool]]:
+@lru_cache
+def keys_of(keys: str) -> tuple[tuple[str, str, bool], ...]:
     """Each key of `Plain.KEYS`: its name, "" of those of a mapping; what it reads; whether it may
     be left out."""
+    made = []
     for key in keys.split():
         name, _, path = key.lstrip("*").rstrip("?").partition("=")
-        yield "" if key[0] == "*" else name, path or name or "*", key[-1] == "?"
+        made.append(("" if key[0] == "*" else name, path or name or "*", key[-1] == "?"))
+    return tuple(made)
 
 
 class Plain:

@@ -260,11 +260,13 @@ class Chip(Plain, Shown):
                 known[f"link.{link.name}.latency"] = link.latency
         return known
 
-    def with_facts(self, values: Mapping[str, float]) -> Chip:
+    def with_facts(self, values: Mapping[str, float | Fact]) -> Chip:
         """The chip with other values of some facts, by their names in `facts_by_name`; SI units."""
         known = self.facts_by_name()
         changed = {
-            name: replace(
+            name: value
+            if isinstance(value, Fact)
+            else replace(
                 known[name],
                 value=value,
                 kind="derived",

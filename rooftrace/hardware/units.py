@@ -14,6 +14,7 @@ from fractions import Fraction
 __all__ = [
     "UNITS",
     "UnitError",
+    "few",
     "format_bandwidth",
     "format_capacity",
     "format_count",
@@ -362,3 +363,9 @@ def listed(words: Sequence[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def few(words: Sequence[str], most: int = 3) -> str:
+    """ "a, b and 3 more": the first of several words."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return f"{', '.join(words[:most])}{more}"

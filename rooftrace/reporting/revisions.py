@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from rooftrace._progress import tell
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.errors import TargetError
+from rooftrace.hardware.units import few
 from rooftrace.reporting.sides import BASE, FILES, DiffSide
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.graph import OpGraph
@@ -157,18 +158,18 @@ def notes_on(at: Placed, reads: Reads) -> list[str]:
     code = [path for path in wrong if path.endswith(".py")]
     if code:
         raise TargetError(
-            f"it ran {_listed(code)} of the working tree and not of the revision: the "
+            f"it ran {few(code, 4)} of the working tree and not of the revision: the "
             "code names that place by an absolute path"
         )
     if wrong:
-        notes.append(f"read from the working tree, by an absolute path: {_listed(wrong)}")
+        notes.append(f"read from the working tree, by an absolute path: {few(wrong, 4)}")
     built = [path for path in reads.outside if path not in tracked]
     if built:
-        notes.append(f"in no commit, so read from the working tree: {_listed(built)}")
+        notes.append(f"in no commit, so read from the working tree: {few(built, 4)}")
     if not checkout:
         new = [p for p in reads.inside if p not in tracked and not _is_ignored(at.repository, p)]
         if new:
-            notes.append(f"untracked: {_listed(new)}")
+            notes.append(f"untracked: {few(new, 4)}")
     return [*notes, *pointers(at, reads)]
 
 
@@ -176,7 +177,7 @@ def pointers(at: Placed, reads: Reads) -> list[str]:
     """A note on the files that a side read whose content is not in this clone."""
     root = "" if at.place is None else at.place.root
     paths = [path for path in reads.inside if _is_pointer(os.path.join(root, path))]
-    note = f"only pointers of Git LFS, without their content: {_listed(paths)}"
+    note = f"only pointers of Git LFS, without their content: {few(paths, 4)}"
     return [note] if paths else []
 
 
@@ -213,10 +214,6 @@ def _is_pointer(path: str) -> bool:
             return file.read(len(_POINTER)) == _POINTER
     except OSError:
         return False
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 # -- who changed a line ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.timing import queue
@@ -24,7 +25,7 @@ SIZES = ("batch", "seq", "kv")
 
 
 @dataclass(frozen=True, slots=True)
-class RooflineRow:
+class RooflineRow(Plain):
     """One step on one chip.  sizes: batch, seq and kv, as far as they were given."""
 
     model: str
@@ -92,27 +93,15 @@ class RooflineRow:
         seconds = self.estimate.times.t_net
         return self.estimate.flops_causal / seconds if seconds else None
 
-    def to_row(self) -> dict[str, Any]:
-        """Plain data; seconds, FLOP/s and FLOP/byte."""
-        estimate = self.estimate
-        return {
-            "model": self.model,
-            "phase": self.phase,
-            **{name: self.sizes.get(name) for name in SIZES},
-            "chip": self.chip,
-            "execution": estimate.execution.name,
-            "flops": estimate.flops_causal,
-            "bytes_hbm": estimate.bytes_hbm,
-            "intensity": self.intensity,
-            "rate": self.rate,
-            "roof": self.roof,
-            "share": self.share,
-            "ridge": estimate.ridge,
-            "launch_rate": self.launch_rate,
-            "network_rate": self.network_rate,
-            "t_est": estimate.t_est,
-            "limit": estimate.times.regime,
-        }
+    @property
+    def _sizes(self) -> dict[str, int | None]:
+        return {name: self.sizes.get(name) for name in SIZES}
+
+    KEYS = (
+        "model phase **_sizes chip execution=estimate.execution.name flops=estimate.flops_causal "
+        "bytes_hbm=estimate.bytes_hbm intensity rate roof share ridge=estimate.ridge launch_rate "
+        "network_rate t_est=estimate.t_est limit=estimate.times.regime"
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,7 +173,7 @@ class Rooflines(Shown):
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""
-        return [row.to_row() for row in self.rows]
+        return [row.to_dict() for row in self.rows]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +17,6 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.hardware.units import (
-    format_capacity,
-    format_count,
-    format_flops,
-    format_time,
-    format_traffic,
-)
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.explaining import first_graph, sizes_of
 from rooftrace.reporting.gridfactors import factors_of, number_of_config
@@ -249,7 +241,7 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
     return tuple(size * part // 8 for part in eighths if size * part % 8 == 0)
 
 
-def _with_executions(grid: Mapping[str, Any], pricing: PricingOptions) -> Mapping[str, Any]:
+def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
     """A grid; executions that it names are changed as the one that was asked for."""
     if not isinstance(grid, Mapping):
         return grid  # whoever reads it says what is wrong
@@ -296,21 +288,12 @@ def draw(result: Elasticities | grids.GridEffects, path: Path) -> None:
     if isinstance(result, Elasticities):
         style.save(partial(ofsizes.elasticity_plot, result), path)
         return
-    wording = wording_of(result.response)
     word = "logarithms" if result.log else "means"
     tornado = partial(
         ofsizes.tornado,
         result.effects.main,
         f"What moves {result.title}",
         f"{result.phase}, {result.response} over {len(result):,} points, {word}",
-        (lambda mean: wording(math.exp(mean))) if result.log else wording,
+        result.written_mean,
     )
     style.save(tornado, path)
-
-
-def wording_of(response: str) -> Callable[[float], str]:
-    """How numbers of a response are written."""
-    if response.startswith("t_"):
-        return format_time
-    words = {"flops": format_flops, "bytes_hbm": format_traffic, "peak_memory": format_capacity}
-    return words.get(response, format_count)

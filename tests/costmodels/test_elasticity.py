@@ -23,7 +23,7 @@ from rooftrace.costmodels.elasticity.watching import watched
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planforms.kernelforms import Amount
 from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
-from rooftrace.costmodels.timing import time_plan
+from rooftrace.costmodels.timing.steptimes import time_plan
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.tracer.formulas import Formula
 from rooftrace.tracer.formulas.functions import expected_distinct

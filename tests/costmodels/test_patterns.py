@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting.matching import LAST, Along, Number, Pat, Plain, match
+from rooftrace.costmodels.rewriting.matching import LAST, Along, Number, Pat, Scalar, match
 from rooftrace.costmodels.rewriting.places import Places
 
 GATED = Pat("mul", Pat("silu", "gate"), "up")
@@ -69,7 +69,7 @@ def test_numbers_lists_results_and_alternatives() -> None:
     assert read(lambda a, b: a * b, scaled) is None
     joined = Pat("cat", ["first", "second"], dim=LAST)
     assert read(lambda a, b: torch.cat([b, a], 1), joined) == {"first": 1, "second": 0}
-    best = Pat("topk", "x", k=Plain("k"), dim=Along(-1, default=-1), out=1)
+    best = Pat("topk", "x", k=Scalar("k"), dim=Along(-1, default=-1), out=1)
     assert read(lambda a, b: a.topk(2)[1], best) == {"x": 0, "k": 2}
     assert read(lambda a, b: a.topk(2)[0], best) is None
     assert read(lambda a, b: a.topk(2, largest=False)[1], best) is None

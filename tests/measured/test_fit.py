@@ -15,6 +15,7 @@ from rooftrace.costmodels.intervals.residuals import Residuals
 from rooftrace.costmodels.kernels.opclass import group_class, op_class
 from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.kernels.utilization import p_norm
+from rooftrace.costmodels.knobs import numbers
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
 from rooftrace.costmodels.planning.plans import plan
@@ -32,6 +33,7 @@ from rooftrace.measured.fit.cases import (
 )
 from rooftrace.measured.fit.choosing import choose, is_better
 from rooftrace.measured.fit.fitting import fit
+from rooftrace.measured.fit.freeknobs import Space
 from rooftrace.measured.fit.leftout import deviations_of
 from rooftrace.measured.runs.runfile import OpTime
 
@@ -72,6 +74,31 @@ def cases(truth: Knobs, noise: float = 0.0, sizes=None, execution="eager") -> li
             (seconds,) = predict([one], truth)
             found.append(replace(one, seconds=seconds * math.exp(draw.gauss(0, noise))))
     return found
+
+
+def declared() -> list[tuple[str, numbers.KnobFacts]]:
+    """Every number of the records of knobs with what is said of it, by the name that fits use."""
+    records = (("", Knobs), ("tiling.", numbers.Tiling), ("attention.", numbers.AttentionKnobs))
+    return [
+        (f"{before}{item.name}", facts)
+        for before, record in records
+        for item, facts in numbers.knobs_of(record)
+    ] + [(f"mm.{item.name}", facts) for item, facts in numbers.knobs_of(Share)]
+
+
+@pytest.mark.parametrize(("name", "facts"), declared())
+def test_a_fit_frees_a_knob_as_its_declaration_says(name: str, facts: numbers.KnobFacts) -> None:
+    if facts.prior is None:
+        with pytest.raises(CalibrationError, match="free knob"):
+            Space(START, [name], CHIP)
+        return
+    space = Space(START, [name], CHIP)
+    assert space.priors == [facts.prior]
+    path = f"shares.{name}" if name.startswith("mm.") else name
+    for move in (-0.1, 0.0, 0.1):
+        number = numbers.numbers_of(space.knobs([move]))[path]
+        moved = space.starts[0] * math.exp(move)
+        assert number == pytest.approx(min(max(moved, facts.least), facts.fitted))
 
 
 # -- the formula -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.reporting.pages import files
 from rooftrace.reporting.pages.files import FigureError, ReportFolderError, check_folder
 from rooftrace.reporting.pages.report import Report, build_report
-from rooftrace.reporting.sections.report_json import Times
+from rooftrace.reporting.sections.step_json import Times
 from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder

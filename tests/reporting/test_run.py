@@ -274,7 +274,7 @@ def test_arguments_after_the_script_are_its_own(here: Path, run: Run) -> None:
         (("missing.py",), "missing.py"),
         (("--chip", "h900", "train.py"), "h900"),
         (("--chip", "l4", "--system", "dgx-h100", "train.py"), "a system has its own chip"),
-        (("--exchange", "deepep", "train.py"), "--exchange"),
+        (("--what-if", "straglers=1", "train.py"), "did you mean 'stragglers'?"),
         (("--rank", "2", "--ranks", "2", "train.py"), "rank 2 of 2"),
         (("--chp", "l4", "train.py"), "no such option: --chp; did you mean '--chip'?"),
         (("--boundary", "bach", "train.py"), "did you mean 'batch'?"),

@@ -47,6 +47,7 @@ def test_a_slip_in_a_metric_is_answered_with_the_one_that_was_meant(limits, slip
         ("time>5%", 100.0, 105.0, False),
         ("time>5%", 100.0, 105.1, True),
         ("time>0%", 0.0, 1.0, True),  # from nothing: more than any share
+        ("time>0", 100.0, 100.1, True),
         ("time>-10%", 100.0, 95.0, True),  # it had to shrink by a tenth
         ("memory>1 GiB", 0, 2**30, False),
         ("memory>1 GiB", 0, 2**30 + 1, True),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import rooftrace as rt
 from tests.tracer.script_oracle import all_flops, held, ours, really, trained, training
 from tests.tracer.test_scripts import written
 
@@ -152,3 +153,21 @@ def test_a_value_of_the_host_is_trained_beside_the_device(tmp_path: Path) -> Non
     assert trained(cost) == real.trained == 4
     assert all_flops(cost) == real.flops > 0
     assert held(training(cost)[-1], "optimizer") == 2 * 4 * (8 * 4 + 4 + 1)
+
+
+MAPPED = """
+import torch
+torch.save({"weight": torch.arange(4.0)}, "mine.pt")
+assert torch.load("mine.pt", mmap=True)["weight"].tolist() == [0, 1, 2, 3]
+torch.nn.Linear(4, 4).cuda()(torch.ones(1, 4, device="cuda"))
+"""
+
+
+def test_a_checkpoint_in_the_scratch_folder_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "maps.py").write_text(MAPPED)
+    cost = rt.run(["maps.py"], scratch=tmp_path / "scratch")
+    assert len(cost.rows) == 1
+    assert not (tmp_path / "mine.pt").exists()

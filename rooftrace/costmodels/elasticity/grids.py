@@ -24,7 +24,15 @@ from rooftrace.costmodels.sweeping import Form, evaluated
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
-from rooftrace.hardware.units import UnitError, parse
+from rooftrace.hardware.units import (
+    UnitError,
+    format_capacity,
+    format_count,
+    format_flops,
+    format_time,
+    format_traffic,
+    parse,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -37,6 +45,9 @@ RESPONSES = ("t_est", "t_bound", "t_comp", "t_hbm", "t_net", "flops", "bytes_hbm
              "items_per_s")  # fmt: skip
 """What effects may be of: seconds, FLOP, byte, items per second."""
 MOST_CELLS = 1_000_000
+_WRITTEN: Mapping[str, Callable[[float], str]] = {
+    "flops": format_flops, "bytes_hbm": format_traffic, "peak_memory": format_capacity
+}  # fmt: skip
 _COLUMNS = ("t_est", "t_bound", "t_comp", "t_hbm", "t_net", "flops", "bytes_hbm", "peak_memory",
             "items", "regime")  # fmt: skip
 
@@ -142,6 +153,16 @@ class GridEffects(Plain, Shown):
             columns[name] = self.columns[name].ravel()
         columns["regime"] = [REGIMES[int(place)] for place in self.columns["regime"].ravel()]
         return pandas.DataFrame(columns)
+
+    def written(self, number: float) -> str:
+        """A number of the response with its unit."""
+        if self.response.startswith("t_"):
+            return format_time(number)
+        return _WRITTEN.get(self.response, format_count)(number)
+
+    def written_mean(self, mean: float) -> str:
+        """A mean of effects with its unit; of logarithms, the geometric mean."""
+        return self.written(math.exp(mean) if self.log else mean)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """The effects as rows of a CSV file, ranked."""

@@ -15,14 +15,15 @@ from rooftrace.costmodels.elasticity import slopes
 from rooftrace.costmodels.elasticity.responses import Elasticities, Elasticity, FiniteStep
 from rooftrace.costmodels.elasticity.slopes import Slope
 from rooftrace.costmodels.elasticity.watching import watched
+from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining import plan_at
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import LAST
-from rooftrace.costmodels.planforms import Conditions, PlanForm
+from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.studies import Study, UnknownNumberError, Variant
-from rooftrace.costmodels.sweeping import Form
+from rooftrace.costmodels.sweeping import Form, evaluated
 from rooftrace.costmodels.timing.steptimes import time_plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
@@ -55,13 +56,17 @@ def elasticities(
     own = {name: n for name, n in sizes.items() if name not in further}
     numbers = dict(zip(form.names, form.numbers(own), strict=True))
     study = Study.of_form(form, numbers, chip, conditions)
+    conditions = replace(conditions, execution=study.step.execution)
+    study = study.written_out
     step = study.step
     rows = []
     for each in (form, *others):
-        here = {name: sizes[name] for name in each.names}
-        along = replace(study, form=each, sizes=here)
-        planned = plan_at(each, each.numbers(here), replace(conditions, execution=step.execution))
-        rows += [_by_size(along, planned, name, refusals) for name in each.names]
+        here = each.numbers({name: sizes[name] for name in each.names})
+        planned = plan_at(each, here, conditions)
+        rows += [
+            _by_size(each, planned, here, place, step, conditions, refusals)
+            for place in range(len(each.names))
+        ]
     rows += _by_numbers(study)
     knobs = study.numbers.execution.knobs
     return Elasticities(
@@ -144,18 +149,19 @@ def _elasticity(ratio: float, factor: float) -> float | None:
     return 0.0 if ratio == 1 else math.log(ratio) / math.log(factor)
 
 
-def _timed(planned: Plan, chip: Chip) -> dict[str, float]:
-    times = time_plan(planned, chip).step
-    return {"t_est": times.t_est, "t_bound": times.t_bound, "bytes_hbm": planned.bytes.total}
-
-
 # -- sizes -----------------------------------------------------------------------------------------
 
 
 def _by_size(
-    study: Study, planned: PlanForm, name: str, refusals: tuple[type[Exception], ...]
+    form: Form,
+    planned: PlanForm,
+    numbers: Sequence[int],
+    place: int,
+    step: Estimate,
+    conditions: Conditions,
+    refusals: tuple[type[Exception], ...],
 ) -> Elasticity:
-    size, step = study.sizes[name], study.step
+    size = numbers[place]
     wanted: dict[str, float] = {"+1": size + 1, "x1.1": round(size * 1.1), "x2": 2 * size}
     if wanted["x1.1"] <= size + 1:
         del wanted["x1.1"]
@@ -170,12 +176,12 @@ def _by_size(
     }
 
     def after(value: float) -> Totals:
-        other, chip = study.planned(Variant(sizes={name: int(value)}))
-        return {
-            **_timed(other, chip),
-            "flops": other.total.flops(),
-            "peak_memory": other.memory.peak,
+        points = {
+            name: [int(value) if other == place else number]
+            for other, (name, number) in enumerate(zip(form.names, numbers, strict=True))
         }
+        table = evaluated(form, Points(points), [step.chip], conditions)
+        return {name: table[name][0] for name in before}
 
     def refused(error: Exception) -> str:
         return f"the model does not take it: {str(error).splitlines()[0]:.120}"
@@ -183,8 +189,6 @@ def _by_size(
     tried = _finite_steps(wanted, before, after, refused, refusals)
     steps = tuple(step for step, _ in tried)
 
-    numbers = tuple(study.sizes.values())
-    place = list(study.sizes).index(name)
     known = slopes.known_slope(planned, place)
     exact = [
         slope(planned, numbers, place) if known else _slope(tried, total, before, size)
@@ -195,7 +199,7 @@ def _by_size(
         )
     ]
     return Elasticity(
-        name=name,
+        name=form.names[place],
         kind="size",
         value=size,
         unit="count",
@@ -258,7 +262,13 @@ def _by_number(study: Study, name: str, value: float, note: str) -> Elasticity:
     before = {"t_est": step.t_est, "t_bound": step.t_bound, "bytes_hbm": step.bytes_hbm}
 
     def after(number: float) -> Totals:
-        return _timed(*study.planned(Variant(numbers={name: number})))
+        planned, chip = study.planned(Variant(numbers={name: number}))
+        times = time_plan(planned, chip).step
+        return {
+            "t_est": times.t_est,
+            "t_bound": times.t_bound,
+            "bytes_hbm": planned.bytes.total,
+        }
 
     refusals = (UnknownNumberError, MissingPeakError, OverflowError)
     values = {} if note else _values(value, study.numbers.is_count(name))

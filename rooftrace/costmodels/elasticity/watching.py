@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from rooftrace.hardware import Chip
-from rooftrace.hardware.chip import FACT_UNITS, Fact
+from rooftrace.hardware.chip import Fact
 
 
 class _WatchedFact(Fact):
@@ -39,21 +39,5 @@ def watched(chip: Chip) -> tuple[Chip, set[str]]:
         object.__setattr__(result, "own_name", f"chip.{name}")
         return result
 
-    peaks = tuple(
-        replace(peak, rate=telling(peak.rate, f"{peak.engine}.{peak.precision}"))
-        for peak in chip.peaks
-    )
-    links = tuple(
-        replace(
-            link,
-            bandwidth=telling(link.bandwidth, f"link.{link.name}.bandwidth"),
-            latency=link.latency and telling(link.latency, f"link.{link.name}.latency"),
-        )
-        for link in chip.links
-    )
-    alone: dict[str, Any] = {
-        name: telling(getattr(chip, name), name)
-        for name in FACT_UNITS
-        if getattr(chip, name) is not None
-    }
-    return replace(chip, peaks=peaks, links=links, **alone), read
+    facts = chip.facts_by_name()
+    return chip.with_facts({name: telling(fact, name) for name, fact in facts.items()}), read

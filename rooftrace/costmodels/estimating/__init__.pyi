@@ -1,7 +1,7 @@
-from rooftrace.costmodels.estimating import rows as rows
-from rooftrace.costmodels.estimating.breakdowns import (
-    Breakdown as Breakdown,
-    BreakdownRow as BreakdownRow,
+from rooftrace.costmodels.estimating import (
+    breakdowns as breakdowns,
+    communication as communication,
+    rows as rows,
 )
 from rooftrace.costmodels.estimating.estimates import (
     Estimate as Estimate,

@@ -66,12 +66,13 @@ def check_knobs(record: Any) -> None:
         if value is None and item.default is None:
             continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        high = number and (value <= facts.most or (facts.endless and value == math.inf))
-        if not high or not value >= facts.least:  # nan is neither
-            raise KnobsError(
-                f"{item.name}={value!r:.60}: expected a number of at least {facts.least:g}, "
-                f"{facts.most:g} at most"
-            )
+        endless = facts.endless and value == math.inf
+        if number and (facts.least <= value <= facts.most or endless):
+            continue
+        bounds = [f"at least {facts.least:g}", f"{facts.most:g} at most"]
+        if number and value < facts.least:
+            del bounds[1]
+        raise KnobsError(f"{item.name}={value!r:.60}: expected a number of {', '.join(bounds)}")
 
 
 # -- records of numbers ----------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Timeline:
         return pandas.DataFrame.from_records(records)
 
 
-class Block(TypedDict):
+class HeldBlock(TypedDict):
     """What a part of a layer holds at the peak."""
 
     module: str
@@ -180,11 +180,11 @@ class Memory(Plain):
         """How many of these chips hold all processes, if their peaks could be split evenly."""
         return chip.count_holding(self.peak * self.processes)
 
-    def by_module(self) -> list[Block]:
+    def by_module(self) -> list[HeldBlock]:
         """Bytes and number of tensors at the peak by module path (indices starred), most first."""
         return _grouped(self.tensors, lambda held: held.module)
 
-    def by_block(self) -> list[Block]:
+    def by_block(self) -> list[HeldBlock]:
         """Bytes and tensors at the peak by part of a layer: "model.layers.*.mlp" and all inside."""
         return _grouped(self.tensors, lambda held: _block(held.module))
 
@@ -199,7 +199,7 @@ class Memory(Plain):
         return self.tensors[:_IN_JSON]
 
     @property
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[HeldBlock]:
         return self.by_block()[:_IN_JSON]
 
 
@@ -470,7 +470,7 @@ def _block(path: str) -> str:
     return ".".join(steps[: steps.index("*") + 2]) if "*" in steps else path
 
 
-def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[Block]:
+def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[HeldBlock]:
     bytes_of: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     roles: dict[str, Counter[str]] = defaultdict(Counter)

@@ -79,8 +79,7 @@ class _Attention:
         q, k, v = self._rows(self.query), self._shared(self.key), self._shared(self.value)
         scores = self._scores()
         self._product(q, self._transposed(k), scores)
-        scaled = self._scores()
-        self._kernel("aten.mul.Tensor", {"self": Ref(scores), "other": self.scale}, scaled)
+        scaled = self._made("aten.mul.Tensor", {"self": Ref(scores), "other": self.scale})
         probabilities = self._softmax(self._masked(self._capped(scaled)))
         dropped, mask = probabilities, None
         if self.dropout > 0:
@@ -107,29 +106,15 @@ class _Attention:
         grad_p = self._scores()
         self._product(grad, self._transposed(v), grad_p)
         if saved.mask is not None:
-            dropped, grad_p = grad_p, self._scores()
-            self._kernel(
-                "aten.native_dropout_backward.default",
-                {
-                    "grad_output": Ref(dropped),
-                    "mask": Ref(saved.mask),
-                    "scale": 1 / (1 - self.dropout) if self.dropout < 1 else 0.0,
-                },
-                grad_p,
-            )
-        grad_s = self._scores()
-        self._kernel(
-            "aten._softmax_backward_data.default",
-            {
-                "grad_output": Ref(grad_p),
-                "output": Ref(saved.probabilities),
-                "dim": -1,
-                "input_dtype": f"dtype:{self.dtype}",
-            },
-            grad_s,
-        )
-        scaled = self._scores()
-        self._kernel("aten.mul.Tensor", {"self": Ref(grad_s), "other": self.scale}, scaled)
+            scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+            kept = {"grad_output": Ref(grad_p), "mask": Ref(saved.mask), "scale": scale}
+            grad_p = self._made("aten.native_dropout_backward.default", kept)
+        softmax = {
+            "grad_output": Ref(grad_p), "output": Ref(saved.probabilities), "dim": -1,
+            "input_dtype": f"dtype:{self.dtype}",
+        }  # fmt: skip
+        grad_s = self._made("aten._softmax_backward_data.default", softmax)
+        scaled = self._made("aten.mul.Tensor", {"self": Ref(grad_s), "other": self.scale})
         self._into(grad_q, lambda out: self._product(Ref(scaled), k, out))
         self._into_shared(grad_k, self._transposed(Ref(scaled)), q)
         if grad_mask and self.edit.values[grad_mask[0]].elements:
@@ -161,6 +146,12 @@ class _Attention:
         facts = {"useful_pairs": int(visible), "all_pairs": self.queries * self.length}
         self._kernel("aten.bmm.default", {"self": a, "mat2": b}, out, facts=facts)
 
+    def _made(self, target: str, arguments: Mapping[str, Argument]) -> int:
+        """The new [H, S, L] value that a new kernel makes."""
+        out = self._scores()
+        self._kernel(target, arguments, out)
+        return out
+
     def _scores(self, more: int = 0) -> int:
         """A new [H, S, L] value; with so many more columns."""
         return self._new((self.heads, self.queries, self.length + more), self.dtype)
@@ -170,9 +161,8 @@ class _Attention:
         cap = float(self.op.arguments.get("softcap", 0.0))
         steps = (("div.Tensor", cap), ("tanh.default", None), ("mul.Tensor", cap)) if cap else ()
         for name, number in steps:
-            before, scores = scores, self._scores()
             other: dict[str, Argument] = {} if number is None else {"other": number}
-            self._kernel(f"aten.{name}", {"self": Ref(before), **other}, scores)
+            scores = self._made(f"aten.{name}", {"self": Ref(scores), **other})
         return scores
 
     def _softmax(self, scores: int) -> int:
@@ -180,9 +170,7 @@ class _Attention:
         options: dict[str, Argument] = {"dim": -1, "half_to_float": False}
         sinks = self.op.arguments.get("sinks")
         if not isinstance(sinks, Ref):
-            out = self._scores()
-            self._kernel("aten._softmax.default", {"self": Ref(scores), **options}, out)
-            return out
+            return self._made("aten._softmax.default", {"self": Ref(scores), **options})
         edit, op, rows = self.edit, self.op, (*self.lead, self.queries)
         column = edit.viewed(op, sinks, (self.lead[-1], 1, 1))
         strides = (*(0,) * (len(rows) - 2), edit.values[column.id].stride[0], 0, 1)

@@ -168,10 +168,10 @@ def _moves(walker: Walker, written: Op, whole: int, state: int) -> bool:
 def _cut(walker: Walker, made: int, first: int, tokens: int) -> int | None:
     """The results of the tokens alone: all that is read, or all that there are."""
     graph = walker.graph
-    length, readers = graph.values[made].shape[2], walker.readers[made]
+    length = graph.values[made].shape[2]
     if length == tokens and first == 0:
         return made
-    op = readers[0] if len(readers) == 1 and made not in graph.outputs else None
+    op = walker.only_reader(made)
     if op is None or op.name != "aten.slice" or op.arguments.get("step", 1) != 1:
         return None
     start = op.arguments.get("start") or 0
@@ -283,10 +283,9 @@ def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
     """The convolution with the bias and SiLU behind it, where nothing else reads it before that."""
     now = conv.y
     while True:
-        readers = walker.readers[now.value]
-        if len(readers) != 1 or now.value in walker.graph.outputs or len(readers[0].outputs) != 1:
+        op = walker.only_reader(now.value)
+        if op is None:
             return conv
-        op = readers[0]
         if op.name == "aten.silu":
             after = ReadValue(op.outputs[0], now.dims)
             return replace(conv, y=after, place=op, activation="silu")

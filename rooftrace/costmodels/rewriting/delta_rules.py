@@ -152,14 +152,14 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
     batch, tokens, _, width, columns = rule.sizes
     operands: dict[str, Argument] = {}
     for role, stream in rule.streams.items():
-        if stream.order == TABLE:
-            operands[role] = Ref(stream.value)
-            continue
         sizes = {"B": batch, "T": tokens, "H": stream.heads}
         sizes["D"] = columns if role == "value" else width
-        read = _read(editor.values[stream.value], stream, sizes)
-        axes = [d for d in "BTHD" if d in stream.order]
-        operands[role] = laid_out(editor, like, read, axes)
+        tensor, axes = editor.values[stream.value], [d for d in "BTHD" if d in stream.order]
+        lies = list(stream.order) == axes and tensor.shape == tuple(sizes[d] for d in axes)
+        if stream.order == TABLE or lies:
+            operands[role] = Ref(stream.value)
+        else:
+            operands[role] = laid_out(editor, like, _read(tensor, stream, sizes), axes)
     state = None if rule.chain.first is None else Ref(rule.chain.first)
     if rule.turned and state is not None:
         state = editor.permuted(like, state, (0, 1, 3, 2))

@@ -243,10 +243,9 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
     """y of a chunk and the chunks before it, and the states that begin the chunks."""
     now = within.y
     while True:
-        readers = walker.readers[now.value]
-        if len(readers) != 1 or len(readers[0].outputs) != 1:
+        op = walker.only_reader(now.value)
+        if op is None:
             return None
-        op = readers[0]
         after = onto(walker, op.outputs[0], now)
         if after is None:
             return None

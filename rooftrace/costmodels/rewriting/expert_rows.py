@@ -6,7 +6,7 @@ rows, in this order.
 
 from __future__ import annotations
 
-from rooftrace.costmodels.rewriting.matching import Pat, Pattern, Plain, match
+from rooftrace.costmodels.rewriting.matching import Pat, Pattern, Scalar, match
 from rooftrace.costmodels.rewriting.places import Places
 
 _FLAT = (None, 0, -1)
@@ -21,11 +21,11 @@ def taking(rows: Pattern, numbers: Pattern) -> tuple[Pat, ...]:
 ORDER = (Pat("sort", "chosen", dim=_FLAT, out=1), Pat("argsort", "chosen", dim=_FLAT))
 """The rows, sorted by expert."""
 _SORTED = (Pat("sort", "chosen", dim=_FLAT), *taking("chosen", ORDER))
-SORTED = (*_SORTED, Pat("clamp", _SORTED, min=Plain("least"), max=Plain("most")))
+SORTED = (*_SORTED, Pat("clamp", _SORTED, min=Scalar("least"), max=Scalar("most")))
 """The experts in this order; those of other processes may have the number of one that is here."""
 TOKEN = (
-    Pat("floor_divide", ORDER, Plain("count")),
-    Pat("div", ORDER, Plain("count"), rounding_mode=("floor", "trunc")),
+    Pat("floor_divide", ORDER, Scalar("count")),
+    Pat("div", ORDER, Scalar("count"), rounding_mode=("floor", "trunc")),
 )
 """The tokens of the rows in this order."""
 BACK = (
@@ -36,15 +36,15 @@ BACK = (
 )
 """Where each row stands in this order."""
 _COUNTS = (
-    Pat("histc", (*SORTED, "chosen"), bins=Plain("bins"), min=(None, 0), max=Plain("last")),
-    Pat("bincount", (*SORTED, "chosen"), minlength=Plain("bins")),
+    Pat("histc", (*SORTED, "chosen"), bins=Scalar("bins"), min=(None, 0), max=Scalar("last")),
+    Pat("bincount", (*SORTED, "chosen"), minlength=Scalar("bins")),
 )
 _ENDS = Pat("cumsum", _COUNTS, dim=_FLAT, said="ends")
 PRODUCT = Pat("_grouped_mm", "rows", "weight", _ENDS, said="product")
 """A product with the rows of each expert that was chosen."""
 BIASED = Pat("add", PRODUCT, taking("bias", SORTED))
 """The same, and the bias [E, N] of its expert on each row."""
-MASKED = Pat("masked_fill", "unmasked", Pat("ge", SORTED, Plain("experts")), 0)
+MASKED = Pat("masked_fill", "unmasked", Pat("ge", SORTED, Scalar("experts")), 0)
 """Rows with zeros in place of those of the experts of other processes."""
 
 

@@ -18,7 +18,7 @@ from rooftrace.costmodels.rewriting.matching import (
     Along,
     Number,
     Pat,
-    Plain,
+    Scalar,
     match,
 )
 from rooftrace.costmodels.rewriting.places import Places, beside
@@ -40,12 +40,12 @@ _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.s
 _LONGEST = 24
 """The most ops between the two products of an expert."""
 _ADDED = Pat("sum", "added", dim=Along(-3))
-_REPEATED = (Pat("repeat", "tokens", repeats=Plain("times")), Pat("expand", "tokens"))
+_REPEATED = (Pat("repeat", "tokens", repeats=Scalar("times")), Pat("expand", "tokens"))
 _CHOSEN = Pat(
     "scatter",
     (Pat("zeros zeros_like new_zeros"), Pat("full full_like new_full", fill_value=Number("fill"))),
     dim=LAST,
-    index=Pat("topk", "ranked", k=Plain("k"), dim=LAST_OF_TOPK, out=1, said="choice"),
+    index=Pat("topk", "ranked", k=Scalar("k"), dim=LAST_OF_TOPK, out=1, said="choice"),
     src="scores",
 )
 """Scores of the chosen experts among those of all, which are a number."""

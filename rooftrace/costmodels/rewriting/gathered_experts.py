@@ -130,12 +130,11 @@ def _match(places: Places, op: Op) -> _Gathered | None:
 
 def _tokens(places: Places, value: int) -> tuple[int, int]:
     """What rows are repeated of, and how often each; themselves, once, where they are not."""
-    values = places.graph.values
-    repeated = places.straight(value)
-    op = places.made_by(repeated)
-    wide = values[repeated]
-    if op is None or op.name != "aten.expand" or len(wide.shape) < 3 or wide.stride[1]:
+    values, words = places.graph.values, match(places, value, Pat("expand", "rows", said="wide"))
+    if words is None:
+        return value, 1
+    wide, source = values[words["wide"].outputs[0]], words["rows"]
+    if len(wide.shape) < 3 or wide.stride[1]:
         return value, 1
     count = wide.shape[1]
-    source = op.inputs[0]
     return (source, count) if values[source].elements * count == wide.elements else (value, 1)

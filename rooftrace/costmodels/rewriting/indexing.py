@@ -111,6 +111,12 @@ class Walker:
         op = None if value in self._edges else self.places.made_by(value)
         return None if op is None or op.part != "forward" or not plain(op.reads) else op
 
+    def only_reader(self, value: int) -> Op | None:
+        """The op that alone reads a value, and makes one; None where the step returns it, too."""
+        readers = self.readers[value]
+        alone = len(readers) == 1 and value not in self.graph.outputs
+        return readers[0] if alone and len(readers[0].outputs) == 1 else None
+
     def read(self, op: Op, value: int) -> None:
         """Note which iteration's value an op reads: it is not gone through where it is another."""
         made = self.places.made_by(value)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
     PACKED_ATTENTION,
-    Editor,
     operand,
 )
 from rooftrace.costmodels.rewriting.latent_products import (
@@ -26,7 +24,7 @@ from rooftrace.costmodels.rewriting.latent_products import (
     first_column,
 )
 from rooftrace.costmodels.rewriting.places import Places, beside, same_steps
-from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.asking import RequestLengths
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -46,13 +44,11 @@ def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
         matches = _matches(graph, refused)
         if not matches:
             return graph, 0
-        edit = Editor(graph)
-        edit.rewrite(matches, partial(emit, edit))
-        result = without_left_behind(edit.done(), graph)
+        result, count = with_matches(graph, matches, emit)
         still = {value for op in result.ops for value in op.outputs}
         kept = {index for index, match in matches.items() if match.products & still}
         if not kept:
-            return result, sum(graph.times(match.attention) for match in matches.values())
+            return result, count
         refused |= kept
 
 

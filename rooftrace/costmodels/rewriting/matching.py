@@ -16,7 +16,7 @@ from rooftrace.tracer.graph import Op
 
 Pattern = Any
 """Of what an op is given: a Pat; a word, which names a value, the same wherever it stands; Number,
-Plain or Along; a tuple of patterns of which one holds; a list of patterns, for a list; or the
+Scalar or Along; a tuple of patterns of which one holds; a list of patterns, for a list; or the
 constant that it has to be."""
 Words = Mapping[str, Any]
 """What the words of a pattern name: values by their ids, numbers, and ops."""
@@ -39,7 +39,7 @@ class Number(NamedTuple):
     word: str
 
 
-class Plain(NamedTuple):
+class Scalar(NamedTuple):
     """What is no tensor, which a word names; None where an op was not given it."""
 
     word: str
@@ -144,7 +144,7 @@ class _Matching:
         if isinstance(wanted, Number):
             number = number_of(self.places, item)
             return None if number is None else {**words, wanted.word: number}
-        if isinstance(wanted, Plain):
+        if isinstance(wanted, Scalar):
             return None if isinstance(item, Ref) else {**words, wanted.word: item}
         if isinstance(wanted, list):
             listed = item if isinstance(item, tuple) and len(item) == len(wanted) else ()

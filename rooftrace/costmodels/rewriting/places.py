@@ -91,8 +91,10 @@ class Places:
         """Storage -> the kernels that write into it once it is there, in order."""
         writers: dict[int, list[Op]] = defaultdict(list)
         for op in self.graph.kernels():
-            for storage in {self.graph.values[i].storage for i in op.outputs} - {*op.outputs}:
-                writers[storage].append(op)
+            for value in op.outputs:
+                storage = self.graph.values[value].storage
+                if storage not in op.outputs:
+                    writers[storage].append(op)
         return writers
 
     def overwritten(self, value: int, first: int, last: int) -> bool:

@@ -311,9 +311,8 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
     for step in chain:
         value = step.factors["y"].value
         while True:
-            readers = walker.readers[value]
-            op = readers[0] if len(readers) == 1 else None
-            if op is None or len(op.outputs) != 1:
+            op = walker.only_reader(value)
+            if op is None:
                 return None
             if op.name in ("aten.stack", "aten.cat"):
                 break

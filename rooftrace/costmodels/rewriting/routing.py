@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace as with_fields
 from typing import Any
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Number, Pat, Plain, match
+from rooftrace.costmodels.rewriting.matching import LAST, LAST_OF_TOPK, Number, Pat, Scalar, match
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.regions import apart, can_be_one, ops_between
 from rooftrace.costmodels.rewriting.unused import rewritten
@@ -35,7 +35,7 @@ _SCORES = {
 }
 """What is made of all logits of a token."""
 _BEST = (
-    Pat("sum", Pat("topk", "parts", k=Plain("best"), dim=LAST_OF_TOPK), dim=LAST),
+    Pat("sum", Pat("topk", "parts", k=Scalar("best"), dim=LAST_OF_TOPK), dim=LAST),
     Pat("max amax", "parts", dim=LAST),
 )
 """What groups of experts are chosen by: a sum of their best scores, or the best one."""
@@ -45,7 +45,7 @@ _KEPT = Pat(
         "scatter",
         Pat("zeros zeros_like new_zeros"),
         dim=LAST,
-        index=Pat("topk", _BEST, k=Plain("kept"), dim=LAST_OF_TOPK, out=1),
+        index=Pat("topk", _BEST, k=Scalar("kept"), dim=LAST_OF_TOPK, out=1),
         value=1,
     ),
     said="mask",

@@ -180,11 +180,8 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
     after_last = [] if scan.last is None else walker.readers[scan.last.value]
     first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
     while True:
-        readers = walker.readers[now.value]
-        if len(readers) != 1 or now.value in graph.outputs:
-            return scan
-        op = readers[0]
-        if not plain(op.reads) or len(op.outputs) != 1 or op.repeats != scan.place.repeats:
+        op = walker.only_reader(now.value)
+        if op is None or not plain(op.reads) or op.repeats != scan.place.repeats:
             return scan
         if op.id > first:  # the state behind the last token is read before
             return scan

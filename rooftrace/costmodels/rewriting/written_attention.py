@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rooftrace.costmodels.rewriting.editing import operand
 from rooftrace.costmodels.rewriting.marks import UNFUSED
-from rooftrace.costmodels.rewriting.matching import LAST, Number, Pat, Pattern, Plain, Words, match
+from rooftrace.costmodels.rewriting.matching import LAST, Number, Pat, Pattern, Scalar, Words, match
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
 from rooftrace.costmodels.rewriting.regions import can_be_one, ops_between
 from rooftrace.tracer.arguments import Ref
@@ -23,8 +23,8 @@ from rooftrace.tracer.graph import Op, OpGraph
 PRODUCT = "aten.bmm"
 LONGEST_CHAIN = 24
 
-_DROPPED = Pat("native_dropout", "kept", Plain("p"), train=Plain("train"))
-_CUT = Pat("slice", "whole", dim=LAST, start=Plain("start"), end=Plain("end"))
+_DROPPED = Pat("native_dropout", "kept", Scalar("p"), train=Scalar("train"))
+_CUT = Pat("slice", "whole", dim=LAST, start=Scalar("start"), end=Scalar("end"))
 _SHIFTED = (Pat("sub", "logits", "shift"), "logits")
 """A softmax does not change when one number for each row is taken off."""
 _SOFTMAX = Pat("_softmax _safe_softmax", _SHIFTED, dim=LAST, said="softmax")
@@ -32,7 +32,7 @@ _SHARES = Pat("div", "raised", "total")
 _RAISED = Pat("exp", _SHIFTED)
 _SUM = Pat("sum", "raised", dim=LAST, keepdim=True)
 _FILL = (Number("fill"), "filler")
-_SCALED = (Pat("mul", "scores", Plain("by")), Pat("div", "scores", Plain("over")))
+_SCALED = (Pat("mul", "scores", Scalar("by")), Pat("div", "scores", Scalar("over")))
 _WEIGHED = (Pat("mul", "scores", "by", said="op"), Pat("div", "scores", "by", said="op"))
 _MASKED = (
     Pat("add", "scores", "mask", said="op"),

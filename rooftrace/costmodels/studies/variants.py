@@ -120,6 +120,13 @@ class Study:
         """The numbers of the chip and of the execution by name."""
         return NamedNumbers.of(self.step.chip, self.step.execution)
 
+    @property
+    def written_out(self) -> Study:
+        """The study of the same step with the knobs that it has, each a number of its own."""
+        execution = self.numbers.execution
+        planned = replace(self.step.plan, execution=execution)
+        return replace(self, step=estimate(planned, self.step.chip))
+
     def planned(self, variant: Variant) -> tuple[Plan, Chip]:
         """The plan of a variant, and the chip that it runs on.
 
@@ -129,9 +136,7 @@ class Study:
         chip, execution = self.step.chip, variant.execution
         if variant.numbers:
             other = self.numbers.changed(variant.numbers)
-            chip = other.chip
-            if any(not name.startswith("chip.") for name in variant.numbers):
-                execution = other.execution
+            chip, execution = other.chip, other.execution
         if self.form is not None and self.conditions and (variant.sizes or variant.precisions):
             asked: dict[str, Any] = dict(variant.precisions)
             asked["execution"] = execution or self.conditions.execution

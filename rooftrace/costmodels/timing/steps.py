@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Part:
-    """KernelAmounts of a step that are equal at every point.
+    """Kernels of a step that are equal at every point.
 
     where: their entries in the step, one for each of U sizes.  at: the place among the U of each
     point; None where U is 1, or there is one for each point.  spread_kind: the class whose spread

@@ -114,7 +114,7 @@ class TimesOverPoints:
 
     @property
     def interval(self) -> tuple[Array, Array] | None:
-        """EntrySeconds between which 90 % of such steps are, as `interval_of` says it.
+        """Seconds between which 90 % of such steps are, as `interval_of` says it.
 
         None without knobs; nan at points where they have no spread.
         """

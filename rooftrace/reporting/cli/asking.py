@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from rooftrace.reporting.requests.calls import CALLS, USUAL, CallArguments
+from rooftrace.reporting.requests.calls import CALLS, USUAL, TakenArguments
 from rooftrace.reporting.requests.options import Option
 
 RULES = Option(
@@ -83,7 +83,7 @@ def made(option: Option) -> click.Option:
     return click.Option([*option.spelled.split(" "), option.name], **how)
 
 
-def _worded(call: CallArguments, helps: Mapping[str, str]) -> list[Option]:
+def _worded(call: TakenArguments, helps: Mapping[str, str]) -> list[Option]:
     """The options of a call, with its usual execution and the help that it has for some."""
     usual = ",".join("efficient" if name == USUAL else name for name in call.usual)
     options = []

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
 
-from rooftrace.costmodels.estimating import Breakdown, Estimate
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating.breakdowns import Breakdown
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.hardware.units import format_flops, format_time
 from rooftrace.reporting.figures.breakdown import Bar, family_bars

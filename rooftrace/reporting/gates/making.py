@@ -22,7 +22,7 @@ from rooftrace.errors import RequestError, UnusedError, naming
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import in_precisions, priced
-from rooftrace.reporting.requests.pricing import PricingOptions
+from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sources.apart import Traced, trace_each_apart
@@ -135,11 +135,13 @@ class _Builder:
         self.targets: dict[str, records.LockedTarget] = {}
         self.constants: dict[str, str] = {}
         self.libraries: set[str] = set()
+        self.many: list[OpGraph] = []  # of several processes
 
     def add(self, name: str, made: Traced) -> None:
         """Price the graphs of a target."""
         asked = self.settings.targets[name]
         models = [model_of(each, self.settings) for each in self.settings.executions_of(name)]
+        self.many += [graph for graph in made.graphs.values() if graph.groups][:1]
         self.libraries |= _libraries(asked.target, made.files)
         self.targets[name] = records.LockedTarget(
             asked=asked,
@@ -164,6 +166,7 @@ class _Builder:
 
     def lock(self) -> records.Lock:
         """The lock of all targets that were added."""
+        check_groups(lambda: self.many, [model_of(usual_execution(), self.settings)])
         rules = self.settings.pricing.rules
         return records.Lock(
             made_from=records.MadeFrom(

@@ -34,7 +34,7 @@ SERVED = "serving?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallArguments:
+class TakenArguments:
     """What a function of ours takes beside arguments of its own.
 
     several: arguments of prices that may have several values.  usual: the executions where none is
@@ -62,45 +62,45 @@ class CallArguments:
 _PRICED = (Workload, PrecisionOptions, ExecutionOptions)
 _GRID = ("chip", "system", "execution", "dtype", "kv_dtype")
 _LISTED = (Workload, LengthOptions, PrecisionOptions, ExecutionOptions)
-CALLS: Mapping[str, CallArguments] = {
-    "best_mesh": CallArguments(usual=(SERVED,)),
-    "calibrate": CallArguments(
+CALLS: Mapping[str, TakenArguments] = {
+    "best_mesh": TakenArguments(usual=(SERVED,)),
+    "calibrate": TakenArguments(
         records=(MeasuredArguments, CalibrateArguments, *_PRICED),
         usual=("eager",),
         one_phase=False,
         without=CHANGES,
     ),
-    "compare": CallArguments(records=(Workload, PrecisionOptions), one_phase=False),
-    "diff": CallArguments(one_phase=False),
-    "diff_measured": CallArguments(one_phase=False),
-    "estimate": CallArguments(records=_LISTED),
-    "explain": CallArguments(records=(ExplainArguments, *_PRICED), several=("chip", "system")),
-    "explore": CallArguments(
+    "compare": TakenArguments(records=(Workload, PrecisionOptions), one_phase=False),
+    "diff": TakenArguments(one_phase=False),
+    "diff_measured": TakenArguments(one_phase=False),
+    "estimate": TakenArguments(records=_LISTED),
+    "explain": TakenArguments(records=(ExplainArguments, *_PRICED), several=("chip", "system")),
+    "explore": TakenArguments(
         records=(ExploreArguments, *_PRICED), usual=("serving",), without=("phases", "batch", "kv")
     ),
-    "graph_breaks": CallArguments(usual=("compiled",)),
-    "largest_batch": CallArguments(several=("chip", "system"), one_phase=False),
-    "report": CallArguments(
+    "graph_breaks": TakenArguments(usual=("compiled",)),
+    "largest_batch": TakenArguments(several=("chip", "system"), one_phase=False),
+    "report": TakenArguments(
         records=_LISTED,
         several=("chip", "system", "execution"),
         usual=("naive", USUAL),
         one_phase=False,
     ),
-    "roofline": CallArguments(
+    "roofline": TakenArguments(
         several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")
     ),
-    "sensitivity": CallArguments(records=(SensitivityArguments, *_PRICED)),
-    "lock": CallArguments(several=("chip", "execution"), one_phase=False),
-    "run": CallArguments(records=(RunArguments, ExecutionOptions)),
-    "scaling": CallArguments(usual=(SERVED,)),
-    "profile": CallArguments(records=(Workload, PrecisionOptions), usual=("eager",)),
-    "solve": CallArguments(records=(SolveArguments, *_PRICED), several=_GRID, usual=("serving",)),
-    "summary": CallArguments(usual=("eager",)),
-    "validate": CallArguments(
+    "sensitivity": TakenArguments(records=(SensitivityArguments, *_PRICED)),
+    "lock": TakenArguments(several=("chip", "execution"), one_phase=False),
+    "run": TakenArguments(records=(RunArguments, ExecutionOptions)),
+    "scaling": TakenArguments(usual=(SERVED,)),
+    "profile": TakenArguments(records=(Workload, PrecisionOptions), usual=("eager",)),
+    "solve": TakenArguments(records=(SolveArguments, *_PRICED), several=_GRID, usual=("serving",)),
+    "summary": TakenArguments(usual=("eager",)),
+    "validate": TakenArguments(
         records=(MeasuredArguments, *_PRICED), usual=("eager",), one_phase=False
     ),
-    "sweep": CallArguments(records=(SweepArguments, *_PRICED), several=_GRID),
-    "priced_graphs": CallArguments(
+    "sweep": TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID),
+    "priced_graphs": TakenArguments(
         records=(Workload, LengthOptions, PrecisionOptions), one_phase=False
     ),
 }
@@ -124,7 +124,7 @@ def conditions_of(
     return tuple(models), tuple(chips)
 
 
-def _usual(call: CallArguments, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
+def _usual(call: TakenArguments, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
     """The executions of a call that asks for none."""
     from rooftrace.costmodels.planning import usual_execution
 

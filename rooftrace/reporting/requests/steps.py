@@ -53,8 +53,7 @@ class StepRequest:
         if "dtype" in call.several:
             others = {n: v for n, v in others.items() if n not in _PRECISIONS}
         phases = others.get("phases") or others.get("phase")
-        several = isinstance(phases, (list, tuple)) and phases
-        first = phases[0] if several else phases
+        first = next(iter(phases), None) if isinstance(phases, (list, tuple)) else phases
         models, chips = conditions_of(function, pricing, source, phase=first)
         ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
         job = Job.of(function, source if traced is None else traced, args, others, **ours)

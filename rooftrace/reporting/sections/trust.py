@@ -9,6 +9,7 @@ from rooftrace.costmodels.findings import Island, islands
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
+    few,
     format_bandwidth,
     format_flop_rate,
     format_intensity,
@@ -31,11 +32,6 @@ ISLANDS_SHOWN = 20
 
 def _code(path: str) -> str:
     return units.MODULE.page(path)
-
-
-def _few(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def _shown(rows: Sequence[Any], most: int) -> list[view.Part]:
@@ -73,7 +69,7 @@ def assumptions(results: Results) -> view.Section:
             "number": number,
             "kind": kind,
             "phases": ", ".join(phases),
-            "where": _few(list(places)),
+            "where": few(list(places)),
             "text": text,
             "value": value,
             "share": _shares(phases),
@@ -178,7 +174,7 @@ def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Par
     rows = [
         {
             "phase": phase,
-            "where": _few([_code(module) for module in entry.modules]),
+            "where": few([_code(module) for module in entry.modules]),
             **{key: getattr(entry, key) for key in keys},
         }
         for phase, entry in missing

@@ -24,12 +24,12 @@ _LIMITS = {
     "step": "time of a step", "tpot": "time per token", "ttft": "time to the first token",
     "memory": "memory",
 }  # fmt: skip
-_DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _three(value))
-_JOULES = units.Unit("J", "number", lambda value: f"{_three(value)} J")
+_DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _digits(value))
+_JOULES = units.Unit("J", "number", lambda value: f"{_digits(value)} J")
 _SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
-def _three(value: float) -> str:
+def _digits(value: float) -> str:
     """A number with three digits: 0.200, 14.5, 1,430."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
@@ -134,13 +134,13 @@ def _told(row: Any, name: str) -> str:
 
 def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:
     item = result.item
-    yield f"{_three(row.per_chip)} {item}s/s of a chip"
+    yield f"{_digits(row.per_chip)} {item}s/s of a chip"
     if row.labels.get("phase") == "decode":
-        yield f"{_three(row.per_user)} {item}s/s of a user"
+        yield f"{_digits(row.per_user)} {item}s/s of a user"
     if row.dollars is not None:
-        yield f"${_three(row.dollars)} per million {item}s"
+        yield f"${_digits(row.dollars)} per million {item}s"
     if row.joules is not None:
-        yield f"{_three(row.joules)} J a {item}"
+        yield f"{_digits(row.joules)} J a {item}"
     if row.sent:
         yield f"{format_time(row.sent)} of the step to exchange data"
     yield f"limited by {row.limiter}"
@@ -203,8 +203,7 @@ def _spread(rows: Sequence[Any], most: int) -> list[Any]:
 
 def rates_view(result: rates.RatesAnswer) -> view.View:
     """What limits a step now, and each rate at which computing would."""
-    sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
-    title = f"{result.title} on {result.chip}" + (f", {sizes}" if sizes else "")
+    title = _head(result.title, result.sizes, result.chip)
     head: list[view.Part] = [
         view.Note(title, "strong"),
         view.Note(
@@ -217,14 +216,8 @@ def rates_view(result: rates.RatesAnswer) -> view.View:
             f"{format_intensity(result.ridge)}"
         ))  # fmt: skip
     parts = [note for rate in result.rates for note in _rate(rate)]
-    return view.View(
-        (
-            view.Section(parts=head, place=1),
-            view.Section(title="What would make computing the limit", parts=parts, place=2),
-            _grounds(result.rests, (), 3),
-        ),
-        title,
-    )
+    made = view.Section(title="What would make computing the limit", parts=parts, place=2)
+    return _three(title, head, made, result.rests)
 
 
 def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
@@ -250,8 +243,7 @@ def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
 
 def passing_view(result: passing.PassingAnswer) -> view.View:
     """The sizes around which attention passes the MLP."""
-    at = ", ".join(f"{name} {size:,}" for name, size in result.at.items())
-    title = f"{result.title} on {result.chip}" + (f", {at}" if at else "")
+    title = _head(result.title, result.at, result.chip)
     low, high = result.looked
     if result.after is None:
         answer = f"attention takes less time than the MLP up to {result.name} {high:,}"
@@ -269,20 +261,13 @@ def passing_view(result: passing.PassingAnswer) -> view.View:
         ],
         rows=rows,
     )
-    return view.View(
-        (
-            view.Section(parts=[view.Note(title, "strong"), view.Note(answer, "strong")], place=1),
-            view.Section(parts=[table], place=2),
-            _grounds(result.rests, (), 3),
-        ),
-        title,
-    )
+    head = [view.Note(title, "strong"), view.Note(answer, "strong")]
+    return _three(title, head, view.Section(parts=[table], place=2), result.rests)
 
 
 def capacity_view(result: capacity.CapacityAnswer) -> view.View:
     """The least number of each chip that holds a step."""
-    sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
-    title = f"{result.title}, {sizes}" if sizes else result.title
+    title = _head(result.title, result.sizes)
     labels: Mapping[str, Any] = result.rows[0].labels
     several = [n for n in labels if len({str(row.labels.get(n)) for row in result.rows}) > 1]
     rows = [
@@ -305,14 +290,22 @@ def capacity_view(result: capacity.CapacityAnswer) -> view.View:
     )
     best = result.rows[0]
     answer = f"fewest: {best.chips} x {best.chip}, {best.used:.0%} full"
-    return view.View(
-        (
-            view.Section(parts=[view.Note(title, "strong"), view.Note(answer, "strong")], place=1),
-            view.Section(parts=[table], place=2),
-            _grounds(result.rests, (), 3),
-        ),
-        title,
-    )
+    head = [view.Note(title, "strong"), view.Note(answer, "strong")]
+    return _three(title, head, view.Section(parts=[table], place=2), result.rests)
+
+
+def _three(
+    title: str, head: Sequence[view.Part], made: view.Section, rests: Iterable[str]
+) -> view.View:
+    """The answer in words, what it is made of, and what it rests on."""
+    return view.View((view.Section(parts=[*head], place=1), made, _grounds(rests, (), 3)), title)
+
+
+def _head(title: str, sizes: Mapping[str, int], chip: str = "") -> str:
+    """The title of an answer with the sizes that it is at."""
+    at = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+    on = f"{title} on {chip}" if chip else title
+    return f"{on}, {at}" if at else on
 
 
 def _grounds(rests: Iterable[str], left_out: Iterable[str], place: int) -> view.Section:

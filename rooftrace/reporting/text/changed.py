@@ -88,3 +88,12 @@ def labelled(label: str, text: str, mark: str = "", width: int = 12) -> Iterator
     """A sentence behind a word: in a column of its own on a screen, an item of a list on a page."""
     yield view.Note(text, mark, on="screen", label=f"{label:<{width}}")
     yield view.Note(f"{label}: {text}", on="page", bullet=1)
+
+
+def said(text: str, mark: str = "", bullet: int = 0) -> list[view.Note]:
+    """Words on a screen, which are a sentence on a page; with a bullet, an item of a list."""
+    indent = "  " if bullet else ""
+    return [
+        view.Note(f"{indent}{text}", mark, on="screen"),
+        view.Note(f"{text[0].upper()}{text[1:]}.", on="page", bullet=bullet),
+    ]

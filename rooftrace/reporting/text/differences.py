@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rooftrace.reporting.text.changed import cut, delta, left_out, totals
+from rooftrace.reporting.text.changed import cut, delta, left_out, said, totals
 from rooftrace.reporting.text.origins import origin_notes
 from rooftrace.reporting.view import model as view, units, words
 
@@ -114,9 +114,7 @@ def diff_view(result: Diff) -> view.View:
     for line in _one_sided(result):
         head.append(view.Note(line, "warn", bullet=1))
     if result.unchanged:
-        text = unchanged_words(result)
-        head.append(view.Note(text, "good", on="screen"))
-        head.append(view.Note(f"N{text[1:]}.", on="page"))
+        head += said(unchanged_words(result), "good")
     phases = [] if result.unchanged else [_phase(result, i) for i in range(len(result.phases))]
     title = f"Cost of `{before}` -> `{after}`"
     return view.View((view.Section(parts=head), *phases), title)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from rooftrace.costmodels.estimating import Breakdown, Estimate
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating.breakdowns import Breakdown
 from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.itemising import Census, NodeTable

@@ -17,7 +17,7 @@ from rooftrace.hardware.units import (
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Breakdown, BreakdownRow
+    from rooftrace.costmodels.estimating.breakdowns import Breakdown, BreakdownRow
     from rooftrace.costmodels.findings.moduletree import ModuleNode, Summary
     from rooftrace.tracer.graph import OpGraph
 

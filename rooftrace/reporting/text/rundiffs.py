@@ -9,7 +9,7 @@ from typing import Any
 
 from rooftrace.hardware.units import MISSING, format_time
 from rooftrace.measured.rundiffs import RunDiff, metrics, rundiff
-from rooftrace.reporting.text.changed import cut, delta, totals
+from rooftrace.reporting.text.changed import cut, delta, said, totals
 from rooftrace.reporting.view import model as view, units, words
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
@@ -134,11 +134,7 @@ def _step(
     head: list[view.Part] = []
     if several:
         head.append(view.Note(step.label, "strong", on="screen"))
-    head += [
-        view.Note(verdict(step), mark, on="screen"),
-        view.Note(_sentence(verdict(step)), on="page"),
-        _totals(step, names),
-    ]
+    head += [*said(verdict(step), mark), _totals(step, names)]
     below = [] if step.unchanged else [_kernels(step), *(_groups(step, w) for w in _GROUPED)]
     below.append(_remarks(step))
     sections = [view.Section(title=step.label, parts=head, place=place)]
@@ -148,10 +144,6 @@ def _step(
 
 
 _GROUPED = ("module", "family")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 # -- totals ----------------------------------------------------------------------------------------
@@ -284,14 +276,10 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         how = "mean" if step.timed_inside else "median wall time"
         spread = "noise is half the 95 % interval of the difference, by their spread"
         lines.append(f"{how} of {before} and {words.plural(after, 'step')}; {spread}")
-    parts: list[view.Part] = []
     disagreements = step.prediction.notes if step.prediction else ()
-    parts += [view.Note(f"  {line}", "warn", on="screen") for line in disagreements[:NOTES]]
-    parts += [view.Note(_sentence(line), on="page", bullet=1) for line in disagreements]
-    lines += step.notes
-    parts += [view.Note(f"  {line}", "faint", on="screen") for line in lines]
-    parts += [view.Note(_sentence(line), on="page", bullet=1) for line in lines]
-    return parts
+    notes = [note for line in disagreements[:NOTES] for note in said(line, "warn", 1)]
+    notes += [note for line in disagreements[NOTES:] for note in said(line, bullet=1)[1:]]
+    return [*notes, *(note for line in (*lines, *step.notes) for note in said(line, "faint", 1))]
 
 
 _OPERATIONS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from rooftrace.costmodels.factorial import Interaction, MainEffect
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_capacity,
-    format_count,
     format_flop_rate,
     format_flops,
     format_time,
@@ -193,41 +191,31 @@ def _zeros(result: Elasticities) -> Iterator[view.Note]:
 
 def grid_view(result: grids.GridEffects) -> view.View:
     """Main effects, then interactions, by their share of the variance."""
-    write = _response(result)
     cells = result.columns[result.response]
     factors = " x ".join(f"{name} ({len(labels)})" for name, labels in result.levels.items())
     head = (
         f"{result.title}, {result.phase}; {result.chip}, {result.execution}: "
         f"{plural(len(result), 'point')}, {factors}"
     )
-    plain = _words(result.response)
-    span = f"{result.response}: {plain(float(cells.min()))} to {plain(float(cells.max()))}"
+    least, most = (result.written(float(end)) for end in (cells.min(), cells.max()))
+    span = f"{result.response}: {least} to {most}"
     kind = "effects in factors (of the logarithm)" if result.log else "effects in sums"
     pairs = [pair for pair in result.effects.interactions if pair.share > 0]
     sections = [
         view.Section(parts=[view.Note(head, "strong"), view.Note(f"{span}; {kind}")], place=1),
         view.Section(
             title="Main effects",
-            parts=[view.Table(columns=_mains(write), rows=result.effects.main, padded=False)],
+            parts=[
+                view.Table(
+                    columns=_mains(result.written_mean), rows=result.effects.main, padded=False
+                )
+            ],
             place=2,
         ),
         view.Section(title="Interactions", parts=_pairs(result, pairs), place=3),
     ]
     title = f"Effects: {result.title}, {result.phase}"
     return view.View(tuple(s for s in sections if s.parts), title)
-
-
-def _words(response: str) -> Callable[[float], str]:
-    if response.startswith("t_"):
-        return format_time
-    known = {"flops": format_flops, "bytes_hbm": format_traffic, "peak_memory": format_capacity}
-    return known.get(response, format_count)
-
-
-def _response(result: grids.GridEffects) -> Callable[[float], str]:
-    """How a mean of the response is written; of logarithms, the geometric mean."""
-    plain = _words(result.response)
-    return (lambda mean: plain(math.exp(mean))) if result.log else plain
 
 
 def _mains(write: Callable[[float], str]) -> Sequence[view.Column]:

@@ -93,6 +93,8 @@ def amount_of(text: str, metric: Metric) -> tuple[float, bool]:
 
     Raises ValueError for another text.
     """
+    if text == "0":  # of any unit
+        return 0.0, False
     match = _AMOUNT.fullmatch(text)
     number, unit = match.groups() if match else ("", "")
     if unit == "%" and (metric.relative or metric.unit == "share"):

@@ -10,6 +10,7 @@ from typing import Any
 from rooftrace._progress import tell
 from rooftrace._reading import FileKind, json_of, text_of
 from rooftrace.errors import RequestError, TargetError
+from rooftrace.tracer.changes.aligning import union
 from rooftrace.tracer.checkpoints.records import ConfigDiff
 from rooftrace.tracer.inventory import compare_parameters, inventory_of
 from rooftrace.tracer.targets import load_module
@@ -29,10 +30,8 @@ def config_diff(before: str | None, after: str | None) -> ConfigDiff | None:
     """
     if before is None or after is None:
         return None
-    sides = [_fields(Path(path)) for path in (before, after)]
-    keys = dict.fromkeys([*sides[0], *sides[1]])
-    pairs = [(key, sides[0].get(key, _ABSENT), sides[1].get(key, _ABSENT)) for key in keys]
-    fields = tuple(pair for pair in pairs if pair[1] != pair[2])
+    rows = union(_fields(Path(before)), _fields(Path(after)), _ABSENT)
+    fields = tuple(row for row in rows if row[1] != row[2])
     if not fields:
         return None
     tell("building the models of both configs")

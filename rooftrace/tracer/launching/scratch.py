@@ -122,14 +122,13 @@ def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
         start(self, overlay.written(name), *args, **kwargs)
 
     yield writer, {"__init__": write}
-    load = original_of(serialization, "load")
+    storage: Any = torch.UntypedStorage
+    mapped = storage.from_file
 
-    def read(f: Any, *args: Any, **kwargs: Any) -> Any:
-        named = isinstance(f, str | os.PathLike)
-        return load(overlay.seen(f) if named else f, *args, **kwargs)
+    def read(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return mapped(overlay.seen(filename), *args, **kwargs)
 
-    yield serialization, {"load": read}
-    yield torch, {"load": read}
+    yield storage, {"from_file": staticmethod(read)}
     if importlib.util.find_spec("_sqlite3") is not None:
         for name in ("sqlite3", "sqlite3.dbapi2"):
             yield importlib.import_module(name), {"connect": _connecting(overlay)}

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import platform
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.asking import names
@@ -18,9 +19,10 @@ from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lower import lower, with_fallbacks, without_asides
-from rooftrace.tracer.recording import Recorder, look_for_gaps
+from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.releases import installed_release
-from rooftrace.tracer.tensors import owners, subclasses, tensors_in
+from rooftrace.tracer.tape import META_KEY, Entry, Tape
+from rooftrace.tracer.tensors import owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import marks
 
 
@@ -71,7 +73,7 @@ def graph_of(
     ]
     graph = lower(
         recorder,
-        look_for_gaps(recorder, outputs, module),
+        _look_for_gaps(recorder, outputs, module),
         phase=phase,
         kv_storages={s for s in kv if s is not None},
         gradients=step.gradients,
@@ -163,3 +165,38 @@ def _first_size(tree: Any) -> int:
     """The first dimension of the first tensor: the batch."""
     tensors = tensors_in(tree)
     return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+# -- signs that a step did work unseen by the recorder ---------------------------------------------
+
+
+def _look_for_gaps(tape: Tape, outputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
+    """The outputs of a step that can be in the graph; assumptions record the signs of a gap.
+
+    Signs are outputs that were computed on the host, and a step that reads no weight.
+    """
+    kept = []
+    for tensor in outputs:
+        if tensor.device.type != "cpu" or tape.tags.has(tensor):
+            kept.append(tensor)
+        elif tensor.is_floating_point():
+            label = trees.label_of(tensor)
+            tape.entries.unrecorded(f"the step returns a {label} that was computed on the host")
+    nodes = tape.graph.nodes
+    weights = [node for node in nodes if _is_parameter(node)]
+    products = (getattr(node.target, "overloadpacket", None) for node in nodes)
+    idle = weights and not any(node.users for node in weights)
+    empty = not (outputs and all(_was_there(tape, tensor) for tensor in outputs))
+    if idle and empty and not any(packet in flop_registry for packet in products):
+        tape.entries.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
+    return kept
+
+
+def _was_there(tape: Tape, tensor: Tensor) -> bool:
+    """Whether a tensor is an input, a weight or a known value, which no op had to make."""
+    return tape.entries.entry_of(tensor) is not None or tape.values.known(tensor) is not None
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    entry = node.meta.get(META_KEY)
+    return isinstance(entry, Entry) and entry.kind == "parameter"

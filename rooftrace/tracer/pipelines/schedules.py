@@ -9,10 +9,10 @@ as there are stages ahead (1F1B, Narayanan et al. 2021).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.errors import RequestError, hint
-from rooftrace.tracer.pipelines.actions import Action
 
 SCHEDULES: Mapping[str, tuple[str, int]] = {
     "gpipe": ("", 1),
@@ -131,3 +131,23 @@ def _actions(order: Any) -> Iterator[Action]:
             if kind is not None:
                 more = place + 1 < len(parts)
                 yield Action(part.stage_index, kind, part.microbatch_index, together=more)
+
+
+# -- actions ---------------------------------------------------------------------------------------
+
+KINDS = ("forward", "backward", "backward_input", "backward_weight")
+"""backward computes both gradients; the last two compute that of the input and of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One microbatch in one stage.
+
+    together: whether it runs at the same time as the next action (forward and backward of two
+    microbatches that overlap).
+    """
+
+    stage: int
+    kind: str  # one of `KINDS`
+    microbatch: int
+    together: bool = False

@@ -134,12 +134,6 @@ def _is_small(power: ast.expr) -> bool:
     return isinstance(value, int) and abs(value) <= _MOST_POWER
 
 
-def symbol_of(text: str) -> str | None:
-    """The symbol that an expression is; None for one that is more, or no symbol."""
-    tree = checked(text)
-    return _symbol(tree)
-
-
 def _symbol(tree: ast.expr) -> str | None:
     if isinstance(tree, ast.Name):
         return tree.id

@@ -2,9 +2,6 @@ from rooftrace.tracer.recording import functions as functions
 from rooftrace.tracer.recording.autocast import (
     followed as followed,
 )
-from rooftrace.tracer.recording.gaps import (
-    look_for_gaps as look_for_gaps,
-)
 from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,
     check_not_inside as check_not_inside,

@@ -36,8 +36,7 @@ from rooftrace.tracer.replay.blocks import (
     UnlikeLayersError,
     repeat_node,
 )
-from rooftrace.tracer.replay.last_layer import LastLayer, Noted
-from rooftrace.tracer.replay.likeness import Likeness, is_below, ops_of
+from rooftrace.tracer.replay.last_layer import LastLayer, Likeness, Noted, is_below, ops_of
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 from rooftrace.tracer.tensors import trees
 

@@ -5,6 +5,6 @@ from rooftrace.tracer.sharded import (
     meshes as meshes,
     streams as streams,
 )
-from rooftrace.tracer.sharded.processes import (
+from rooftrace.tracer.sharded.meshes import (
     fake_mesh as fake_mesh,
 )

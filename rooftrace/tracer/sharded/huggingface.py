@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.sharded.meshes import axes, named_groups
+from rooftrace.tracer.sharded.meshes import axes, named_groups, shown
 from rooftrace.tracer.source import TraceError
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
@@ -82,7 +82,7 @@ def distribute(
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise RequestError(f"{type(model).__name__} over {_shown(mesh)}: {reason}") from error
+        raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
 
 
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
@@ -228,7 +228,3 @@ def _policy(seen: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: 
     elif getattr(op, "_opname", "") in _KEPT:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _shown(mesh: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())

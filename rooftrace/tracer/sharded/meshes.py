@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.errors import RequestError
 from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.sharded import fsdp
+from rooftrace.tracer.sharded.ddp import replicas_on_meta
 from rooftrace.tracer.tensors import owners
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"
@@ -132,3 +135,69 @@ def _on_meta(spec: Any) -> torch.Tensor:
     """A tensor of the size of a sharded one; its mesh may be of a device that torch lacks here."""
     meta = spec.tensor_meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+
+
+# -- processes that are not there: one stands for all of a mesh ------------------------------------
+
+
+@contextlib.contextmanager
+def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
+    """A `DeviceMesh` of processes that are not there, for the length of the block.
+
+    sizes: how many there are along each axis, outermost first: `{"dp": 4, "tp": 8}`.  rank: which
+    of them this one is.  `build(mesh)` shards a module over it (`fully_shard`,
+    `parallelize_module`), and a trace of that module is the step of one process.  Raises
+    RequestError for sizes that are no mesh, for an axis that it has not, and where this process
+    belongs to a process group already.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = _world(sizes, rank)
+    if dist.is_initialized():
+        raise RequestError(
+            f"a mesh {shown(sizes)}: this process is in a process group of "
+            f"{dist.get_world_size()} already; call torch.distributed.destroy_process_group() "
+            "before, or shard the module over that group yourself and trace it"
+        )
+    begin_group(dist.init_process_group, world, rank)
+    running.append(sizes)
+    try:
+        with replicas_on_meta():
+            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            _devices.append(mesh)
+            yield mesh
+    except KeyError as error:
+        if "mesh_dim_name" not in str(error):
+            raise
+        raise RequestError(f"the mesh {shown(sizes)}: {error.args[0]}") from error
+    finally:
+        running.remove(sizes)
+        _devices.clear()
+        axes.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _world(sizes: Mapping[str, int], rank: int) -> int:
+    """How many processes a mesh has."""
+    if not isinstance(sizes, Mapping):
+        raise RequestError(f"a mesh {sizes!r:.80}: expected sizes by axis, as in {{'dp': 4}}")
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise RequestError(
+                f"mesh axis {axis!r} has size {size!r}: expected a whole number of at least 1"
+            )
+    if not sizes:
+        raise RequestError("a mesh without axes: name some, as in {'dp': 4, 'tp': 8}")
+    world = math.prod(sizes.values())
+    if not isinstance(rank, int) or not 0 <= rank < world:
+        raise RequestError(
+            f"rank {rank!r} of a mesh {shown(sizes)}: expected a rank from 0 to {world - 1}"
+        )
+    return world
+
+
+def shown(sizes: Mapping[str, int]) -> str:
+    """A mesh in a message: "dp=4,tp=8"."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.tape.here import Here
-from rooftrace.tracer.tape.leaves import Leaves
 from rooftrace.tracer.tape.records import KEPT, META_KEY, Entry, Spec, Tag, picked_in
-from rooftrace.tracer.tape.spans import Spans
 from rooftrace.tracer.tape.standing import Standing
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
@@ -337,3 +337,104 @@ def _reference(tensor: Tensor) -> Any:
 
 def _identifier(name: str) -> str:
     return name.replace(".", "_") or "value"
+
+
+# -- real tensors behind values that no op made ----------------------------------------------------
+
+
+class Leaves:
+    """Real tensors by node, and the values computed from them (see recording/realdata)."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[fx.Node, tuple[Tensor, int]] = {}  # and the version that counts
+        self.computed: dict[fx.Node, Any] = {}
+
+    def enter(self, node: fx.Node, tensor: Tensor) -> None:
+        """Remember the real tensor of a node."""
+        version = 0 if tensor.is_inference() else tensor._version
+        self.tensors[node] = tensor, version
+
+    def replace(self, node: fx.Node, tensor: Tensor) -> None:
+        """Another weight replaces the one of a node; both are one value of the graph.
+
+        If they differ and the first was read, no values are computed from either any more.
+        """
+        if node not in self.tensors or tensor.device.type != "cpu":
+            self.tensors.pop(node, None)
+        elif node.users:
+            before = self.tensors[node][0]
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                same = before.shape == tensor.shape and torch.equal(before, tensor)
+            if same:
+                return
+            self.tensors.pop(node)
+        else:
+            self.enter(node, tensor.detach())
+        self.computed.pop(node, None)
+
+    def forget(self) -> None:
+        """Release the tensors."""
+        self.tensors.clear()
+        self.computed.clear()
+
+
+# -- parts of one buffer: bytes that are there once count once -------------------------------------
+
+_HELD = ("parameter", "buffer", "optimizer")
+"""Kinds of what is there before a step and after it."""
+
+
+class Spans:
+    """Which bytes of which buffers have a storage number, by the tensors that entered."""
+
+    def __init__(self) -> None:
+        # By buffer: a reference to it, and (start, end, number) of what entered.
+        self._spans: dict[int, tuple[Any, list[tuple[int, int, int]]]] = {}
+
+    def number(self, tensor: Tensor, kind: str, new: Callable[[], int]) -> int:
+        """The storage number of a tensor of this kind that enters: of bytes that have one, or new.
+
+        A trainer that keeps all weights in one flat buffer steps on parts of that buffer.
+        """
+        if kind not in _HELD or tensor.layout is not torch.strided:
+            return new()
+        known = self._covered(tensor)
+        number = new() if known is None else known
+        self._add(tensor, number)
+        return number
+
+    def _covered(self, tensor: Tensor) -> int | None:
+        """The number of the first bytes of a tensor, if all of its bytes have one; else None."""
+        start, end = _span(tensor)
+        first: int | None = None
+        for begins, ends, number in sorted(self._of(tensor)):
+            if begins > start or start >= end:
+                break
+            if ends > start:
+                first = number if first is None else first
+                start = ends
+        return first if start >= end else None
+
+    def _add(self, tensor: Tensor, number: int) -> None:
+        """The bytes of a tensor have this number."""
+        spans = self._of(tensor)
+        spans.append((*_span(tensor), number))
+        reference = weakref.ref(tensor.untyped_storage())
+        self._spans[trees.bytes_of(tensor)] = reference, spans
+
+    def _of(self, tensor: Tensor) -> list[tuple[int, int, int]]:
+        """Of the buffer of a tensor; of none that lay there before and was freed."""
+        key = trees.bytes_of(tensor)
+        reference, spans = self._spans.get(key, (no_storage, []))
+        buffer = reference()
+        return spans if buffer is not None and buffer._cdata == key else []
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in its buffer [byte]."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if not tensor.numel():
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (int(last) + 1) * size

@@ -134,10 +134,9 @@ def _settings(function: Any, target: str, request: Request) -> Mapping[str, Any]
 
     takes = inspect.signature(function).parameters if callable(function) else {}
     if isinstance(function, nn.Module) or "mesh" not in takes:
-        shown = ",".join(f"{axis}={size}" for axis, size in request.mesh.items())
         raise RequestError(
-            f"--mesh {shown}: {target} takes no `mesh`; name a function build(mesh) that shards "
-            "the module which it returns"
+            f"--mesh {meshes.shown(request.mesh)}: {target} takes no `mesh`; name a function "
+            "build(mesh) that shards the module which it returns"
         )
     return {**request.settings, "mesh": meshes.devices()}
 

@@ -6,5 +6,4 @@ from rooftrace.tracer.whole.entries import (
 from rooftrace.tracer.whole.library import (
     define as define,
 )
-from rooftrace.tracer.whole.packed import attend as attend
-from rooftrace.tracer.whole.serving import own_ops as own_ops
+from rooftrace.tracer.whole.serving import attend as attend, own_ops as own_ops

@@ -17,7 +17,7 @@ from rooftrace.costmodels.findings.diffs.edits import (
 )
 from rooftrace.costmodels.findings.diffs.sides import LayerCount, Sides
 from rooftrace.costmodels.findings.diffs.wording import call, difference, kind_of_call
-from rooftrace.hardware.units import listed
+from rooftrace.hardware.units import few, listed
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS
@@ -146,9 +146,7 @@ def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
                 name = name if old == name else f"{old} -> {name}"
                 changes.setdefault(difference(first, second), {})[name] = None
     for (text, note), names in changes.items():
-        shown = list(names)
-        more = f" and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
-        yield f"{', '.join(shown[:_MOST])}{more} {text}{note}"
+        yield f"{few(list(names), _MOST)} {text}{note}"
 
 
 def _parameters(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
@@ -166,9 +164,7 @@ def _parameters(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
                 if tensor and tensor.role == "weights" and tensor.name not in there:
                     names[pattern_of(tensor.name)] = None
         if names:
-            shown = ", ".join(list(names)[:_MOST])
-            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-            yield f"{sign}parameter {shown}{more}"
+            yield f"{sign}parameter {few(list(names), _MOST)}"
 
 
 def parameters(graph: OpGraph) -> frozenset[str]:
@@ -251,9 +247,8 @@ def _named(sides: Sides, edits: Sequence[Edit], sign: str = "") -> str:
         side, number = (sides[0], edit.before) if edit.after is None else (sides[1], edit.after)
         assert number is not None
         calls[kind_of_call(side, side.graph.ops[number])] += edit.times
-    shown = [f"{text} x{n}" if n > 1 else text for text, n in list(calls.items())[: 2 * _MOST]]
-    more = f" and {len(calls) - 2 * _MOST} more" if len(calls) > 2 * _MOST else ""
-    return f"{sign}{', '.join(shown)}{more}"
+    shown = [f"{text} x{n}" if n > 1 else text for text, n in calls.items()]
+    return f"{sign}{few(shown, 2 * _MOST)}"
 
 
 def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:

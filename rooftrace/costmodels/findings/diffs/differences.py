@@ -14,6 +14,7 @@ from rooftrace.costmodels.findings.diffs.modules import Whereabouts, module_chan
 from rooftrace.costmodels.findings.diffs.rows import diff_rows
 from rooftrace.costmodels.findings.diffs.sides import Sides
 from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes.aligning import union
 from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.graph import OpGraph
 
@@ -25,11 +26,10 @@ def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> chan
     """
     if not before or not after:
         return None
-    first, second = _below(before), _below(after)
-    names = dict.fromkeys([*first, *second])
+    files = union(_below(before), _below(after), None)
     return changes.Sources(
         (len(before), len(after)),
-        tuple(name for name in names if first.get(name) != second.get(name)),
+        tuple(name for name, old, new in files if old != new),
         list(before) == list(after),
     )
 

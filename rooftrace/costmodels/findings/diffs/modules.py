@@ -13,6 +13,7 @@ from rooftrace.costmodels.findings.diffs.clusters import ROUNDING
 from rooftrace.costmodels.findings.diffs.edits import Edit
 from rooftrace.costmodels.findings.diffs.sides import Side, Sides
 from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes.aligning import union
 from rooftrace.tracer.graph import Op
 from rooftrace.tracer.paths import pattern_of
 
@@ -89,10 +90,8 @@ def module_changes(
     for path, kind, name, times in _op_changes(sides, places, edits):
         op_changes[path][kind][name] += times
     single = []
-    empty = _Sums()
     rounding = ROUNDING * max(sum(each.time for each in side.values()) for side in sums)
-    for path in dict.fromkeys([*sums[0], *sums[1]]):
-        a, b = sums[0].get(path, empty), sums[1].get(path, empty)
+    for path, a, b in union(sums[0], sums[1], _Sums()):
         own = op_changes.get(path, {})
         same = a.flops == b.flops and a.bytes == b.bytes and abs(a.time - b.time) <= rounding
         if same and not own:

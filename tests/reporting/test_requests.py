@@ -1,0 +1,139 @@
+"""An argument is declared once: commands, calls, sides of a diff and locks take it from there."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import rooftrace as rt
+from rooftrace.costmodels.execution import TYPICAL, execution_model
+from rooftrace.costmodels.locks import records
+from rooftrace.reporting.cli import cli
+from rooftrace.reporting.requests.calls import CALLS
+from rooftrace.reporting.requests.options import options_of
+from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
+from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOptions, Workload
+from rooftrace.reporting.sides import OPTIONS
+from rooftrace.tracer.asking import Job
+from tests.reporting.conftest import Run
+
+PRICES = {
+    "breaks", "census", "diff", "explain", "explore", "lock", "nodes", "report", "roofline",
+    "sensitivity", "solve", "sweep", "validate",
+}  # fmt: skip
+"""Commands that price steps of a target; `run` prices those of a script."""
+TARGET = """
+import torch
+def build():
+    return torch.nn.Linear(64, 64), (torch.ones(8, 64),)
+"""
+
+
+@pytest.mark.parametrize("command", sorted(PRICES | {"run"}))
+def test_a_command_that_prices_has_every_option_of_prices(command: str) -> None:
+    there = {name for option in cli.commands[command].params for name in option.opts}
+    missing = {each.spelled for each in options_of(ExecutionOptions)} - there
+    assert not missing
+
+
+@pytest.mark.parametrize("command", sorted(PRICES - {"explore"}))
+def test_a_command_that_traces_has_every_option_of_the_workload(command: str) -> None:
+    there = {name for option in cli.commands[command].params for name in option.opts}
+    for each in (*options_of(Workload), *options_of(PrecisionOptions)):
+        assert set(each.spelled.split("/")[:1]) <= there, each.name
+
+
+def test_no_option_has_two_meanings() -> None:
+    """Of one name, an argument of several commands is read alike."""
+    for name, command in cli.commands.items():
+        assert isinstance(command, click.Command)
+        own = {option.opts[-1]: option for option in command.params if name in PRICES}
+        for each in options_of(ExecutionOptions):
+            if own:
+                assert own[each.spelled].name == each.name, (name, each.name)
+
+
+def test_the_workload_is_what_a_job_is_asked() -> None:
+    named = {each.name for each in (*fields(Workload), *fields(LengthOptions))}
+    named |= {each.name for each in fields(PrecisionOptions)}
+    of_python_alone = {"loss", "branches"}
+    assert named - {"phases"} == {*Job.ARGUMENTS} - of_python_alone
+
+
+def test_functions_show_all_that_they_take() -> None:
+    for name, call in CALLS.items():
+        function = getattr(rt, name, None)
+        if function is not None:
+            shown = inspect.signature(function).parameters
+            assert {each.name for each in call.options()} <= {*shown, "over", "vary"}, name
+
+
+def test_a_side_of_a_diff_and_a_lock_take_every_option_of_prices() -> None:
+    names = {each.name for each in options_of(ExecutionOptions)}
+    assert names <= {*OPTIONS}
+    locked = {each.name for each in fields(records.Pricing)}
+    assert names - {"chip", "execution"} <= locked
+
+
+def test_what_is_asked_of_prices_changes_every_execution() -> None:
+    asked = {
+        "execution": ("eager", "naive"), "tf32": True, "exchange": "deepep", "knobs": None,
+        "what_if": {"stragglers": 0.1}, "rewrites": ("last-logits",),
+        "settings": {"kv-append": "in-place", "config.n_layer": 2},
+    }  # fmt: skip
+    pricing, others = PricingOptions.parted(asked)
+    assert others == {"settings": {"config.n_layer": 2}}
+    for model in pricing.executions():
+        assert (model.tf32, model.exchange, model.knobs) == (True, "deepep", None)
+        assert (model.disturbances.stragglers, model.kv_append) == (0.1, "in-place")
+        assert model.rewrites == ("last-logits",)
+    assert PricingOptions().executions("eager") == [execution_model("eager")]
+    assert PricingOptions().knobs == TYPICAL
+
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "report": ("report", "t.py:build", "--phase", "forward", "--out", "-", "--format", "json"),
+    "nodes": ("nodes", "t.py:build", "--format", "json"),
+    "census": ("census", "t.py:build", "--format", "json"),
+    "explain": ("explain", "t.py:build", "--format", "json"),
+    "sensitivity": ("sensitivity", "t.py:build", "--format", "json"),
+    "breaks": ("breaks", "t.py:build", "--format", "json"),
+    "roofline": ("roofline", "t.py:build", "--phase", "forward", "--format", "json"),
+    "sweep": ("sweep", "t.py:build", "--over", "batch=8,16", "--format", "json"),
+    "solve": ("solve", "t.py:build", "--step", "1ms", "--over", "8,16", "--format", "json"),
+    "diff": ("diff", "t.py:build", "--phase", "forward", "--after", "batch=16", "--format", "json"),
+    "lock": ("lock", "t.py:build", "--phase", "forward", "-o", "-"),
+}
+
+
+@pytest.fixture
+def here(one_folder: Path) -> Path:
+    (one_folder / "t.py").write_text(TARGET)
+    return one_folder
+
+
+@pytest.mark.parametrize("command", WAYS)
+def test_a_number_of_an_execution_is_felt_everywhere(command: str, here: Path, run: Run) -> None:
+    """`--set` reaches the kernels of each command: a field that is added is there at once."""
+    plain, changed = (run(*WAYS[command], *how) for how in ((), ("--set", "tf32=true")))
+    assert plain.code == changed.code == 0, changed.err
+    assert plain.out != changed.out
+
+
+@pytest.mark.parametrize("command", WAYS)
+def test_what_one_process_has_no_use_for_is_refused(command: str, here: Path, run: Run) -> None:
+    ran = run(*WAYS[command], "--what-if", "stragglers=0.1")
+    assert ran.code == 2 and "stragglers=0.1" in ran.err
+
+
+def test_one_option_of_a_side(here: Path) -> None:
+    target = f"{here}/t.py:build"
+    asked: dict[str, Any] = {"phases": ["forward"], "chip": "h100-sxm", "execution": "eager"}
+    plain = rt.diff(target, after={"tf32": True}, **asked)
+    by_name = rt.diff(target, after={"settings": {"tf32": True}}, **asked)
+    assert str(plain.violations(["time>-99%"])) == str(by_name.violations(["time>-99%"]))
