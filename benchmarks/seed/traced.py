@@ -17,7 +17,8 @@ import formulas
 
 import rooftrace as rt
 from rooftrace.costmodels.costs import COMPUTED, Cost
-from rooftrace.costmodels.kernels import engines
+from rooftrace.costmodels.kernels.tables import peak_seconds
+from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.hardware.precisions import bytes_per_element
 
 CONFIG = Path(rt.__file__).parent / "tracer" / "targets" / "configs" / "deepseek-v3.json"
@@ -141,6 +142,7 @@ def priced(point: Point, execution: str, **changes: object) -> Priced:
     seconds: Counter[tuple[str, str]] = Counter()
     for work, flop in plan.total.work.items():
         if work.count in COMPUTED:
-            took = engines.compute_seconds(Cost({work: flop}), CHIP, model, estimate.peak)
-            seconds[work.operation, work.precision] += took
+            kernels, _ = kernels_of([SizedKernel(Cost({work: flop}), "mm")])
+            (took,) = peak_seconds(kernels, CHIP, model, estimate.peak)
+            seconds[work.operation, work.precision] += float(took)
     return Priced(estimate, by_role, narrow, wide, products, seconds)
