@@ -86,12 +86,14 @@ def definition(module: str, name: str | None) -> Definition:
     if path.is_dir():
         face = (path / "__init__.pyi").read_text(encoding="utf-8")
         return definition(*_face.names(module, face)[name or ""])
-    tree = ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
-    if name is None:
-        return tree
-    for node in reversed(tree.body):  # the last `def`: those before it are overloads
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            return node
+    for suffix in (".py", ".pyi"):  # a stub where the module has no `def` of it
+        source = path.with_suffix(suffix)
+        tree = ast.parse(source.read_text(encoding="utf-8") if source.is_file() else "")
+        if name is None:
+            return tree
+        for node in reversed(tree.body):  # the last `def`: those before it are overloads
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node
     raise ValueError(f"{module} has no function and no class {name}")
 
 

@@ -704,7 +704,25 @@ def sensitivity(source: Source, *args: Any, grid: None = None, **kwargs: Any) ->
 @overload
 def sensitivity(
     source: Source, *args: Any, grid: Mapping[str, Any], **kwargs: Any
-) -> grids.GridEffects: ...
+) -> grids.GridEffects:
+    """How a step answers to its sizes, to each fact of the chip, and to each knob.
+
+    source: a module, a target, a `Form` or the file of one, whose sizes are then given by name.
+    over: sizes to look at, with their values, for example {"config.num_hidden_layers": 32};
+    default batch, and kv (decode) or seq.  Without `grid`: elasticities at these sizes.
+
+    grid: levels by factor, every combination of which is priced: sizes ("batch": [1, 8, 64]),
+    fields of a config and keywords of a function (each combination a form of its own), "chip",
+    "execution", "dtype", "weights_dtype", "kv_dtype", and numbers by name
+    ("chip.memory_bandwidth": ["x0.5", "x1", "x2"]; "knobs.compute", "execution.elementwise").
+    Names joined by "+" change together.  response: "t_est", "t_bound", "flops", "bytes_hbm" or
+    another of RESPONSES; log: effects of its logarithm.
+
+    plot: a PNG, a tornado.  Other arguments are those of `trace` and `estimate`; phase: default
+    decode for a Hugging Face model that has it, else forward.
+    Raises RequestError for a name or a level that there is not, and what `form` raises.
+    """
+
 def solve(
     source: Source,
     *args: Any,

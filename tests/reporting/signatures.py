@@ -29,7 +29,8 @@ def stub() -> str:
         overloads = [n for n in overloads if ast.unparse(n.decorator_list[0]) == "overload"]
         texts = [ast.unparse(_without_body(each)) for each in overloads]
         shown = _shown(inspect.signature(function))
-        texts = texts or [f'def {name}{shown}:\n    """{function.__doc__}"""']
+        texts = texts or [f"def {name}{shown}: ..."]
+        texts[-1] = f'{texts[-1].rstrip(" .")}\n    """{function.__doc__}"""'
         for each in (module, *_RECORDS):
             imports = {**_imports(each), **imports}
         written += texts
