@@ -17,7 +17,7 @@ from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
 from rooftrace.costmodels.timing import streams
-from rooftrace.costmodels.timing.queue import host_seconds
+from rooftrace.costmodels.timing.queue import Queue, host_seconds
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import REVERSED
@@ -97,12 +97,12 @@ class _Player:
 
     def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
         self.estimate, self.fold = estimate, fold
-        self.streams = streams.Streams.of(
-            estimate.plan,
-            [row.timing.t_device / row.count for row in estimate.rows],
-            host_seconds(estimate.execution, estimate.chip),
-            estimate.chip.host_waits,
-        )
+        seconds = [row.timing.t_device / row.count for row in estimate.rows]
+        host, waits = host_seconds(estimate.execution, estimate.chip), estimate.chip.host_waits
+        self.streams = streams.Streams.of(estimate.plan, seconds, host, waits)
+        counts = [repeat.count for repeat in estimate.graph.repeats]
+        self.queue = Queue(seconds, estimate.plan.launches, host, counts, waits)
+        self.is_single = not streams.has_streams(estimate.plan)
         self.places = [item.repeats for item in self.streams.items]
         self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
         self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
@@ -139,18 +139,14 @@ class _Player:
                 self._fold(repeat, inside, depth + 1, count - 1)
 
     def _fold(self, repeat: int, part: range, depth: int, count: int) -> None:
-        """Walk the iterations that follow a first one; each track has one span for them all."""
-        begin, self.hidden = self.streams.host, []
-        for iteration in range(1, count + 1):
-            self.streams.turn(repeat, iteration, part)
-            self._run(part, depth, 0)
-        tracks: dict[str, list[streams.KernelRun]] = {}
-        for run in self.hidden:
-            tracks.setdefault(run.track, []).append(run)
-        self.hidden, end = None, self.streams.host
-        for track, members in tracks.items():
-            span = members[0].start, members[-1].end
-            host = (begin, end) if track == next(iter(tracks)) else (end, end)
+        """Run the iterations that follow a first one; each track has one span for them all."""
+        begin = self.streams.host
+        spans = (
+            self._jump(part, depth, count) if self.is_single else self._walk(repeat, part, depth)
+        )
+        end = self.streams.host
+        for track, span in spans.items():
+            host = (begin, end) if track == next(iter(spans)) else (end, end)
             self.folded.append(
                 Folded(
                     repeat=repeat,
@@ -162,6 +158,25 @@ class _Player:
                     track=track,
                 )
             )
+
+    def _jump(self, part: range, depth: int, count: int) -> dict[str, tuple[float, float]]:
+        """The span of iterations on one stream, in as many steps as their count has digits."""
+        clocks = self.streams.clocks
+        before = self.streams.host, clocks[""]
+        self.streams.host, clocks[""] = self.queue.turned(part, depth, count, before)
+        return {"": (before[1], clocks[""])}
+
+    def _walk(self, repeat: int, part: range, depth: int) -> dict[str, tuple[float, float]]:
+        """The span of each track over the iterations after the first, which are walked."""
+        self.hidden = []
+        for iteration in range(1, self.estimate.graph.repeats[repeat].count):
+            self.streams.turn(repeat, iteration, part)
+            self._run(part, depth, 0)
+        tracks: dict[str, list[streams.KernelRun]] = {}
+        for run in self.hidden:
+            tracks.setdefault(run.track, []).append(run)
+        self.hidden = None
+        return {track: (those[0].start, those[-1].end) for track, those in tracks.items()}
 
     def _next(self, item: streams.Item, turn: int) -> None:
         begin = self.streams.host
