@@ -11,7 +11,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace import _extensions
 from rooftrace.costmodels.registry.lookup import find_rule, own_rules
-from rooftrace.hardware.chipfile import folders, reading
+from rooftrace.hardware.chipfile import reading
 from rooftrace.reporting.text.results import as_markdown
 from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
@@ -56,7 +56,7 @@ def twice(runner, recorder):
     runner.forward(recorder)
     return runner.forward(recorder)
 """
-CACHES = (_extensions.load, folders.chip_files, reading.bundled_aliases, reading._bundled)
+CACHES = (_extensions.load, reading.chip_files, reading.bundled_aliases, reading._bundled)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import rooftrace as rt
 from rooftrace.costmodels.planning import plan
 from rooftrace.measured.bench import Bench
 from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
-from rooftrace.measured.fused.agreement import Agreement
+from rooftrace.measured.fused.steps import Agreement
 from rooftrace.measured.realsteps.inductor import Compilations
 from rooftrace.measured.realsteps.profiler import profiler
 from rooftrace.measured.realsteps.steps import real_inputs, real_step

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.answers.candidates import Exchange, exchanges
 from rooftrace.costmodels.answers.serving import undominated
-from rooftrace.costmodels.answers.splitting import Exchange, exchanges
 from rooftrace.costmodels.answers.workloads import Limits, Mix, RequestKind
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.errors import RequestError

@@ -13,7 +13,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Work
-from rooftrace.costmodels.estimating.intervals import interval_of
+from rooftrace.costmodels.estimating.estimates import interval_of
 from rooftrace.costmodels.estimating.rows import row_of
 from rooftrace.costmodels.execution.executions import PRESETS, execution_model
 from rooftrace.costmodels.kernels.works import Works

@@ -19,7 +19,7 @@ from rooftrace.costmodels.elasticity import (
     grids,
 )
 from rooftrace.costmodels.elasticity.slopes import SLOPES, dual_of
-from rooftrace.costmodels.elasticity.watching import watched
+from rooftrace.costmodels.elasticity.stepelasticities import watched
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planforms.kernelforms import Amount
 from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 
 from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.fusion import (
-    growing,
+    grouping,
     index_space,
     joins,
     kernels,
-    merging,
     partition,
 )
 from rooftrace.costmodels.fusion.grouping import fuse
@@ -99,7 +98,7 @@ def test_so_they_are_where_every_limit_is_reached(program):
     limits = {"MAX_GROUP": 4, "SMALL": 4, "UNROLLED": 3, "SPLIT_ROW": 4, "FEW_ROWS": 6, "NEAR": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            for module in (growing, index_space, joins, kernels, merging, partition):
+            for module in (grouping, index_space, joins, kernels, partition):
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
         check(graph, fuse(graph, EFFICIENT))

@@ -12,9 +12,8 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.rewritenames import REWRITES
-from rooftrace.costmodels.guiding.changes import ACTIONS
 from rooftrace.costmodels.guiding.records import LEVERS, WhatIf
-from rooftrace.costmodels.guiding.whatifs import LEAST
+from rooftrace.costmodels.guiding.whatifs import ACTIONS, LEAST
 from rooftrace.costmodels.kernels.utilization import matrix_engine, tile_efficiency
 from rooftrace.tracer.graph.graph import OpGraph
 

@@ -14,7 +14,7 @@ import rooftrace as rt
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.costmodels.findings.diffs.differences import diff_estimates
 from rooftrace.costmodels.findings.diffs.flow import Flow
-from rooftrace.costmodels.findings.diffs.matching import match
+from rooftrace.costmodels.findings.diffs.sides import match
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.random_graphs import programs
 

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.fleetsources import FleetSource
+from rooftrace.reporting.fleetsweeps import FleetSource
 from rooftrace.tracer.sizing.tracecache import TraceCache
 from tests.fuzz.watch import unasked, watching
 

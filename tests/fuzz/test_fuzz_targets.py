@@ -21,7 +21,7 @@ import pytest
 
 from rooftrace._escapes import to_toml
 from rooftrace.measured.pairing import MeasuredRequestError
-from rooftrace.measured.pairing.templates import template_of
+from rooftrace.measured.pairing.steps import template_of
 from tests.fuzz.watch import unasked, watching
 from tests.reporting.conftest import Run, run
 

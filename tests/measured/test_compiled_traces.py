@@ -12,7 +12,7 @@ from torch import Tensor
 import rooftrace as rt
 from rooftrace.errors import ProfileError
 from rooftrace.measured.fused import is_compiled
-from rooftrace.measured.fused.joinchecks import join_checks
+from rooftrace.measured.fused.steps import join_checks
 from rooftrace.measured.traces import read_trace
 
 from .profiles_support import GpuTrace

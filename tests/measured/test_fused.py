@@ -16,7 +16,6 @@ import rooftrace as rt
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import ProfileError
 from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
-from rooftrace.measured.fused.agreement import Agreement, tangles
 from rooftrace.measured.fused.compiled import (
     CompiledGraph,
     CompiledKernel,
@@ -24,6 +23,7 @@ from rooftrace.measured.fused.compiled import (
     call_name,
 )
 from rooftrace.measured.fused.matching import is_launched, matched
+from rooftrace.measured.fused.steps import Agreement, tangles
 from rooftrace.measured.realsteps.inductor import Compilations, _module, _Node, _Noted
 from rooftrace.measured.traces import read_trace
 

@@ -16,9 +16,9 @@ from rooftrace.costmodels.planning import plan
 from rooftrace.errors import ProfileError, RequestError
 from rooftrace.measured.bench import Bench
 from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
-from rooftrace.measured.fused.agreement import Agreement
 from rooftrace.measured.fused.anchors import family, kernel_family, operands
 from rooftrace.measured.fused.matching import is_launched
+from rooftrace.measured.fused.steps import Agreement
 from rooftrace.measured.fused.words import Vocabulary, is_generated
 from rooftrace.measured.realsteps.inductor import Compilations
 from rooftrace.measured.realsteps.profiler import profiler

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
-from rooftrace.measured.live import LiveSession, marks, thischip
+from rooftrace.measured.live import LiveSession, session, thischip
 from rooftrace.reporting.text.results import as_markdown
 from tests.measured.live_support import Net, Ticks, batch, made, matrix_flops
 
@@ -232,9 +232,9 @@ def _note_of(live: LiveSession, length: int) -> Any:
 
 
 def test_no_fit_is_made_beyond_the_sizes_that_were_traced_or_of_what_is_no_polynomial() -> None:
+    from rooftrace.measured.live.graphbook import fitted
     from rooftrace.measured.live.notes import CallNote
     from rooftrace.measured.live.pricing import Price
-    from rooftrace.measured.live.sizefits import fitted
 
     def call(batch: int, length: int) -> CallNote:
         sizes = (((torch.Size((batch, length)), torch.int64, False),), (), ("input_ids",))
@@ -460,7 +460,7 @@ def test_cuda_events_are_read_in_seconds_when_the_device_has_passed_them(
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    events = marks.marks_for(torch.device("cuda:0"), None)
+    events = session.marks_for(torch.device("cuda:0"), None)
     start, end = events.now(), events.now()
     assert start.stream == "stream of cuda:0"
     assert not events.passed(end)

@@ -14,9 +14,9 @@ import rooftrace as rt
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.rundiffs.diffing import diff_runs
 from rooftrace.measured.rundiffs.metrics import PARTS
-from rooftrace.measured.rundiffs.modulepaths import module_paths
 from rooftrace.measured.rundiffs.noise import noise_of
 from rooftrace.measured.rundiffs.rundiff import KernelChange, RunDiff, StepDiff
+from rooftrace.measured.rundiffs.traceside import module_paths
 from rooftrace.tracer.changes.limits import FailOnError
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.measured.rundiffs_support import (

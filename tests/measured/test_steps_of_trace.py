@@ -10,9 +10,8 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import ProfileError
-from rooftrace.measured.alignment.aligning import align
+from rooftrace.measured.alignment.aligning import Period, align, periods
 from rooftrace.measured.alignment.keys import key_of_call, looser, paired
-from rooftrace.measured.alignment.periods import Period, periods
 from rooftrace.measured.traces.kineto import read_trace
 from rooftrace.measured.traces.records import DEVICE, EARLIER, LAUNCH, ORDER, OUTSIDE, Trace
 from rooftrace.tracer.graph.graph import OpGraph

@@ -9,7 +9,7 @@ import pytest
 import rooftrace as rt
 from rooftrace.errors import UnusedError
 from rooftrace.measured.pairing import MeasuredRequestError
-from rooftrace.measured.pairing.templates import template_of
+from rooftrace.measured.pairing.steps import template_of
 from rooftrace.measured.runs import ModelRow, Run
 from rooftrace.measured.tables import StepTime
 from tests.reporting.conftest import Run as Command

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.hypertext.body import as_hypertext
+from rooftrace.reporting.hypertext.document import as_hypertext
 from rooftrace.reporting.sections.architecture import architecture
-from rooftrace.reporting.sections.indicators import INDICATORS, indicators, worked_example
+from rooftrace.reporting.sections.phase import INDICATORS, indicators, worked_example
 from rooftrace.reporting.view.markdown import as_page
 from rooftrace.reporting.view.model import Section, View
 

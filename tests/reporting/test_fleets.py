@@ -214,12 +214,12 @@ def test_one_target_that_fails_stops_no_other(run: Run, here: Path) -> None:
 def test_a_config_and_a_form_travel_to_a_worker_without_their_disk(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rooftrace.reporting import fleetsources
+    from rooftrace.reporting import fleetsweeps
 
     rt.save_form(rt.form("t.py:small", over=OVER), "small.form.json")
     alone = single("small.form.json", over=OVER)
-    source = fleetsources.FleetSource.of("small.form.json").carried()
-    code = fleetsources.FleetSource.of("t.py:small").carried()
+    source = fleetsweeps.FleetSource.of("small.form.json").carried()
+    code = fleetsweeps.FleetSource.of("t.py:small").carried()
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
     (here / "small.form.json").rename(elsewhere / "moved.json")
@@ -294,7 +294,7 @@ def test_the_command_says_what_is_for_one_target(run: Run, here: Path) -> None:
 def test_a_scheduler_that_is_not_there(
     run: Run, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rooftrace.reporting.fleets.clusters._ANSWERS", 0.2)
+    monkeypatch.setattr("rooftrace.reporting.fleets.running._ANSWERS", 0.2)
     asked = ("sweep", "t.py:wide", "--over", "batch=1..2", "-o", "out", "--scheduler")
     ran = run(*asked, "tcp://127.0.0.1:9")
     assert ran.code == 2

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rooftrace.costmodels.locks import files, records
-from rooftrace.costmodels.locks.projects import ProjectError, project_of
-from rooftrace.costmodels.locks.settings import load_settings
+from rooftrace.costmodels.locks.settings import ProjectError, load_settings, project_of
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import MODELS, SETTINGS, repository
 

@@ -10,7 +10,7 @@ import torch
 import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.pairing.reading import MeasuredRequestError
-from rooftrace.measured.pairing.templates import template_of
+from rooftrace.measured.pairing.steps import template_of
 from rooftrace.reporting.cli import main
 from rooftrace.reporting.cli.diff_command import _targets
 from rooftrace.tracer.asking import names

@@ -12,10 +12,9 @@ import pytest
 import rooftrace as rt
 from rooftrace._plain import Plain
 from rooftrace.costmodels.registry.lookup import own_rules
-from rooftrace.reporting.sections.checking import SectionError
-from rooftrace.reporting.sections.report_json import report_schema
+from rooftrace.reporting.sections.builders import SectionError
+from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.sections.schema import schema_of
 from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.text.results import as_markdown, as_text
 from rooftrace.reporting.view import as_page, model as view, units

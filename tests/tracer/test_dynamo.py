@@ -21,9 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.tracer.asking.job import Job
 from rooftrace.tracer.dynamo import records
-from rooftrace.tracer.dynamo.functions import UNKNOWN, DynamoFunctions
+from rooftrace.tracer.dynamo.functions import (
+    UNKNOWN,
+    DynamoFunctions,
+    guard_words,
+    hints_of,
+    plain_reason,
+)
 from rooftrace.tracer.dynamo.placing import PlacedStep, placed
-from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.running import traced_with_dynamo
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.tensors import tensors_in

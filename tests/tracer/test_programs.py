@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.programs.expressions import ExpressionError, checked, evaluated
+from rooftrace.tracer.programs.ptfile import ExpressionError, checked, evaluated
 from tests.reporting.conftest import Run, run  # noqa: F401  the fixture
 
 

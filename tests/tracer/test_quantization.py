@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import rooftrace as rt
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graphfiles import save_graphs
-from rooftrace.tracer.targets.quantization.methods import METHODS
+from rooftrace.tracer.targets.quantization.declared import METHODS
 
 VOCAB, WIDTH, INNER, LAYERS, KEYS = 512, 256, 512, 2, 64
 BASE = {

@@ -16,7 +16,7 @@ from rooftrace.costmodels.planning import plan
 from rooftrace.tracer.inputs import arguments
 from rooftrace.tracer.recording import by_value, higher_order, realdata, substitutes
 from rooftrace.tracer.replay import outside
-from rooftrace.tracer.values import assumptions, choices, distinct, marks, results, values
+from rooftrace.tracer.values import choices, distinct, marks, results, values
 
 META = torch.device("meta")
 
@@ -247,7 +247,7 @@ def test_a_while_loop_that_is_cut_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_loop_on_an_unknown_condition_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assumptions, "MAX_SAME_BRANCH", 6)
+    monkeypatch.setattr(values, "MAX_SAME_BRANCH", 6)
 
     def until(x: Tensor) -> Tensor:
         while not (x.sum() > 0).item():

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.values import distinct
-from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
 from rooftrace.tracer.values.choices import uniform
+from rooftrace.tracer.values.values import MAX_SAME_BRANCH
 from tests.releases import with_implementations
 
 

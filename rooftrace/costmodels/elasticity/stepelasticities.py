@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
+from typing import Any
 
 from rooftrace.costmodels.elasticity import slopes
 from rooftrace.costmodels.elasticity.responses import Elasticities, Elasticity, FiniteStep
 from rooftrace.costmodels.elasticity.slopes import Slope
-from rooftrace.costmodels.elasticity.watching import watched
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining import plan_at
 from rooftrace.costmodels.kernels import group_class
@@ -27,7 +27,7 @@ from rooftrace.costmodels.sweeping import Form, evaluated
 from rooftrace.costmodels.timing.steptimes import time_plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.hardware.chip import Fact, MissingPeakError
 
 Totals = Mapping[str, float]
 """t_est and t_bound in seconds, bytes_hbm; where sizes change flops and peak_memory, too."""
@@ -306,3 +306,41 @@ def _why_zero(value: float, steps: Sequence[FiniteStep]) -> str:
     if value == 0:
         return "0: no step"
     return NOT_HERE if any(step.t_est is not None for step in steps) else "no step is allowed"
+
+
+# -- watching --------------------------------------------------------------------------------------
+# A chip whose facts tell when they are read: so it is known which of them times depend on.
+
+
+class _WatchedFact(Fact):
+    """A fact that adds its name to a set when its value is read; equal to itself alone, so that
+    nothing that was kept for an equal chip stands in for reading it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "value":
+            object.__getattribute__(self, "read").add(object.__getattribute__(self, "own_name"))
+        return object.__getattribute__(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def watched(chip: Chip) -> tuple[Chip, set[str]]:
+    """The chip with facts that tell, and the names of those that were read so far.
+
+    Names are those of `NamedNumbers.facts`.
+    """
+    read: set[str] = set()
+
+    def telling(fact: Fact, name: str) -> Fact:
+        plain = {column.name: getattr(fact, column.name) for column in fields(Fact)}
+        result = _WatchedFact(**plain)
+        object.__setattr__(result, "read", read)
+        object.__setattr__(result, "own_name", f"chip.{name}")
+        return result
+
+    facts = chip.facts_by_name()
+    return chip.with_facts({name: telling(fact, name) for name, fact in facts.items()}), read

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,12 @@ from rooftrace.costmodels.allocating import Reserved, reserve
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating.breakdowns import Breakdowns
 from rooftrace.costmodels.estimating.communication import Together
-from rooftrace.costmodels.estimating.intervals import interval_of
-from rooftrace.costmodels.estimating.itemised import Itemised
-from rooftrace.costmodels.estimating.resting import resting_notes
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.intervals.residuals import LEVEL
+from rooftrace.costmodels.itemising import Census, NodeTable, census, node_table
+from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Coverage, Plan, Unsupported, plan
@@ -27,11 +27,57 @@ from rooftrace.costmodels.timing.exchanges import Communication
 from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
-from rooftrace.hardware.units import format_flops, format_time, format_traffic
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic
+from rooftrace.tracer.asking import assumptions as asked
+from rooftrace.tracer.graph import Assumption, OpGraph
 
 if TYPE_CHECKING:
     import pandas
+
+# -- itemised --------------------------------------------------------------------------------------
+# What an estimate consists of, item by item, and whose constants it has.
+
+
+class Itemised:
+    """The tables of an estimate whose rows add up to it, and whose constants its times have."""
+
+    plan: Plan
+    chip: Chip
+    rows: tuple[Row, ...]
+    times: StepTimes
+    knobs: Knobs | None
+    peak: float
+
+    @property
+    def borrowed(self) -> str:
+        """That these times have constants of other chips, which are named; "" where they do not."""
+        return self.plan.execution.borrowed_on(self.chip)
+
+    def by_node(self) -> NodeTable:
+        """Every kernel with the bytes of weights and of all else that it reads, and that it writes.
+
+        Equal kernels of equal modules stand once; nodes add up to `flops` and `bytes_hbm`.
+        """
+        return node_table(self.plan, self.chip.name, self.rows, expected=self.knobs is not None)
+
+    def census(self, align: int = 16) -> Census:
+        """Every matrix product by M, N, K and precision, with its tiles and odd sizes.
+
+        Rows and the attention kernels add up to `flops_matrix`.  align: bytes; sizes are odd whose
+        rows in memory are no whole number of them.
+        """
+        return census(
+            self.plan,
+            self.chip,
+            self.rows,
+            knobs=self.knobs,
+            headline=self.peak,
+            t_serial=self.times.t_serial,
+            align=align,
+        )
+
+
+# -- estimates -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,3 +370,71 @@ def estimate(
 
 def _ratio(a: float, b: float) -> float | None:
     return a / b if b else None
+
+
+# -- resting ---------------------------------------------------------------------------------------
+# What shares of a step rest on: packages that are missing, masks and lengths that nobody knows.
+
+
+_SAID = {asked.FALLBACK: "runs in place of a kernel", "mask": "rests on", "lengths": "rests on"}
+"""Kinds of assumptions that a note spells out, and what a share of the step does."""
+
+
+def resting_notes(
+    assumptions: Iterable[Assumption], seconds_of: Callable[[], Mapping[int, float]], t_est: float
+) -> tuple[str, ...]:
+    """A sentence for each such assumption that time rests on; a fallback that a rewrite took has
+    none.
+
+    seconds_of: gives the seconds that rest on each assumption, by its id.  t_est: of the step.
+    """
+    together: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for item in assumptions:
+        if item.kind in _SAID:
+            together[_SAID[item.kind], item.text] += seconds_of().get(item.id, 0.0)
+    return tuple(
+        f"{format_share(seconds / t_est)} of the step {does}: {text}"
+        for (does, text), seconds in together.items()
+        if seconds
+    )
+
+
+# -- intervals -------------------------------------------------------------------------------------
+# The interval in which a measured step should lie, by the errors that knobs come with.
+
+
+def interval_of(
+    planned: Plan,
+    rows: Sequence[Row],
+    times: StepTimes,
+    knobs: Knobs | None,
+    level: float = LEVEL,
+) -> tuple[float, float] | None:
+    """Seconds between which this share of such steps are; None without knobs, or any spread.
+
+    Its ends are those of `Knobs.ends` times the standard deviation of the step's logarithm, and the
+    estimate is inside.  No step is faster than the bound.  Raises ResidualsError for a share that
+    the knobs have no ends for.
+    """
+    if knobs is None or not times.t_serial:
+        return None
+    low, high = knobs.ends(level)
+    deviation = deviation_of(planned, rows, times, knobs)
+    if not deviation:
+        return None
+    ends = times.t_est * math.exp(low * deviation), times.t_est * math.exp(high * deviation)
+    return max(times.t_bound, ends[0]), ends[1]
+
+
+def deviation_of(planned: Plan, rows: Sequence[Row], times: StepTimes, knobs: Knobs) -> float:
+    """The standard deviation of log(measured / predicted) of such a step.
+
+    Relative errors of kernels of a class go together, so that a step has the mean of their
+    variances, each with its share of the time.
+    """
+    variance = 0.0
+    for row in rows:
+        kind = group_class(planned.graph, row.ops, costs=planned.op_costs)
+        spread = knobs.share(kind).spread or knobs.spread
+        variance += row.timing.t_device / times.t_serial * spread**2
+    return math.sqrt(variance)

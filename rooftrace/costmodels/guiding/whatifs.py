@@ -5,23 +5,22 @@ In: the estimate of a step.  Out: the changes that save at least a hundredth of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.execution import SUMMARIES, ExecutionModel, execution_model
 from rooftrace.costmodels.findings import Headroom
 from rooftrace.costmodels.fusion import beyond
-from rooftrace.costmodels.guiding.changes import (
-    StepChange,
-    all_of,
-    changes_of,
-    merged,
-)
 from rooftrace.costmodels.guiding.records import Guidance, WhatIf
 from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.pricing import price_ops, with_families
+from rooftrace.costmodels.rewriting import applicable
 from rooftrace.costmodels.studies import Study, Variant
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.hardware.units import listed
 from rooftrace.tracer.graph import OpGraph
 
@@ -118,3 +117,267 @@ def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
         at_most=True,
     )
     return (what_if,)
+
+
+# -- changes ---------------------------------------------------------------------------------------
+# The changes that could help a step: in its precisions, or in how it is run; none priced yet.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChange:
+    """Other precisions, other fields of the execution model, or both.
+
+    precisions: by the names that `reprice` has for them.
+    """
+
+    lever: str
+    action: str
+    needs: str
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    execution: Mapping[str, Any] = field(default_factory=dict)
+    at_most: bool = False
+
+    @property
+    def regroups(self) -> bool:
+        """Whether kernels are formed in another way than in a run whose bytes were measured."""
+        return not {"fusion", "attention"}.isdisjoint(self.execution)
+
+    def applied(self, model: ExecutionModel) -> ExecutionModel:
+        """The execution model with this change; rewrites are added to those that it has."""
+        fields = dict(self.execution)
+        if "rewrites" in fields:
+            fields["rewrites"] = (*model.rewrites, *fields["rewrites"])
+        return replace(model, **fields, name=f"{model.name}, {self.lever}") if fields else model
+
+    def option(self, model: ExecutionModel) -> str:
+        """What asks the command line for it; where nothing does, what asks Python."""
+        texts = [f"--{name.replace('_', '-')} {value}" for name, value in self.precisions.items()]
+        fields = dict(self.execution)
+        if rewrites := fields.pop("rewrites", ()):
+            texts.append(f"--rewrite {','.join(rewrites)}")
+        if fields.pop("tf32", False):
+            texts.append("--tf32")
+        if not fields:
+            return " ".join(texts)
+        preset = _preset(model, fields)
+        if preset:
+            return " ".join([f"--execution {preset}", *texts])
+        changed = ", ".join(f'{name}="{value}"' for name, value in fields.items())
+        start = f'"{model.name}"' if model.name in SUMMARIES else "execution"
+        call = f"execution_model({start}, {changed})"
+        return f"{' '.join(texts)} and {call}" if texts else call
+
+
+def _preset(model: ExecutionModel, fields: Mapping[str, Any]) -> str:
+    """The preset that runs a step as `model` with these fields does; empty where none does.
+
+    What other options of the command line say (--knobs, --tf32, --rewrite) is as in `model`.
+    """
+    wanted = replace(model, **fields)
+    for name in SUMMARIES:
+        preset = execution_model(name)
+        said: dict[str, Any] = {"name": model.name, "knobs": model.knobs, "tf32": model.tf32}
+        said |= {"disturbances": model.disturbances, "exchange": model.exchange}
+        if not preset.rewrites:
+            said["rewrites"] = model.rewrites
+        if wanted == replace(preset, **said):
+            return name
+    return ""
+
+
+def changes_of(step: Estimate) -> Iterator[StepChange]:
+    """Every change that may help this step; which of them does is for prices to say."""
+    yield from _how_run(step.execution, step.graph, step.chip)
+    yield from _rewrites(step)
+    yield from _precisions(step)
+
+
+# -- how the step is run ---------------------------------------------------------------------------
+
+
+def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[StepChange]:
+    if model.attention == "materialised":
+        yield StepChange(
+            lever="attention",
+            action="Run attention as one kernel",
+            needs="a fused attention kernel for these shapes and this mask",
+            execution={"attention": "flash"},
+        )
+    if model.fusion == "none":
+        dispatch = {"dispatch": "compiled"} if model.dispatch == "eager" else {}
+        yield StepChange(
+            lever="fusion",
+            action="Compile the step, so that ops share kernels",
+            needs="a compiler that joins ops as torch.compile does; joins are found in the graph",
+            execution={"fusion": "detected", **dispatch},
+        )
+    if model.dispatch != "graph" and chip.kind == "gpu":
+        waits = sum(graph.times(op) for op in graph.ops if op.kind == "sync")
+        each = f"; a graph for each of {waits + 1:,} parts between waits" if waits else ""
+        yield StepChange(
+            lever="launch",
+            action="Launch the step as one CUDA graph" if not waits else "Launch by CUDA graphs",
+            needs=f"shapes and addresses that stay from step to step{each}",
+            execution={"dispatch": "graph"},
+        )
+
+
+ACTIONS: Mapping[str, str] = {
+    "written-attention": "Compute attention that is written out in one kernel",
+    "shared-heads": "Read keys and values that heads share without a copy for each",
+    "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
+    "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
+    "linear-attention": "Run linear attention with the kernels of flash-linear-attention",
+    "causal-conv1d": "Run causal convolutions over time by the kernel of causal-conv1d",
+    "selective-scan": "Run selective scans by the kernel of mamba_ssm",
+    "ssd": "Run state-space layers by the chunked kernels of mamba_ssm",
+    "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
+    "output",
+    "routed-experts": "Compute each expert for the tokens routed to it only",
+    "fused-routing": "Choose experts, and make their weights, in one kernel",
+    "fused-experts": "Take and put back rows of experts inside their products",
+    "index-scores": "Add the scores of keys up over heads before they are written",
+    "narrow-operands": "Multiply narrow numbers with wide results, in place of widened ones",
+    "fused-qkv": "Compute query, key and value as one product",
+    "fused-gate-up": "Compute the gate and up projections as one product",
+    "last-logits": "Compute the logits of the last position only",
+    "static-cache": "Write new rows into a cache that has room",
+}
+"""What each named rewrite asks for."""
+
+
+def _rewrites(step: Estimate) -> Iterator[StepChange]:
+    source = step.plan.source
+    if step.graph.phase == "training":
+        return
+    classified = with_families(source, price_ops(source)[0])
+    for name in applicable(classified, step.execution):
+        if name == "static-cache" and step.execution.kv_append == "in-place":
+            continue  # it is done
+        yield StepChange(
+            lever="rewrite",
+            action=ACTIONS.get(name, f"Apply {name}"),
+            needs="code, or a server, that does so; results stay the same",
+            execution={"rewrites": (name,)},
+        )
+
+
+# -- precisions ------------------------------------------------------------------------------------
+
+NARROWER: Mapping[str, str] = {
+    "fp64": "fp32",
+    "fp32": "bf16",
+    "bf16": "fp8",
+    "fp16": "fp8",
+    "fp8": "fp4",
+}
+"""The next narrower precision to compute in, by what a chip lists its rate under."""
+STORED: Mapping[str, str] = {"bf16": "fp8", "fp16": "fp8", "fp8": "int4", "int8": "int4"}
+"""The next narrower precision to store weights in, or a KV cache; computing stays as wide."""
+
+
+def _precisions(step: Estimate) -> Iterator[StepChange]:
+    """One step narrower, each on its own, of what is in the precision that the step is priced in.
+
+    A training step is priced no narrower than bf16: below that, weights and gradients are kept in
+    several precisions at once, which no storage precision says.
+    """
+    graph, chip = step.plan.source, step.chip
+    own = Study.priced_precision(graph)
+    family = compute_family(own)
+    training = graph.phase == "training"
+    if family == "fp32" and not step.execution.tf32 and chip.has_peak("matrix", "tf32"):
+        yield StepChange(
+            lever="compute",
+            action="Multiply matrices in TF32",
+            needs="products that round their operands to 10 bits; accuracy is not checked",
+            execution={"tf32": True},
+        )
+    narrower = NARROWER.get(family)
+    floor = 16 if training else 4
+    if narrower and precision(narrower).bits >= floor and chip.has_peak("matrix", narrower):
+        low = precision(narrower).bits < 16
+        yield StepChange(
+            lever="compute",
+            action=f"Compute and store in {narrower} what is in {own}",
+            needs=f"{narrower} {'everywhere, also between layers' if low else 'weights'}; "
+            "accuracy is not checked",
+            precisions={"dtype": narrower},
+            at_most=low,
+        )
+    stored = STORED.get(family)
+    if stored is None or training:
+        return
+    held = _bytes_in(graph, own)
+    if held.get("weights"):
+        yield StepChange(
+            lever="weights",
+            action=f"Store the weights in {stored}",
+            needs=f"{stored} weights, widened for free where they are used, their scales not "
+            "counted; accuracy is not checked",
+            precisions={"weights_dtype": stored},
+            at_most=True,
+        )
+    if held.get("kv") and precision(stored).bits >= 8:
+        yield StepChange(
+            lever="cache",
+            action=f"Store the KV cache in {stored}",
+            needs=f"a cache in {stored}, widened for free where it is used, its scales not "
+            "counted; accuracy is not checked",
+            precisions={"kv_dtype": stored},
+            at_most=True,
+        )
+
+
+def _bytes_in(graph: OpGraph, dtype: str) -> dict[str, int]:
+    """Bytes by role of the inputs and parameters that are in a precision."""
+    sizes: dict[str, int] = {}
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.storage == index and tensor.dtype == dtype:
+            sizes[tensor.role] = sizes.get(tensor.role, 0) + graph.times(tensor) * tensor.nbytes
+    return sizes
+
+
+# -- several at once -------------------------------------------------------------------------------
+
+_STRONGER = ("eager", "compiled", "graph")
+
+
+def merged(changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
+    """Those that go together, in order: one that contradicts an earlier one is left out.
+
+    So is what is done anyway: the weights in fp8, where everything is.
+    """
+    everything = {change.precisions.get("dtype") for change in changes}
+    kept: list[StepChange] = []
+    precisions: dict[str, str] = {}
+    for change in changes:
+        asked = change.precisions
+        done = bool(asked) and "dtype" not in asked and set(asked.values()) <= everything
+        clash = any(precisions.get(name, value) != value for name, value in asked.items())
+        if not done and not clash:
+            precisions |= asked
+            kept.append(change)
+    return tuple(kept)
+
+
+def all_of(chosen: Sequence[StepChange], action: str) -> StepChange:
+    """One change that is all of these, none of which contradicts another."""
+    execution: dict[str, Any] = {}
+    for change in chosen:
+        for name, value in change.execution.items():
+            if name == "rewrites":
+                execution[name] = (*execution.get(name, ()), *value)
+            elif name == "dispatch":
+                execution[name] = max(value, execution.get(name, value), key=_STRONGER.index)
+            else:
+                execution[name] = value
+    return StepChange(
+        lever="together",
+        action=action,
+        needs="what each of them needs",
+        precisions={name: v for change in chosen for name, v in change.precisions.items()},
+        execution=execution,
+        at_most=any(change.at_most for change in chosen),
+    )

@@ -25,12 +25,13 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from rooftrace._extensions import failures
+from rooftrace._extensions import failures, load
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -43,7 +44,6 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
-from rooftrace.hardware.chipfile.folders import chip_files
 from rooftrace.hardware.facttables import FactFileError, FactTable, Problems
 from rooftrace.hardware.precisions import PrecisionError, compute_family
 
@@ -365,3 +365,19 @@ def _no_duplicates(file: str, what: str, keys: list[str]) -> None:
                 f"{file}: [[{what}]] #{position + 1}: {key} stands already in [[{what}]] #{first}: "
                 "expected it once"
             )
+
+
+# -- folders ---------------------------------------------------------------------------------------
+# Where chip files lie: in this package, and in third-party packages that name one of their own.
+
+
+@functools.cache
+def chip_files() -> Mapping[str, Traversable]:
+    """Chip files by name.  A bundled chip keeps its name, whatever another package brings."""
+    brought = (resources.files(package) for _, package in load("rooftrace.chips"))
+    files: dict[str, Traversable] = {}
+    for folder in (resources.files("rooftrace.hardware").joinpath("chips"), *brought):
+        for item in folder.iterdir():
+            if item.name.endswith(".toml"):
+                files.setdefault(item.name.removesuffix(".toml"), item)
+    return files

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import comb
 from pathlib import Path
 from typing import Protocol
 
@@ -17,9 +18,7 @@ from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
-from rooftrace.measured.fused.agreement import Agreement, tangles
-from rooftrace.measured.fused.counting import counted_kernels
-from rooftrace.measured.fused.joinchecks import JoinCheck, join_checks
+from rooftrace.measured.alignment import keys
 from rooftrace.measured.fused.kerneltimes import KernelTime
 from rooftrace.measured.fused.matching import is_launched
 from rooftrace.measured.fused.naming import times_by_names
@@ -315,3 +314,148 @@ def _in_order(graph: OpGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup
         placed.add(ready)
         done.append(groups[ready])
     return done
+
+
+# -- joinchecks ------------------------------------------------------------------------------------
+# Which joins of ours a compiler made too: each step by which a detected kernel grew.
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCheck:
+    """How often one join of the table in docs/fusion.md was made by us, and by a compiler."""
+
+    join: str  # its name; its limit and the option of Inductor stand in the table
+    ours: int  # steps by which our kernels grew, of ops in kernels that the compiler wrote
+    made: int  # of these steps: how many it made too
+
+    def __str__(self) -> str:
+        return f"{self.join}: the compiler made {self.made:,} of {plural(self.ours, 'step')}"
+
+
+def join_checks(groups: Iterable[FusionGroup], theirs: Mapping[int, int]) -> tuple[JoinCheck, ...]:
+    """The joins that made `groups`, most steps that the compiler did not make first.
+
+    theirs: the compiler's kernel by op.  A step is made too if some op that came to a kernel by it
+    is in one kernel of the compiler with an op that was there before.
+    """
+    ours: dict[str, int] = {}
+    made: dict[str, int] = {}
+    for group in groups:
+        came = {op for merge in group.merges for op in merge.ops}
+        there = {theirs[op] for op in group.ops if op not in came and op in theirs}
+        for merge in group.merges:
+            kernels = {theirs[op] for op in merge.ops if op in theirs}
+            if kernels and there:
+                ours[merge.join] = ours.get(merge.join, 0) + 1
+                made[merge.join] = made.get(merge.join, 0) + (not kernels.isdisjoint(there))
+            there |= kernels
+    checks = (JoinCheck(name, count, made[name]) for name, count in ours.items())
+    return tuple(sorted(checks, key=lambda check: (check.made - check.ours, check.join)))
+
+
+# -- counting --------------------------------------------------------------------------------------
+# Counted bytes of the kernels of a compiled step: launches of a profiler beside its row.
+
+
+_LEAST = 0.5
+"""Share of the kernels that the compiler wrote that must have counters."""
+
+
+def counted_kernels(
+    calls: Sequence[KernelTime], counters: Sequence[KernelCounters], source: str
+) -> dict[int, float]:
+    """The bytes of each call of a step by its number; one without counters is not there.
+
+    source: the file of the counters.  Kernels that the compiler wrote are matched in order by name.
+    A call of a library has what was launched between two of them, if it is the only one there, or
+    if there are as many launches as calls.  Raises ProfileError where less than half of the
+    compiler's kernels have counters.
+    """
+    have = [(keys.base_name(kernel.name), ()) for kernel in calls]
+    wanted = [(keys.base_name(launch.name), ()) for launch in counters]
+    pairs = keys.common(have, wanted)
+    written = [number for number, kernel in enumerate(calls) if kernel.generated]
+    known = {a for a, _ in pairs} & set(written)
+    if len(known) < _LEAST * len(written):
+        first = next(calls[number].name for number in written if number not in known)
+        raise ProfileError(
+            f"{source}: {format_share(len(known) / len(written))} of the {len(written):,} kernels "
+            f"that the compiler wrote are there in order; the first that is not: {first}: count "
+            "the step that was measured"
+        )
+    moved: dict[int, float] = {a: float(counters[b].bytes) for a, b in pairs}
+    for mine, other in keys.gaps(pairs, len(calls), len(counters)):
+        sizes = [float(counters[j].bytes) for j in other]
+        if len(mine) == 1:
+            moved[mine[0]] = sum(sizes)
+        elif len(mine) == len(sizes):
+            moved.update(zip(mine, sizes, strict=True))
+    return moved
+
+
+# -- agreement -------------------------------------------------------------------------------------
+# How far two ways to put the ops of a graph into kernels agree, and where they differ.
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two partitions of the same ops into kernels, ours beside theirs.
+
+    precision, recall: of pairs of ops in one kernel; theirs are the truth.  rand: the adjusted Rand
+    index (Hubert and Arabie 1985), 1 for equal partitions and about 0 for independent ones.
+    """
+
+    ops: int  # how many ops both have
+    precision: float
+    recall: float
+    rand: float
+
+    @property
+    def f1(self) -> float:
+        """The harmonic mean of precision and recall."""
+        both = self.precision + self.recall
+        return 2 * self.precision * self.recall / both if both else 0.0
+
+    @staticmethod
+    def of(ours: Mapping[int, int], theirs: Mapping[int, int]) -> Agreement:
+        """Of two kernels by op, over the ops of `theirs`, all of which `ours` has."""
+        both = Counter((ours[op], theirs[op]) for op in theirs)
+        same = sum(comb(n, 2) for n in both.values())
+        a = sum(comb(n, 2) for n in Counter(ours[op] for op in theirs).values())
+        b = sum(comb(n, 2) for n in Counter(theirs.values()).values())
+        expected = a * b / max(comb(len(theirs), 2), 1)
+        spread = (a + b) / 2 - expected
+        return Agreement(
+            len(theirs),
+            same / a if a else 1.0,
+            same / b if b else 1.0,
+            (same - expected) / spread if spread else 1.0,
+        )
+
+
+def tangles(
+    ours: Mapping[int, int], theirs: Mapping[int, int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(kernels of ours, kernels of theirs) that share ops with each other and with no others.
+
+    One of each where the two agree; (1, n) where theirs fused less, (n, 1) where it fused more.
+    """
+    joined: dict[int, set[int]] = defaultdict(set)
+    back: dict[int, set[int]] = defaultdict(set)
+    for op, kernel in theirs.items():
+        joined[kernel].add(ours[op])
+        back[ours[op]].add(kernel)
+    seen: set[int] = set()
+    for first in joined:
+        if first in seen:
+            continue
+        left: set[int] = set()
+        right, waiting = {first}, [first]
+        while waiting:
+            for kernel in joined[waiting.pop()] - left:
+                left.add(kernel)
+                new = back[kernel] - right
+                right |= new
+                waiting += new
+        seen |= right
+        yield tuple(sorted(left)), tuple(sorted(right))

@@ -4,30 +4,95 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from rooftrace._shown import short
+from rooftrace.costmodels.estimating import Row
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.bench import devices
 from rooftrace.measured.live import tracing
 from rooftrace.measured.live.graphbook import GraphBook
-from rooftrace.measured.live.marks import Mark, marks_for
 from rooftrace.measured.live.notes import Notebook, StepNote, is_compiled
-from rooftrace.measured.live.offkernels import off_kernels, typical_ratio
 from rooftrace.measured.live.profiles import FewSteps
 from rooftrace.measured.live.remarks import ProfileCheck, outside_of, remarks
-from rooftrace.measured.live.results import Figures, LiveResult
+from rooftrace.measured.live.results import Figures, LiveResult, OffKernel
 from rooftrace.measured.live.tallies import StepTally
 from rooftrace.measured.live.thischip import chip_at_hand, device_of
-from rooftrace.measured.validate import Validation
+from rooftrace.measured.validate import NodeCheck, Validation
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.paths import pattern_of
+
+# -- marks -----------------------------------------------------------------------------------------
+# Moments of a loop, and the seconds between two of them, without waiting for the device.
+#
+# On CUDA a moment is an event on the current stream: the host goes on, and the seconds are read
+# when the device has passed both.  Elsewhere, and with a clock that the caller hands in, it is a
+# number.
+
+
+Mark = Any
+"""A moment: a number of seconds, or a CUDA event."""
+
+
+class HostMarks:
+    """Moments by a clock of the host."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def now(self) -> Mark:
+        """This moment."""
+        return self._clock()
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the seconds until this moment can be read without waiting."""
+        return True
+
+    def between(self, start: Mark, end: Mark) -> float:
+        """Seconds from one moment to another."""
+        return float(end - start)
+
+
+class CudaMarks:
+    """Moments of a CUDA device, each an event on the stream that is current in the loop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Mark:
+        """The moment at which the device has done what was queued so far."""
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the seconds until this moment can be read without waiting."""
+        return bool(mark.query())
+
+    def between(self, start: Mark, end: Mark) -> float:
+        """Seconds from one moment to another; waits for the later one."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3  # torch gives milliseconds
+
+
+def marks_for(device: torch.device, clock: Callable[[], float] | None) -> HostMarks | CudaMarks:
+    """Moments of a device; by `clock` where the caller has one."""
+    if clock is not None:
+        return HostMarks(clock)
+    return CudaMarks(device) if device.type == "cuda" else HostMarks()
+
+
+# -- session ---------------------------------------------------------------------------------------
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -318,3 +383,71 @@ def _check_counts(**counts: Any) -> None:
         least = 1 if name == "kinds" else 0
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise RequestError(f"{name}={count!r:.40}: expected a whole number from {least} on")
+
+
+# -- offkernels ------------------------------------------------------------------------------------
+# Which kernels of a profiled step are off: far slower than expected, most seconds lost first.
+
+
+FAR = 1.5
+"""Measured over expected seconds from which a kernel is off, where kernels typically keep to it."""
+LEAST = 0.005
+"""Share of a step's measured seconds that it must lose."""
+
+
+def typical_ratio(validation: Validation) -> float | None:
+    """Measured over expected seconds of a typical kernel; None where none was measured.
+
+    It is the median, each kernel weighing as much as it was expected to take: few kernels that are
+    far off do not move it.
+    """
+    ratios = sorted(
+        (check.node.measured / check.node.predicted, check.node.predicted)
+        for check in validation.nodes
+        if check.node.measured and check.node.predicted > 0
+    )
+    half = sum(weight for _, weight in ratios) / 2
+    for ratio, weight in ratios:
+        half -= weight
+        if half <= 0:
+            return ratio
+    return None
+
+
+def off_kernels(validation: Validation) -> tuple[OffKernel, ...]:
+    """The kernels that are off, equal ones in similar modules as one.
+
+    Where kernels typically take longer than expected, one is off that is far beyond that.
+    """
+    typical = max(1.0, typical_ratio(validation) or 1.0)
+    least = LEAST * validation.op_seconds
+    graph = validation.estimate.graph if validation.estimate is not None else None
+    off = [
+        _off(check, graph)
+        for check in validation.alike
+        if check.node.measured is not None
+        and check.node.measured > FAR * typical * check.node.predicted
+        and check.node.miss > least
+    ]
+    return tuple(sorted(off, key=lambda kernel: (-kernel.lost, kernel.name, kernel.module)))
+
+
+def _off(check: NodeCheck, graph: OpGraph | None) -> OffKernel:
+    node = check.node
+    return OffKernel(
+        name=node.row.name,
+        module=pattern_of(node.row.module),
+        source=_source(node.row, graph),
+        part=node.row.part,
+        launches=node.row.count,
+        measured=node.measured or 0.0,
+        expected=node.predicted,
+        reason=node.reason,
+    )
+
+
+def _source(row: Row, graph: OpGraph | None) -> str:
+    """The line of the first op of a row that has one."""
+    ops: Sequence[int] = row.ops if graph is not None else ()
+    lines = (graph.ops[op].source for op in ops if graph is not None)
+    return next(filter(None, lines), "")

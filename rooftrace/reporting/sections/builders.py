@@ -12,16 +12,17 @@ It then stands on the screen, in report.md and, under `sections`, in report.json
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from rooftrace._extensions import failures, load, refuse_second, track
+from rooftrace._extensions import failures, load, owner, refuse_second, track
+from rooftrace.errors import hint, worded
+from rooftrace.hardware.units import format_traffic
+from rooftrace.reporting.factors import factor_columns, factor_rows, factor_sentence
 from rooftrace.reporting.sections.architecture import architecture
-from rooftrace.reporting.sections.calibrated import calibrated
-from rooftrace.reporting.sections.checking import built, check_output
-from rooftrace.reporting.sections.glossary import glossary
 from rooftrace.reporting.sections.heads import head, title, verdict
 from rooftrace.reporting.sections.helping import helping, helping_on_screen
 from rooftrace.reporting.sections.kernels import kernels_on_screen
@@ -32,10 +33,112 @@ from rooftrace.reporting.sections.pipelines import pipelines
 from rooftrace.reporting.sections.routing import routing
 from rooftrace.reporting.sections.steps import chips_beside, steps
 from rooftrace.reporting.sections.trust import assumptions, chips, coverage, islands_of, trust
-from rooftrace.reporting.view import model as view
+from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate
     from rooftrace.reporting.sections.results import Results
+
+# -- glossary --------------------------------------------------------------------------------------
+# The fixed part of report.md: definitions that hold for every report.
+
+
+RULES = (
+    "One multiply-add is 2 FLOP. Traffic and bandwidth are decimal (1 GB = 10^9 byte), capacity is "
+    "binary (1 GiB = 2^30 byte). Every rate is dense; rates that count on 2:4 sparsity are never "
+    "used."
+)
+WORDS = {
+    "FLOP": "what the step computes, attention counted dense, recomputation left out",
+    "attention's backward": words.ATTENTION_BACKWARD,
+    "HBM": "bytes through HBM: whose bytes they are is the role",
+    "FLOP/byte": "computed FLOP (masked blocks that a kernel skips left out) over HBM bytes",
+    "compulsory floor": "unique bytes that any execution moves: inputs and weights in, results out",
+    "expected": "t_est: seconds at the rates that real kernels reach (knobs), with the host",
+    "90 % within": "where nine of ten measured steps should lie; wide without a fit to the chip",
+    "bound": "no step is faster: datasheet rates, as if everything overlapped perfectly (t_bound)",
+    "t_comp, t_hbm": "seconds of all work, and of all bytes, at the rates of the step's time",
+    "t_serial": "sum over kernels of what each takes, and a gap after each",
+    "t_est": "end of the step when host and device go in order; a bound with `--knobs none`",
+    "launch": "kernel gaps, and time in which the device waits for the host",
+    "limited by": "share of the step in kernels of that regime; the largest and the next",
+    "MFU, HFU": "matrix FLOP over t_est and the dense peak, without and with recomputation",
+    "naive": "attention scores through HBM, nothing fused, one host dispatch per op",
+    "efficient": "flash attention and other kernels of libraries, groups fused as found in the "
+    "graph, launched as one graph",
+    "ridge": "FLOP/byte at which a chip's peak and bandwidth take equally long",
+    "family": "what kind of work an op is: attention, dense, moe, norm, ...",
+    "role": "whose bytes: weights, activations, kv, gradients, optimizer, temporary, constants",
+    "kind of a fact": "datasheet, measured, derived or guess",
+}
+ORDER = (
+    "t_bound <= t_est, and t_serial <= t_est. Memory is what is alive at the peak of the step, not "
+    "what moves: the tensors of a run under the execution that is broken down. Saved for backward: "
+    "activations that forward makes and backward reads."
+)
+
+
+def glossary(results: Results) -> view.Section:
+    """How to read a report."""
+    columns = [
+        view.Column("word", units.TEXT, "Word"),
+        view.Column("meaning", units.TEXT, "Meaning"),
+    ]
+    rows = [{"word": word, "meaning": meaning} for word, meaning in WORDS.items()]
+    table = view.Table(columns=columns, rows=rows, padded=False)
+    parts: list[view.Part] = [view.Note(RULES), table, view.Note(ORDER)]
+    return view.Section(title="How to read this report", parts=parts)
+
+
+# -- builders --------------------------------------------------------------------------------------
+
+
+# -- calibrated ------------------------------------------------------------------------------------
+# What a run measured of bytes, beside what rules count: factors, causes, and the floor.
+
+
+def calibrated(results: Results) -> view.Section:
+    """The measured factors of the executions that take them; empty without any."""
+    estimates = [e for _, _, e in results.of_first_chip() if e.execution.traffic is not None]
+    if not estimates:
+        return view.Section()
+    names = dict.fromkeys(estimate.execution.name for estimate in estimates)
+    traffic = estimates[0].execution.traffic
+    assert traffic is not None
+    parts: list[view.Part] = [
+        view.Note(factor_sentence(traffic), on="screen"),
+        view.Note(
+            f"Bytes of {', '.join(names)} are as measured {_where(traffic.measured)}: those of "
+            "each kind by rule, times its factor and times what the kernels that ran move over "
+            "those we detect. Rates hold for these bytes.",
+            on="page",
+        ),
+        view.Table(
+            columns=factor_columns,
+            rows=factor_rows(traffic.factors),
+            on="page",
+        ),
+    ]
+    parts += [view.Note(_floor(e), on="page", bullet=1) for e in estimates]
+    return view.Section(title="Calibrated bytes", parts=parts)
+
+
+def _where(measured: str) -> str:
+    return f"on {measured}" if measured else "in a run"
+
+
+def _floor(estimate: Estimate) -> str:
+    """Bytes of a step as calibrated, beside those by rule and the compulsory ones."""
+    by_rule = estimate.plan.by_rules.bytes.total
+    return (
+        f"{estimate.phase}, {estimate.execution.name}: {format_traffic(estimate.bytes_hbm)} as "
+        f"calibrated, {format_traffic(by_rule)} by rule; "
+        f"{format_traffic(estimate.bytes_compulsory)} is the least that any execution moves"
+    )
+
+
+# -- builders --------------------------------------------------------------------------------------
+
 
 Builder: TypeAlias = "Callable[[Results], view.Section]"
 
@@ -146,3 +249,84 @@ def _listed(results: Results) -> Iterator[Listed]:
     yield Listed(not_loaded)
     yield from _ADDED.values()
     yield from LAST
+
+
+# -- checking --------------------------------------------------------------------------------------
+# Checks of a section that a user or a third-party package adds, before anything prints it.
+
+
+OUTPUTS = get_args(view.Output)
+NUMBERS = ("integer", "number")
+"""Types of units whose columns hold numbers.  A count may be an average, so not whole."""
+
+
+class SectionError(ValueError):
+    """A section of a user's own that cannot be shown: names it, its function, and the column."""
+
+
+def built(key: str, build: Callable[..., object], results: object) -> view.Section:
+    """The section that a user's function returns.  Raises SectionError."""
+    about = f"section {key!r} ({owner(build)}): "
+    try:
+        section = build(results)
+        if not isinstance(section, view.Section):
+            raise ValueError(f"it returned {section!r:.60}; expected a rooftrace.Section")
+        _check(section)
+    except Exception as error:  # whatever the code of a user may raise
+        raise SectionError(f"{about}{worded(error)}") from error
+    return section
+
+
+def check_output(on: object) -> None:
+    """Raise ValueError for an output that does not exist."""
+    if on not in OUTPUTS:
+        raise ValueError(f"on={on!r}: expected one of {', '.join(OUTPUTS)}{hint(str(on), OUTPUTS)}")
+
+
+def _check(section: view.Section) -> None:
+    for number, part in enumerate(section.parts):
+        if isinstance(part, view.Section):
+            _check(part)
+        elif isinstance(part, view.Table):
+            check_output(part.on)
+            _check_table(part, f"table {part.key or number}")
+        elif isinstance(part, (view.Note, view.Image)):
+            check_output(part.on)
+        else:
+            raise ValueError(
+                f"part {number} is {part!r:.60}; expected a Table, a Note, an Image or a Section"
+            )
+
+
+def _check_table(table: view.Table, name: str) -> None:
+    if not isinstance(table.rows, Sequence):
+        raise ValueError(f"{name}: rows={table.rows!r:.60}: expected a list of rows")
+    for column in table.columns:
+        if not isinstance(column, view.Column):
+            raise ValueError(f"{name}: column {column!r:.60}: expected a rooftrace.Column")
+        check_output(column.on)
+        for number, row in enumerate(table.rows):
+            try:
+                _check_cell(column, row)
+            except Exception as error:  # a record without the field, a unit that cannot print it
+                where = f"{name}, column {column.key!r}, row {number}"
+                raise ValueError(f"{where}: {worded(error)}") from error
+
+
+def _check_cell(column: view.Column, row: Any) -> None:
+    if column.of is None and isinstance(row, Mapping) and column.key not in row:
+        raise ValueError(
+            f"the row has no such key, only {', '.join(map(repr, row))}; "
+            "expected a value, None (shown as a dash), or '' (blank)"
+        )
+    cell = column.read(row)
+    if not isinstance(cell, view.Cell):
+        cell = view.Cell(cell)
+    unit, value = cell.unit or column.unit, cell.value
+    if value is None or value == "" or cell.mark == "plain":
+        return
+    if unit.type in NUMBERS and not isinstance(value, numbers.Number):
+        of = f" in {unit.symbol}" if unit.symbol else ""
+        raise ValueError(f"{value!r:.60}: expected a number{of}")
+    for page in (True, False):
+        unit.written(value, page=page)

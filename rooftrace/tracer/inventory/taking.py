@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,12 @@ from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.hardware.units import plural
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, StoredPart
-from rooftrace.tracer.inventory.statistics import statistics_of
-from rooftrace.tracer.inventory.values import WeightStatistics
+from rooftrace.tracer.inventory.values import BINS, NO_VALUES, WeightStatistics, merged
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.tensors import owners, subclasses, trees
 from rooftrace.tracer.values import marks
 from rooftrace.tracer.weightfiles import Checkpoint, Stored
-from rooftrace.tracer.weightfiles.slices import flat_slice, ranges
+from rooftrace.tracer.weightfiles.slices import as_doubles, flat_slice, ranges
 
 _MOST_UNPACKED = 1 << 28
 """Elements of a quantised tensor that is unpacked as a whole for its statistics."""
@@ -332,3 +332,49 @@ def _of_stored(stored: Stored, weights: bool) -> LayerInfo:
         statistics=statistics_of(stored.slices) if weights and stored.decoded else None,
         note=note,
     )
+
+
+# -- statistics ------------------------------------------------------------------------------------
+# Statistics and a histogram of the values of a tensor, slice by slice.
+
+
+def statistics_of(slices: Callable[[], Iterable[Tensor]]) -> WeightStatistics:
+    """The statistics of a tensor with a histogram.  slices: gives its values, twice."""
+    total = merged(_of_slice(as_doubles(part)) for part in slices())
+    histogram: tuple[int, ...] = ()
+    if total.count and math.isfinite(total.max - total.min):
+        counts = torch.zeros(BINS, dtype=torch.float64)
+        for part in slices():
+            counts += _binned(as_doubles(part), total.min, total.max)
+        histogram = tuple(int(n) for n in counts.tolist())
+    return replace(total, histogram=histogram)
+
+
+def _of_slice(values: Tensor) -> WeightStatistics:
+    finite, nans = values, 0
+    size = values.numel()
+    if not math.isfinite(float(values.sum())):
+        nans = int(values.isnan().sum())
+        finite = values[values.isfinite()]
+    count = finite.numel()
+    if not count:
+        return replace(NO_VALUES, nans=nans, infs=size - nans)
+    mean = float(finite.mean())
+    return WeightStatistics(
+        count=count,
+        mean=mean,
+        squares=float((finite - mean).square_().sum()),
+        min=float(finite.min()),
+        max=float(finite.max()),
+        zeros=count - int(torch.count_nonzero(finite)),
+        nans=nans,
+        infs=size - count - nans,
+    )
+
+
+def _binned(values: Tensor, low: float, high: float) -> Tensor:
+    if low == high:  # histc takes equal limits as: find them yourself
+        counts = torch.zeros(BINS, dtype=torch.float64)
+        counts[BINS // 2] = float((values == low).sum())
+        return counts
+    return torch.histc(values, BINS, low, high)

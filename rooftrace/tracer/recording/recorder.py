@@ -8,8 +8,11 @@ op; nothing is priced here.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,13 +26,13 @@ from torch.utils._python_dispatch import (
 )
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.patches import Scope, contexts
+from rooftrace.tracer.patches import Scope, contexts, original_of, replaced
 from rooftrace.tracer.recording import finite, threads
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.compiling import uncompiled
 from rooftrace.tracer.recording.draws import draws_repeated
-from rooftrace.tracer.recording.fallbacks import fallbacks_noted
 from rooftrace.tracer.recording.flex import flex_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept
 from rooftrace.tracer.recording.higher_order import higher_order_dispatched, run_higher_order
@@ -43,12 +46,12 @@ from rooftrace.tracer.recording.standins import (
     static_caches_counted,
     warnings_quiet,
 )
-from rooftrace.tracer.recording.storages import Storages
 from rooftrace.tracer.releases import Release
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
-from rooftrace.tracer.sharded import ddp, fsdp, meshes
-from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.sharded import ddp, fsdp, meshes, streams
+from rooftrace.tracer.source import lines
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.whole import kept_whole, shown
@@ -324,3 +327,109 @@ def check_not_inside(what: str, instead: str) -> None:
             f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
             f"modules stand on the meta device: {instead}"
         )
+
+
+# -- storages --------------------------------------------------------------------------------------
+# Weights that are whole for a while: storages that are freed, and allocated again.
+
+
+class Storages:
+    """What happens to storages beside the ops: freed, allocated, filled with whole weights."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._before: list[tuple[Tensor, str]] = []  # whole weights, and their names
+
+    def resized(self, storage: Any, size: int) -> None:
+        """The bytes of a storage are freed (size 0) or allocated again; tensors stay."""
+        tape = self._tape
+        entered = tape.entries.first_of(storage._cdata)
+        tag = tape.tags.owner(storage._cdata) or (entered is not None and tape.tags.of(entered))
+        if not tag or not tape.recording:
+            return
+        op: Any = torch.ops.rooftrace.resize_storage.default
+        held = records.picked_in(tape.graph, tag)
+        made = tape.graph.create_node("call_function", op, (held, size))
+        origin = tape.origins.origin(op.name(), tape.rolling.label)
+        made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
+        tape.tags.last = made
+
+    def brought(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that enter now come from the host now, and were not there before."""
+        tape = self._tape
+        tags = [tag for tag in map(tape.tags.of, tensors) if tag is not None]
+        if not tape.recording or tape.tags.last is None or not tags:
+            return
+        op: Any = torch.ops.rooftrace.bring_storages.default
+        nodes = [records.picked_in(tape.graph, tag) for tag in tags]
+        made = tape.graph.create_node("call_function", op, (nodes,))
+        origin = tape.origins.origin(op.name(), tape.rolling.label)
+        made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
+        tape.tags.last = made
+
+    def gathered(self, whole: Tensor, shard: Tensor) -> None:
+        """A tensor holds a whole weight while its module runs, and `shard` a part of it."""
+        name, storage = self._tape.name_of(shard), self._tape.storage_of(whole)
+        if storage is not None:
+            self._tape.shards.whole[storage] = name
+        elif not self._tape.recording:
+            self._before.append((whole, name))
+
+    def enter_gathered(self) -> None:
+        """Whole weights that were gathered before the step become values that no op made."""
+        for whole, name in self._before:
+            self._tape.enter(whole, "parameter", name)
+        self._before.clear()
+
+
+# -- fallbacks -------------------------------------------------------------------------------------
+# What runs because a package is missing, as the library says that falls back.
+#
+# Libraries that have kernels in packages of their own run a slower form without them, and log a
+# warning.  Warnings of the traced code that say so are quoted as assumptions, whose value says
+# where the function stands that runs instead (`lower.with_fallbacks` looks which ops it called).
+
+
+_SAYS_SO = re.compile(r"\bfall(s|ing)?[ -]back\b", re.IGNORECASE)
+_WARNINGS = ("warning", "warning_once")
+"""How libraries warn: the second is added to loggers by transformers, and warns once a process."""
+
+
+@contextlib.contextmanager
+def fallbacks_noted(values: Values) -> Iterator[None]:
+    """Inside, a warning by which the code says that it falls back is an assumption, too."""
+    there = [name for name in _WARNINGS if hasattr(logging.Logger, name)]
+    said: set[str] = set()  # one way to warn calls another
+    with replaced(logging.Logger, {name: _noting(values, name, said) for name in there}):
+        yield
+
+
+def _noting(values: Values, name: str, said: set[str]) -> Callable[..., Any]:
+    def warn(logger: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> Any:
+        text = str(message)
+        if _SAYS_SO.search(text) and text not in said:
+            said.add(text)
+            values.assume(asked.FALLBACK, " ".join(text.split()), _instead(), where="")
+        return original_of(logging.Logger, name)(logger, message, *args, **kwargs)
+
+    return warn
+
+
+def _instead() -> str:
+    """ "file.py:12-40" of what runs instead: a function that the warning code holds, or its class.
+
+    "" where neither is there.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None and not lines.is_users(frame.f_code):
+        frame = frame.f_back
+    names = {} if frame is None else frame.f_locals
+    held = [inspect.unwrap(value) for value in names.values() if inspect.isfunction(value)]
+    owner = names.get("self")
+    held += [type(owner)] if isinstance(owner, nn.Module) else []
+    for item in held:
+        with contextlib.suppress(OSError, TypeError):
+            code, first = inspect.getsourcelines(item)
+            file = lines.relative(inspect.getsourcefile(item) or "")
+            return f"{file}:{first}-{first + len(code) - 1}"
+    return ""

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from rooftrace.tracer.asking import assumptions
 from rooftrace.tracer.ops import Call, groups, info_of, traits
 from rooftrace.tracer.recording.by_value import by_value
 from rooftrace.tracer.recording.exchanged_counts import expect_counts_of_others
@@ -25,14 +29,12 @@ from rooftrace.tracer.recording.exchanged_values import (
 from rooftrace.tracer.recording.facts import learn_facts, learn_mask_facts
 from rooftrace.tracer.recording.kernel_checks import check_kernel
 from rooftrace.tracer.recording.reached import expect_counts
-from rooftrace.tracer.recording.routing import route
-from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
 from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import Values
+from rooftrace.tracer.values import Values, marks
 from rooftrace.tracer.whole import whole_entry
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -207,3 +209,198 @@ def _propagate(tape: Tape, call: Call, outputs: Sequence[Tensor]) -> frozenset[i
     if position is not None and outputs[0].is_meta:
         return route(tape, call, outputs[position], position)
     return records.NO_TAINT
+
+
+# -- routing ---------------------------------------------------------------------------------------
+# Indices that an op chooses by unknown scores: topk, argmax, sort, multinomial ...
+
+
+def route(tape: Tape, call: Call, index: Tensor, position: int) -> frozenset[int]:
+    """Learn values by a policy for an index output of a call, or values from real data.
+
+    position: the position of that output.  Returns the assumptions that the values rest on.
+    """
+    values = tape.values
+    if index.dtype.is_floating_point:
+        return records.NO_TAINT
+    if values.decision(assumptions.ROUTING) is None and _as_the_data_chooses(
+        tape, call, index, position
+    ):
+        return records.NO_TAINT
+    dimension = call.named.get("dim")
+    along = -1 if dimension is None else int(dimension)
+    sorts = any(argument.name == "descending" for argument in call.func._schema.arguments)
+    source = call.tensors[0]
+    routed = values.route(call.name, source, index, along, sorts=sorts)
+    return records.NO_TAINT if routed is None else frozenset([routed])
+
+
+def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -> bool:
+    """Learn indices from the real tensors, as an assumption; False if they give none."""
+    if index.numel() > marks.MAX_CHOSEN:
+        return False
+    values, exact = tape.values, {}
+    for tensor in trees.listed(call.args):
+        entry = values.known(tensor)
+        value = values.compute(tensor) if entry is None else entry.value
+        if value is None or (entry is not None and entry.taint):
+            return False
+        exact[id(tensor)] = value
+    args, kwargs = tree_map_only(
+        Tensor, lambda t: exact[id(t)], (tuple(call.args), dict(call.kwargs))
+    )
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            if tape.generators is not None and traits.is_random(call.func):
+                results = tape.generators.run(call.func, args, kwargs)
+            else:
+                results = traits.run_on_cpu(call.name, call.func, list(args), kwargs)
+        except (NotImplementedError, RuntimeError):  # no kernel for a CPU, or not for these types
+            return False
+    values.computed += 1
+    values.learn(index, trees.listed(results)[position])
+    values.assume("data-routing", f"{call.name} chooses as the given weights and inputs do")
+    return True
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+# Output sizes of ops that ran before: most of a model's ops repeat with equal sizes.
+#
+# PyTorch's meta kernels are Python for many ops and take ten times as long as a look-up.  Only ops
+# that neither write nor return their inputs' memory are remembered: each output is a fresh tensor.
+
+
+_empty_strided = torch.ops.aten.empty_strided.default
+_CONVOLUTION = torch.ops.aten.convolution.default
+_META = torch.device("meta")
+_NEVER = object()
+
+
+class SizeCache:
+    """Runs functional ops on meta tensors, each with the same sizes once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of `func(*args, **kwargs)`, from the sizes of an equal earlier call if any.
+
+        Only for ops without aliasing or mutation, on strided meta tensors.
+        """
+        key: list[Any] = [func, torch.get_default_dtype()]
+        if not (_describe(args, key) and (not kwargs or _describe_named(kwargs, key))):
+            return _run(func, args, kwargs)
+        signature = tuple(key)
+        try:
+            made = self._known.get(signature)
+        except TypeError:  # an argument that cannot be hashed (a symbolic size, a generator)
+            return _run(func, args, kwargs)
+        if made is None:
+            result = _run(func, args, kwargs)
+            self._known[signature] = _recipe(result, args, kwargs)
+            return result
+        if made is _NEVER:
+            return _run(func, args, kwargs)
+        kind, outputs = made
+        tensors = [
+            None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
+            for spec in outputs
+        ]
+        return tensors[0] if kind is Tensor else kind(tensors)
+
+
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op; a convolution's result gets the layout that it has on a device.
+
+    cuDNN and oneDNN write channels last where the input or the weight is so; on meta the result is
+    always contiguous.
+    """
+    result = func(*args, **kwargs)
+    if func is _CONVOLUTION and result.dim() == 4 and any(map(_channels_last, args[:2])):
+        return result.contiguous(memory_format=torch.channels_last)
+    return result
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return suggest_memory_format(tensor) is torch.channels_last
+
+
+def writes_lists(name: str, args: Sequence[Any]) -> bool:
+    """Whether an op writes tensors of a list in place, each from others of its size.
+
+    On meta such a call does nothing, and takes as long as one op for each tensor.
+    """
+    if not name.startswith("aten._foreach_") or not name.endswith("_"):
+        return False
+    lists = [item for item in args if isinstance(item, (list, tuple)) and item]
+    lists = [item for item in lists if isinstance(item[0], Tensor)]
+    return bool(lists) and all(
+        len(item) == len(lists[0])
+        and all(a.shape == b.shape for a, b in zip(item, lists[0], strict=True))
+        for item in lists[1:]
+    )
+
+
+def _describe(items: Sequence[Any], key: list[Any]) -> bool:
+    """Append everything that the sizes of an op's outputs depend on; False if that is unknown."""
+    for item in items:
+        if isinstance(item, Tensor):
+            if (
+                item.layout is not torch.strided
+                or item.device.type != "meta"
+                or item.dtype.is_complex
+            ):
+                return False
+            key.append((item.shape, item.stride(), item.dtype))
+        elif isinstance(item, (list, tuple)):
+            key.append(len(item))
+            if not _describe(item, key):
+                return False
+        else:
+            # 1, 1.0 and True are equal as keys, and promote differently.
+            key.append(type(item))
+            key.append(item)
+    return True
+
+
+def _describe_named(kwargs: dict[str, Any], key: list[Any]) -> bool:
+    for name, item in kwargs.items():
+        key.append(name)
+        if not _describe((item,), key):
+            return False
+    return True
+
+
+def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """(type, size of each output) of a call; _NEVER where outputs are not fresh tensors."""
+    kind = Tensor if isinstance(result, Tensor) else type(result)
+    if kind not in (Tensor, tuple, list):
+        return _NEVER
+    outputs = (result,) if kind is Tensor else result
+    storages = set()
+    specs: list[Any] = []
+    for output in outputs:
+        if output is None:
+            specs.append(None)
+            continue
+        plain = isinstance(output, Tensor) and output.layout is torch.strided
+        if not plain or output.device.type != "meta" or output.storage_offset():
+            return _NEVER
+        storages.add(output.untyped_storage()._cdata)
+        specs.append((tuple(output.shape), output.stride(), output.dtype))
+    fresh = len(storages) == sum(spec is not None for spec in specs)
+    return (
+        (kind, tuple(specs))
+        if fresh and not storages & _storages((args, kwargs.values()))
+        else _NEVER
+    )
+
+
+def _storages(items: Any) -> set[int]:
+    storages: set[int] = set()
+    for item in items:
+        if isinstance(item, Tensor):
+            storages.add(item.untyped_storage()._cdata)
+        elif not isinstance(item, (str, bytes)) and hasattr(item, "__iter__"):
+            storages |= _storages(item)
+    return storages

@@ -7,8 +7,11 @@ trained, or in a script that trains nothing, is a turn of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -16,18 +19,101 @@ from torch import nn
 
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import stepping
-from rooftrace.tracer.scripts.calls import Look, ModuleCall, Result
+from rooftrace.tracer.scripts.calls import Look, ModuleCall, Result, resized, state_of
 from rooftrace.tracer.scripts.clocks import Prices
+from rooftrace.tracer.scripts.keeping import TurnKeeper
 from rooftrace.tracer.scripts.kinds import weighs
-from rooftrace.tracer.scripts.leading import TurnsOfThreads
 from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.scripts.probing import CallAside, noted_call
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tensors import tensors_in
+
+# -- leading ---------------------------------------------------------------------------------------
+# Turns of several threads: one of them leads, until another begins a turn of its own.
+
+
+_MOMENT = 0.001
+"""Seconds between two looks at the turn of another thread."""
+_PATIENCE = 20.0
+"""Seconds that threads wait for the end of another's step."""
+
+
+class TurnsOfThreads(TurnKeeper):
+    """Lets threads make turns, one at a time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._proves = False  # no call begins a turn
+        self._endless: OpenTurn | None = None  # that others have waited for in vain
+
+    @contextlib.contextmanager
+    def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
+        """Inside, whether what the running thread does makes turns; no other thread's does.
+
+        A thread takes the lead with a model that it trains, or with any in a script that trains
+        none, if no other is in the middle of a turn; it waits a while for the end of that.
+        """
+        until = monotonic() + _PATIENCE
+        while True:
+            with self._stage.turn() as alone:
+                if monotonic() > until:
+                    self._endless = self._turn
+                if not (alone and self._halfway_elsewhere(module)):
+                    leads = alone and (self._stage.leads or self._takes_over(module))
+                    if not leads and self._stage.is_aside:
+                        self.variety.said["threads at once"] = (
+                            "a thread called a model while another was halfway in a turn and "
+                            "waited: such calls are not counted"
+                        )
+                    yield leads and not self._proves
+                    return
+            sleep(_MOMENT)
+
+    def _halfway_elsewhere(self, module: nn.Module | None) -> bool:
+        """Whether a thread that goes on computing is halfway in a step, so that this one waits."""
+        turn = self._turn
+        if self._stage.leads or turn is None or turn is self._endless or self._stage.waits:
+            return False
+        with torch._C.DisableTorchFunction():
+            return self._may_make(module) and not self._kinds.whole(turn)
+
+    def _may_make(self, module: nn.Module | None) -> bool:
+        """Whether a call of a module, or a step, may make a turn in a thread that does not lead."""
+        return module is None or not self._optimizers.known or self._optimizers.trains(module)
+
+    def _takes_over(self, module: nn.Module | None) -> bool:
+        turn = self._turn
+
+        def first() -> None:
+            if turn is not None:
+                self._finish(turn)
+
+        with torch._C.DisableTorchFunction():
+            may = self._may_make(module) and (turn is None or self._is_whole(turn))
+        return may and self._stage.lead(first, self.end)
+
+    def end(self) -> None:
+        """The script has ended."""
+        if self._turn is not None and self._turn.calls:
+            self._note_backward(self._turn)
+            self._finish(self._turn)
+
+    def _note_backward(self, turn: OpenTurn) -> None:
+        """Note whether a backward has run since the last call."""
+        if self._stage.recorder.here.after_backward and turn.followed < len(turn.calls):
+            turn.followed = len(turn.calls)
+            self._kinds.differentiated(turn)
+
+    def _is_whole(self, turn: OpenTurn) -> bool:
+        """Whether all of a turn has run, but for what follows its last call."""
+        self._note_backward(turn)
+        return self._kinds.whole(turn)
+
+
+# -- finding ---------------------------------------------------------------------------------------
 
 
 class Finder(TurnsOfThreads):
@@ -251,3 +337,72 @@ class Finder(TurnsOfThreads):
 
     def _next_piece(self, turn: OpenTurn) -> None:
         self._close_piece(turn, self._name)
+
+
+# -- probing ---------------------------------------------------------------------------------------
+# Calls of modules whose ops are noted, and the same call again on other sizes, aside.
+
+
+def noted_call(stage: RecorderStage, module: nn.Module, arguments: Any) -> tuple[Any, Ops | None]:
+    """What a call gives, and its ops; None where it changes what the module holds.
+
+    arguments: those without a name, and those with one.
+    """
+    args, kwargs = arguments
+    recorder = stage.recorder
+    with torch._C.DisableTorchFunction():
+        state = state_of(module)
+    before, log = recorder.log, []  # type: ignore[var-annotated]
+    recorder.log = log
+    try:
+        output = recorder.answer(module, *args, **kwargs)
+    finally:
+        recorder.log = before
+    with torch._C.DisableTorchFunction():
+        return output, log if state_of(module) == state else None
+
+
+class CallAside:
+    """A call, to be made again on tensors of other sizes, of which nothing is recorded.
+
+    It keeps neither the module nor its arguments alive.
+    """
+
+    def __init__(
+        self, stage: RecorderStage, module: nn.Module, arguments: Any, sizes: Sequence[int]
+    ) -> None:
+        self._stage, self._module = stage, weakref.ref(module)
+        with torch._C.DisableTorchFunction():
+            self._arguments = resized(arguments, sizes)
+        self._trains = [inner.training for inner in module.modules()]
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    def __call__(self, sizes: Sequence[int]) -> Ops | None:
+        """The ops of the call on these sizes; None where it cannot be made."""
+        module = self._module()
+        with torch._C.DisableTorchFunction():
+            arguments = None if self._arguments is None else resized(self._arguments, sizes)
+        if module is None or arguments is None:
+            return None
+        inside = list(module.modules())
+        trains = [inner.training for inner in inside]
+        _train(inside, self._trains)
+        enabled, dtype = self._cast
+        try:
+            with (
+                self._stage.recorder.paused(),
+                torch.inference_mode(self._inference),
+                torch.set_grad_enabled(self._grad),
+                torch.autocast("cuda", dtype, enabled),
+            ):
+                return noted_call(self._stage, module, arguments)[1]
+        except Exception:  # whatever the module raises at these sizes
+            return None
+        finally:
+            _train(inside, trains)
+
+
+def _train(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=False):
+        module.training = flag

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,26 +16,21 @@ from rooftrace.tracer.asking import names
 from rooftrace.tracer.emulation import Device, emulate
 from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphfiles import graphs_bytes
-from rooftrace.tracer.launching import (
-    Ended,
-    Ranks,
-    call_apart,
-    launched,
-    understood,
-)
+from rooftrace.tracer.launching import Ended, Ranks, call_apart, launched, understood
 from rooftrace.tracer.scripts import presenting, sending
-from rooftrace.tracer.scripts.boundaries import Boundary
+from rooftrace.tracer.scripts.boundaries import Boundary, BoundaryFinder
+from rooftrace.tracer.scripts.calls import Look, ModuleCall
 from rooftrace.tracer.scripts.clocks import Prices, SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
-from rooftrace.tracer.scripts.metering import RecordedMemory
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
-from rooftrace.tracer.scripts.records import Script
-from rooftrace.tracer.scripts.replaying import GraphFinder
+from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Script
 from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
+from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.scripts.watching import watch, watch_marks
+from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.values import Values
 from rooftrace.tracer.vocabulary import UNRECORDED
 
@@ -211,3 +207,122 @@ def _short(graph: OpGraph) -> OpGraph:
     number = max((item.id for item in graph.assumptions), default=-1) + 1
     forked = Assumption(id=number, kind=UNRECORDED, where="", text=FORKED)
     return graph.replace(assumptions=(*graph.assumptions, forked))
+
+
+# -- metering --------------------------------------------------------------------------------------
+# Memory of the device that is not there, as a script may ask for it while it runs.
+
+
+class RecordedMemory:
+    """Bytes of the device that are alive, by what recorders know of their storages.
+
+    They are counted where the script asks, so a peak between two questions is not seen: `peak` is
+    the largest answer since the last reset.  The report has the peaks of the steps.
+    """
+
+    def __init__(self, stage: RecorderStage) -> None:
+        self._stage = stage
+        self._peak = 0
+
+    def allocated(self) -> int:
+        """Bytes alive now."""
+        now = self._stage.recorder.alive_bytes()
+        self._peak = max(self._peak, now)
+        return now
+
+    def peak(self) -> int:
+        """The largest number of bytes that was asked for since the last reset."""
+        return max(self._peak, self.allocated())
+
+    def reset_peak(self) -> None:
+        """The peak is what is alive now."""
+        self._peak = 0
+        self.allocated()
+
+
+# -- replaying -------------------------------------------------------------------------------------
+# CUDA graphs of a script: what a capture runs is no turn; a replay is one, or a part of one.
+
+
+_LABEL = "CUDAGraph.replay()"
+
+
+class GraphFinder(BoundaryFinder):
+    """A finder that is told of CUDA graphs, too.
+
+    Calls during a capture run, whatever they look like, and are part of no turn.
+    """
+
+    _before: Counter[int] | None = None  # steps of optimizers before the capture that runs
+    _seen = 0  # ops that were recorded before the replay that runs
+    _replays = False  # a replay runs: modules that ops of it call are parts of it
+
+    def told(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
+        """A capture or a replay begins, or has ended."""
+        with torch._C.DisableTorchFunction():
+            if event == "capture":
+                self._end_whole()
+                self._before = Counter(self._optimizers.steps)
+                self._aside()
+            elif event == "captured":
+                self._aside()
+                self._optimizers.steps, self._before = self._before or Counter(), None
+            elif self._before is None and event == "replay":
+                self._replay()
+                self._replays = True
+            elif self._before is None:
+                self._replays = False
+                self._replayed(self._replayed_steps())
+
+    def call(self, made: ModuleCall) -> Any:
+        """A module is called from outside of any module."""
+        if self._before is not None or self._replays:
+            return made.run()
+        return super().call(made)
+
+    def _stepped_here(self) -> None:
+        if self._before is None:
+            super()._stepped_here()
+
+    def _end_whole(self) -> None:
+        turn = self._turn
+        if turn is not None and self._is_whole(turn):
+            self._finish(turn)
+
+    def _aside(self) -> None:
+        """Outside of turns, what was recorded is dropped."""
+        if self._turn is None:
+            self.book.discard(self._stage.change(self._name))
+
+    def _replay(self) -> None:
+        """A graph is about to be replayed: a turn of its own, or a part of the open one."""
+        self._end_whole()
+        look, turn = Look(_LABEL, plain=False), self._turn
+        if turn is None:
+            kind = TRAINING if self._optimizers.known else INFERENCE
+            if self._has_run_enough(kind):
+                self._stop()
+            turn = self._begin(OpenTurn(kind, _LABEL), look)
+        elif not turn.recorded:
+            self._record_rest(turn)
+        turn.calls.append(look)
+        self._seen = len(self._stage.recorder.graph.nodes)
+
+    def _replayed_steps(self) -> set[str]:
+        """The classes of the optimizers whose ops were replayed."""
+        names = set()
+        for place, node in enumerate(self._stage.recorder.graph.nodes):
+            noted = node.meta.get(META_KEY)
+            if place < self._seen or not isinstance(noted, Recorded):
+                continue
+            if noted.origin.part == "optimizer":
+                names.add(noted.origin.function)
+        return names
+
+    def _replayed(self, classes: Collection[str]) -> None:
+        """A replay has ended, in which optimizers of these classes have stepped."""
+        for key, name in self._optimizers.names().items():
+            if name in classes:
+                self._optimizers.steps[key] += 1
+                if self._turn is not None:
+                    self._turn.learnt.optimizers.append(name.lower())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.sharded import streams
+from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape.entries import Entries
-from rooftrace.tracer.tape.generators import Generators
 from rooftrace.tracer.tape.here import Here, RecordedThreads
 from rooftrace.tracer.tape.loopwatch import LoopWatch
 from rooftrace.tracer.tape.origins import Origins
-from rooftrace.tracer.tape.paths import Paths
 from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Shards, Spec, Tag
 from rooftrace.tracer.tape.tags import Tags
 from rooftrace.tracer.tensors import owners, subclasses, trees
@@ -247,3 +247,83 @@ class Tape:
                 object.__setattr__(node, name, nothing)
         graph._graph_namespace._obj_to_name.clear()
         graph._find_nodes_lookup_table.table.clear()
+
+
+# -- generators ------------------------------------------------------------------------------------
+# The interface of random generators that belong to one recording.
+
+
+class Generators(Protocol):
+    """Generators that stand for those of the process, in the threads of a recording."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on the host that draws random numbers."""
+
+    def states(self) -> Any:
+        """What was drawn so far: equal only where nothing was drawn between."""
+
+
+# -- paths -----------------------------------------------------------------------------------------
+# Modules: their dotted paths, and how often each was called.
+
+
+class Paths:
+    """The modules of one recording."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}  # the name of the class of each module, by path
+        self._paths: dict[int, str] = {}  # by identity
+        self._transparent: set[int] = set()  # wrappers that are not shown
+        self.counts: dict[str, int] = {}  # how often each module was called, by path
+        self.lines: dict[str, str] = {}  # of the first call, by path with indices starred
+
+    def name(self, root: nn.Module) -> None:
+        """Use the dotted paths of `root` for its modules.
+
+        A wrapper made by torch.compile is not shown: its module stands in its place.
+        """
+        for path, module in root.named_modules(remove_duplicate=False):
+            shown = owners.shown_path(path)
+            if "_orig_mod" in module._modules:
+                self._transparent.add(id(module))
+            else:
+                self._paths.setdefault(id(module), shown)
+                self.kinds.setdefault(shown, owners.class_name(module))
+
+    def is_transparent(self, module: nn.Module) -> bool:
+        """Whether a module is a wrapper that is not shown."""
+        return id(module) in self._transparent
+
+    def is_named(self, module: nn.Module) -> bool:
+        """Whether a module has a path."""
+        return id(module) in self._paths
+
+    def of(self, module: nn.Module) -> str:
+        """The dotted path of a module; "" where it has none."""
+        return self._paths.get(id(module), "")
+
+    def times(self, path: str) -> int:
+        """How often the module at this path was called."""
+        return self.counts.get(path, 0)
+
+    def called(self, module: nn.Module, parent: str) -> tuple[str, int]:
+        """Count a call: the path of the module, and how often it was called before.
+
+        parent: the path of the module that calls it.  A module without a path gets the name of its
+        class below that.
+        """
+        path = self._paths.get(id(module))
+        if path is None:
+            kind = type(module).__name__
+            path = f"{parent}.<{kind}>" if parent else f"<{kind}>"
+            self.kinds.setdefault(path, kind)
+        before = self.times(path)
+        self.counts[path] = before + 1
+        self.called_from(path, 3)
+        return path, before
+
+    def called_from(self, path: str, depth: int) -> None:
+        """Note the line of the user's that calls the module at this path, `depth` frames up."""
+        place = pattern_of(path)
+        if place not in self.lines and (line := source_line(depth)):
+            self.lines[place] = line

@@ -14,19 +14,12 @@ import torch
 from torch import nn
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
-from rooftrace.errors import RequestError, TargetError
+from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.targets.configchanges import with_settings
 from rooftrace.tracer.targets.precision import ComputeDtype, in_fp32, precision_of
-from rooftrace.tracer.targets.quantization import (
-    Declared,
-    Marked,
-    declared_in,
-    ggufs,
-    marked,
-)
+from rooftrace.tracer.targets.quantization import Declared, Marked, declared_in, ggufs, marked
 from rooftrace.tracer.targets.remote_code import check_config, with_own_attention, without_code
 from rooftrace.tracer.targets.unbuilt import unbuilt
 from rooftrace.tracer.tensors import own_tensors
@@ -376,3 +369,60 @@ def _part_for(kind: Any, config: Any) -> Any:
     wanted = getattr(kind, "config_class", None) or type(config)
     parts = [part for part in vars(config).values() if type(part) is wanted]
     return parts[0] if parts and type(config) is not wanted else config
+
+
+# -- configchanges ---------------------------------------------------------------------------------
+# A Hugging Face config with some fields changed, before a model is built of it.
+
+
+PREFIX = "config."
+_LAYERS = re.compile(r"(num|n)_(.*_)?layers?|.*layers")
+"""Fields that count layers; lists with an item for each layer follow them."""
+
+
+def with_settings(
+    data: Mapping[str, Any], settings: Mapping[str, Any], defaults: Mapping[str, Any], target: str
+) -> dict[str, Any]:
+    """The config as plain data with these settings; names begin with "config.".
+
+    defaults: the fields that a config of this type has.  Where a number of layers changes, a list
+    with an item for each layer is cut, or goes on as it began.  Raises RequestError for a field
+    that there is not, or a value of another kind.
+    """
+    changed: dict[str, Any] = dict(data)
+    for name, value in settings.items():
+        if not name.startswith(PREFIX):
+            raise RequestError(
+                f"{name}={value!r:.40}: the settings of {target} begin with {PREFIX!r}, for "
+                f"example {PREFIX}num_hidden_layers"
+            )
+        _change(changed, name.removeprefix(PREFIX).split("."), value, defaults, name)
+    return changed
+
+
+def _change(
+    data: dict[str, Any], path: list[str], value: Any, defaults: Mapping[str, Any], name: str
+) -> None:
+    first, *rest = path
+    fields = {**defaults, **data}
+    if first not in fields:
+        names = [field for field, old in fields.items() if isinstance(old, (int, float, str, dict))]
+        raise RequestError(
+            f"{name}={value!r:.40}: the config has no field {first!r}{hint(first, names)}"
+        )
+    old = fields[first]
+    if rest:
+        if not isinstance(old, Mapping):
+            raise RequestError(f"{name}={value!r:.40}: {first!r} has no fields of its own")
+        part = dict(old)
+        _change(part, rest, value, {}, name)
+        data[first] = part
+        return
+    plain = isinstance(old, (int, float, str)) or old is None
+    if not plain or (isinstance(old, (int, float)) and isinstance(value, str)):
+        raise RequestError(f"{name}={value!r:.40}: expected a value such as {old!r:.40}")
+    data[first] = value
+    if _LAYERS.fullmatch(first) and isinstance(old, int) and isinstance(value, int):
+        for field, items in fields.items():
+            if isinstance(items, list) and len(items) == old > 1:
+                data[field] = [items[i % old] for i in range(value)]
