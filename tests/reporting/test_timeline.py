@@ -129,7 +129,7 @@ def test_a_report_writes_one_for_each_phase_where_it_is_asked_to(tmp_path: Path)
         *(f"timeline_{phase}.json.gz" for phase in report.phases),
     ]
     with pytest.raises(
-        ValueError, match="expected some of html, md, json, csv, png, svg, pdf, trace"
+        ValueError, match="expected some of html, md, json, csv, png, tex, svg, pdf, trace"
     ):
         report.write(tmp_path / "other", ("perfetto",))
 

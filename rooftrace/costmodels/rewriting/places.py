@@ -121,15 +121,23 @@ class Places:
         return self._known[value]
 
     def before(self, value: int) -> int | None:
-        """The value one op earlier that has the same elements in the same order: before a view, a
-        copy or a cast.  None where another op made this one."""
+        """The value behind views, a copy or a cast that has the same elements in the same order.
+
+        Views between the two may turn them, as long as the last one turns them back.  None where
+        another op made this one.
+        """
         values, op = self.graph.values, self.made_by(value)
-        if op is None or len(op.inputs) != 1 or beside(op):
-            return None
-        old, new = values[op.inputs[0]], values[value]
-        viewed = op.kind == "view" and old.dtype == new.dtype and merged(old) == merged(new)
-        alike = viewed or op.name in COPIES
-        return op.inputs[0] if alike and old.elements == new.elements else None
+        new = values[value]
+        if op is not None and op.name in COPIES and not beside(op):
+            return op.inputs[0] if values[op.inputs[0]].elements == new.elements else None
+        while op is not None and op.kind == "view" and len(op.inputs) == 1 and not beside(op):
+            old = values[op.inputs[0]]
+            if old.dtype != new.dtype or old.elements != new.elements:
+                return None
+            if merged(old) == merged(new):
+                return op.inputs[0]
+            op = self.made_by(op.inputs[0])
+        return None
 
     def behind(self, value: int, shape: tuple[int, ...] | None = None) -> Iterator[int]:
         """A value, and those before it that have its elements in the same order, the latest first.
