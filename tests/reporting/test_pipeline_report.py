@@ -31,7 +31,7 @@ def test_every_row_says_of_which_stage_it_is(report):
     names = {"training stage 1 of 2", "training stage 2 of 2"}
     assert set(report.phases) == names
     assert {estimate.step for estimate in report.broken_down()} == names
-    assert {row["phase"] for row in exchanged(report)} == names
+    assert {row.phase for row in exchanged(report)} == names
     lines = [line.strip() for line in str(report).splitlines()]
     for name in names:
         assert lines.count(name) == 2  # above its times, and above its kernels

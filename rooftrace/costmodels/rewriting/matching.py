@@ -118,18 +118,20 @@ class _Matching:
         if pattern.said:
             words = {**words, pattern.said: op}
         rest = dict(op.arguments)
-        given = [rest.pop(name) for name in list(rest)[: len(pattern.operands)]]
-        found: Words | None = words
+        operands = [rest.pop(name) for name in list(rest)[: len(pattern.operands)]]
+        matched: Words | None = words
         for name, wanted in pattern.arguments.items():
-            found = None if found is None else self._given(op, rest.pop(name, None), wanted, found)
-        if found is None or len(given) < len(pattern.operands):
+            matched = (
+                None if matched is None else self._given(op, rest.pop(name, None), wanted, matched)
+            )
+        if matched is None or len(operands) < len(pattern.operands):
             return None
         said = {n for n, item in rest.items() if item not in (None, _DEFAULTS.get(n))}
         if pattern.operands and said - _SAY_NOTHING:
             return None
-        swaps = len(given) == 2 and name_of(op) in _COMMUTE
-        for order in permutations(given) if swaps else (given,):
-            made: Words | None = found
+        swaps = len(operands) == 2 and name_of(op) in _COMMUTE
+        for order in permutations(operands) if swaps else (operands,):
+            made: Words | None = matched
             for item, wanted in zip(order, pattern.operands, strict=True):
                 made = None if made is None else self._given(op, item, wanted, made)
             if made is not None:
@@ -148,10 +150,10 @@ class _Matching:
             return None if isinstance(item, Ref) else {**words, wanted.word: item}
         if isinstance(wanted, list):
             listed = item if isinstance(item, tuple) and len(item) == len(wanted) else ()
-            found: Words | None = words if listed else None
+            matched: Words | None = words if listed else None
             for each, pattern in zip(listed, wanted, strict=False):
-                found = None if found is None else self._given(op, each, pattern, found)
-            return found
+                matched = None if matched is None else self._given(op, each, pattern, matched)
+            return matched
         if type(wanted) is tuple:
             tries = (self._given(op, item, each, words) for each in wanted)
             return next((made for made in tries if made is not None), None)
@@ -182,10 +184,10 @@ def dim_of(places: Places, op: Op, dims: Argument) -> int | None:
 
 
 def number_of(places: Places, item: Argument) -> float | None:
-    """A number that an op was given, also as a tensor of one element that was filled with it."""
+    """A number that an op was operands, also as a tensor of one element that was filled with it."""
     if isinstance(item, Ref):
         made = None if item.then or item.every else places.kernel_of(item.id)
         said = {"aten.scalar_tensor": "s", "aten.full": "fill_value"}
-        one = places.graph.values[item.id].elements == 1
-        item = made.arguments.get(said.get(made.name, "")) if made is not None and one else None
+        single = places.graph.values[item.id].elements == 1
+        item = made.arguments.get(said.get(made.name, "")) if made is not None and single else None
     return float(item) if isinstance(item, (int, float)) else None

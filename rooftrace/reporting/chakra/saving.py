@@ -66,7 +66,7 @@ def write_traces(report: Results, folder: Path, every_rank: bool = False) -> lis
 
 
 def write_traces_of_all(report: Results, folder: Path) -> list[str]:
-    """The same, for every process of the mesh."""
+    """The files of every process of the mesh; their names."""
     return write_traces(report, folder, every_rank=True)
 
 

@@ -221,7 +221,7 @@ class PhaseMemory(Plain):
 
     @property
     def chips(self) -> Annotated[Mapping[str, OnChip], ("minProperties", 1)]:
-        """The same on every chip."""
+        """What the phase takes on each chip, by its name."""
         batches = self.results.largest.get(self.phase, {})
         return {
             chip.name: OnChip(
