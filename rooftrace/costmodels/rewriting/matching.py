@@ -184,7 +184,7 @@ def dim_of(places: Places, op: Op, dims: Argument) -> int | None:
 
 
 def number_of(places: Places, item: Argument) -> float | None:
-    """A number that an op was operands, also as a tensor of one element that was filled with it."""
+    """A number that an op was given, also as a tensor of one element that was filled with it."""
     if isinstance(item, Ref):
         made = None if item.then or item.every else places.kernel_of(item.id)
         said = {"aten.scalar_tensor": "s", "aten.full": "fill_value"}
