@@ -20,6 +20,7 @@ from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.systems import load_system
 from tests.tracer.expert_models import MIXTRAL, needs_plans
 
+pytestmark = pytest.mark.slow  # each traces a step several times
 DENSE = {
     "model_type": "llama",
     "hidden_size": 64,
