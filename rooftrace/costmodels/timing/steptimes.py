@@ -324,7 +324,7 @@ def _at_peaks(
     for number in exchanges:
         where = step.parts[number].where
         sent[where] = compute[where] = hbm[where] = gap[where] = 0.0
-    network = sent / engines.link_bandwidth(float(sent @ step.times), chip)
+    network = sent / engines.link_bandwidth(float(np.sum(sent * step.times)), chip)
     for number, exchange in exchanges.items():
         network[step.parts[number].where] = exchange.least
     return EntrySeconds(compute, hbm, network, gap, more)
