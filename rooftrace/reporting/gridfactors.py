@@ -12,6 +12,7 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.requests import readers
 from rooftrace.reporting.stepforms import level_values
 from rooftrace.tracer.asking import Job, names
 
@@ -69,7 +70,7 @@ class _Reader:
                 f"{name}: names that change together are all sizes, all settings or all numbers"
             )
         kind = kinds.pop()
-        readers: Mapping[str, Callable[[str, Sequence[Any]], Sequence[Any]]] = {
+        by_kind: Mapping[str, Callable[[str, Sequence[Any]], Sequence[Any]]] = {
             grids.CHIP: self._chips,
             grids.EXECUTION: self._executions,
             grids.DTYPE: self._precisions,
@@ -77,7 +78,7 @@ class _Reader:
             grids.SIZE: self._sized,
             grids.SETTING: self._settings,
         }
-        read = readers[kind]
+        read = by_kind[kind]
         columns = [read(part, texts) for part in parts]
         labels = tuple(_label(kind, text) for text in self._texts(kind, parts[0], texts))
         if len(parts) == 1 and kind in (grids.SIZE, grids.SETTING):
@@ -135,11 +136,14 @@ class _Reader:
 
     def _settings(self, name: str, texts: Sequence[Any]) -> list[Any]:
         if not any(_is_factor(text) for text in texts):
-            return [_plain(text) for text in texts]
+            return [readers.plain(text) for text in texts]
         before = self.sizes.get(name)
         if before is None and self.job is not None and name.startswith("config."):
             before = number_of_config(self.job, name)
-        return [_whole(name, text, before) if _is_factor(text) else _plain(text) for text in texts]
+        return [
+            _whole(name, text, before) if _is_factor(text) else readers.plain(text)
+            for text in texts
+        ]
 
 
 def _listed(name: str, levels: Any) -> list[Any]:
@@ -188,18 +192,6 @@ def _whole(name: str, text: Any, before: int | None) -> int:
             "factors such as x0.5"
         )
     return int(number)
-
-
-def _plain(text: Any) -> Any:
-    """A value of a setting: a number or a flag where it is spelt as such."""
-    if not isinstance(text, str):
-        return text
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _label(kind: str, level: Any) -> Any:

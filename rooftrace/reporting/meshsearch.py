@@ -26,8 +26,6 @@ from rooftrace.tracer.asking import Job
 from rooftrace.tracer.asking.names import phase_of
 from rooftrace.tracer.sizing import SizedSource
 
-FINDS = ("mesh", "scaling")
-"""What is asked for of meshes."""
 USUAL_AXES = ("dp", "tp")
 USUAL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -8,7 +8,7 @@ stream waits for is exposed; all other communication is hidden.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeAlias
@@ -417,16 +417,3 @@ class StreamsOverPoints(Streams):
 def has_streams(planned: Plan) -> bool:
     """Whether a plan talks to other processes, or works on several streams."""
     return any(op.collective is not None or op.stream for op in planned.graph.ops)
-
-
-def exposed_by(planned: Plan, exposed: Sequence[float]) -> Mapping[str, float]:
-    """Exposed seconds by the axis of the mesh, or by the group where no mesh is known."""
-    seconds: dict[str, float] = defaultdict(float)
-    for group, waited in zip(planned.groups, exposed, strict=True):
-        for number in group.ops:
-            together = planned.graph.ops[number].collective
-            if together is not None:
-                axis = planned.graph.groups[together.group].axis or together.group
-                seconds[axis] += waited
-                break
-    return dict(seconds)

@@ -97,8 +97,10 @@ def pairs(option: str, texts: Sequence[str], example: str) -> list[tuple[str, st
     return parted
 
 
-def plain(text: str) -> Any:
-    """A whole number, a number, true, false, or text."""
+def plain(text: Any) -> Any:
+    """A whole number, a number, true, false, or text; what is no text stays as it is."""
+    if not isinstance(text, str):
+        return text
     for kind in (int, float):
         try:
             return kind(text)
