@@ -157,6 +157,24 @@ class Walker:
         self._pass(op)
         return tuple(self.source(part, at) for part in made)
 
+    def under(self, factor: ReadValue, *names: str, **said: object) -> list[ReadValue]:
+        """What the last op of a chain by elements reads, each op of which makes the first operand
+        of the one before it, and the first op the factor; nothing where there is no such chain.
+
+        said: what an op has to be given, if it has such an argument.
+        """
+        read = [factor]
+        for name in names:
+            factor = self.source(read[0])
+            op = self.maker(factor.value)
+            if op is None or op.name != f"aten.{name}":
+                return []
+            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **said}.items()):
+                return []
+            self.passed.add(op.id)
+            read = [self.source(self.aligned(i, factor.dims)) for i in op.inputs]
+        return read
+
     def holding(self, factor: ReadValue, value: int) -> list[ReadValue] | None:
         """A factor taken apart as far as is needed to see a value; None where it is not in it."""
         factor = self.source(factor, value)

@@ -103,22 +103,12 @@ def _step(walker: Walker, add: Op) -> _Step | None:
             continue
         for decay, state in (product.reads, product.reads[::-1]):
             read = walker.aligned(decay.id, dims)
-            exp = exponent(walker, read) if plain((decay,)) else None
-            if exp is not None:
-                step = _with_sum(walker, add, product, state, exp, walker.aligned(rest.id, dims))
+            for exponent in walker.under(read, "exp") if plain((decay,)) else ():
+                entered = walker.aligned(rest.id, dims)
+                step = _with_sum(walker, add, product, state, exponent, entered)
                 if step is not None:
                     return step
     return None
-
-
-def exponent(walker: Walker, factor: ReadValue) -> ReadValue | None:
-    """What a factor is the exponential of; None where it is none."""
-    factor = walker.source(factor)
-    op = walker.maker(factor.value)
-    if op is None or op.name != "aten.exp":
-        return None
-    walker.passed.add(op.id)
-    return walker.source(ReadValue(op.inputs[0], factor.dims))
 
 
 def _with_sum(
