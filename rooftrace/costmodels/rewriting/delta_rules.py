@@ -74,7 +74,6 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
     inside = {op.id for op in rule.ops}
     while value not in wiring.outputs:
         outside = [op for op in wiring.readers[value] if op.id not in inside]
-        outside = [op for op in outside if not op.name.endswith("_like")]
         if len(outside) != 1 or outside[0].repeats != _outside(rule):
             break
         op = outside[0]
@@ -101,10 +100,6 @@ def _kept_by(wiring: StateWiring, rule: StateRule, op: Op, between: Sequence[Op]
         if read_first or graph.values[target].dtype != graph.values[last].dtype:
             return {}
         return {"into": op, "between": tuple(between), "room": room}
-    if any(
-        last in reader.inputs for reader in wiring.readers[last] if reader.name.endswith("_like")
-    ):
-        return {}
     return {"into": op, "between": tuple(between)}
 
 

@@ -387,8 +387,6 @@ class StateRegion:
 
     def _keeps(self, reader: Op, value: int) -> bool:
         """Whether an op does no more with the last state than keep it, or make room for it."""
-        if reader.name.endswith("_like"):
-            return True
         if reader.name == "aten.copy_":
             return reader.inputs[0] != value
         if reader.name not in LAYOUT:
