@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, full
+from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.scans import laid_out
-from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, StateWiring, chains
+from rooftrace.costmodels.rewriting.statechains import CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
 from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
 from rooftrace.tracer.arguments import Argument, Ref
@@ -72,8 +73,8 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
     """The rule with the write of its last state into a cache, if nothing else reads the state."""
     value, between = rule.chain.last, list[Op]()
     inside = {op.id for op in rule.ops}
-    while value not in wiring.outputs:
-        outside = [op for op in wiring.readers[value] if op.id not in inside]
+    while value not in wiring.graph.outputs:
+        outside = [op for op in wiring.used_by[value] if op.id not in inside]
         if len(outside) != 1 or outside[0].repeats != _outside(rule):
             break
         op = outside[0]
@@ -94,9 +95,9 @@ def _kept_by(wiring: StateWiring, rule: StateRule, op: Op, between: Sequence[Op]
         return {}
     if graph.values[target].shape != graph.values[last].shape:
         return {}
-    room = wiring.maker(target)
+    room = wiring.made_by(target)
     if room is not None and room.name in CREATED:
-        read_first = any(reader.id < op.id for reader in wiring.readers[target])
+        read_first = any(reader.id < op.id for reader in wiring.used_by[target])
         if read_first or graph.values[target].dtype != graph.values[last].dtype:
             return {}
         return {"into": op, "between": tuple(between), "room": room}
@@ -108,7 +109,7 @@ def _place(wiring: StateWiring, rule: StateRule) -> Op:
     starts = [stream.value for stream in rule.streams.values()]
     starts += [rule.chain.first] if rule.chain.first is not None else []
     starts += [rule.into.inputs[0]] if rule.into is not None and rule.room is None else []
-    made = max((op.id for op in map(wiring.maker, starts) if op is not None), default=-1)
+    made = max((op.id for op in map(wiring.made_by, starts) if op is not None), default=-1)
     ops = sorted(rule.dropped, key=lambda op: op.id)
     late = [op for op in ops if op.id > made and op.repeats == _outside(rule)]
     return late[0] if late else ops[-1]

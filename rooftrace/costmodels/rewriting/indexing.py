@@ -8,7 +8,6 @@ sums gives the factors of a sum of products, each with the dims at which it is r
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,12 +82,7 @@ class Walker:
         self.places, self.graph = places, places.graph
         self.passed: set[int] = set()
         """Ids of the ops that were walked through."""
-        self.readers: dict[int, list[Op]] = defaultdict(list)
-        """By value, the ops that read it, in this iteration or in the next one."""
-        for op in self.graph.ops:
-            neighbours = {ref.then.value for ref in op.reads if ref.then is not None}
-            for value in {*op.inputs, *neighbours}:
-                self.readers[value].append(op)
+        self.readers = places.read_by
         self._edges: set[int] = set()
         """Values that an op outside of a repeat reads of its last iteration."""
         self._written = set(places.writers)

@@ -181,7 +181,7 @@ def _nearest(items: Sequence[StateStream], order: str) -> StateStream:
 
 def _line(region: StateRegion, leaf: int) -> list[int]:
     """The values through which all goes that comes from a leaf, before it meets another stream."""
-    readers, own = region.wiring.readers, frozenset({leaf})
+    readers, own = region.wiring.used_by, frozenset({leaf})
     streams = region.streams if leaf in region.fixed else region.moving
     alone = {leaf}
     for op in sorted(region.ops.values(), key=lambda op: op.id):
@@ -308,7 +308,7 @@ def _branches(region: StateRegion, op: Op) -> bool:
     """Whether an op asks how large a number of a stream is, besides the length of a row."""
     if op.name not in _BRANCHES or not region.streams[op.outputs[0]]:
         return False
-    below = region.wiring.maker(op.inputs[0])
+    below = region.wiring.made_by(op.inputs[0])
     return below is None or below.name != "aten.linalg_vector_norm"
 
 
@@ -322,7 +322,7 @@ def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]
     tensors = [graph.values[value] for value in starts]
     if any(tensor.repeats != outside[: len(tensor.repeats)] for tensor in tensors):
         return False
-    made = max((op.id for op in map(region.wiring.maker, starts) if op is not None), default=-1)
+    made = max((op.id for op in map(region.wiring.made_by, starts) if op is not None), default=-1)
     writers = (w for t in tensors for w in region.wiring.writers.get(t.storage, ()))
     return not any(made < writer.id < ops[-1].id for writer in writers)
 
