@@ -125,7 +125,6 @@ def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
     batch, tokens, heads, width, columns = rule.sizes
     target, arguments = _called(editor, rule, like)
     out, last, into = rule.out.value, rule.chain.last, rule.into
-    shape = editor.values[out].shape
     dtype = editor.values[out].dtype
     new = editor.value((batch, tokens, heads, columns), dtype, "activations", like.repeats)
     if into is not None:
@@ -139,8 +138,8 @@ def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
         editor.emit(like, target, arguments, (new, made))
         if arguments["keep"]:
             order = (0, 1, 3, 2) if rule.turned else (0, 1, 2, 3)
-            _stands_for(editor, like, last, made, order, editor.values[last].shape)
-    _stands_for(editor, like, out, new, tuple("BTHD".index(d) for d in rule.out.order), shape)
+            _stands_for(editor, like, last, made, order)
+    _stands_for(editor, like, out, new, tuple("BTHD".index(d) for d in rule.out.order))
 
 
 def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, Argument]]:
@@ -190,24 +189,18 @@ def _read(tensor: Tensor, stream: StateStream, sizes: Mapping[str, int]) -> Read
     return ReadValue(stream.value, tuple(dims))
 
 
-def _stands_for(
-    editor: Editor, like: Op, value: int, made: int, order: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
+def _stands_for(editor: Editor, like: Op, value: int, made: int, order: tuple[int, ...]) -> None:
     """A value of the graph becomes a view of what the new op made, and its views with it."""
-    source = editor.values[made]
-    item = Ref(made)
+    source, shape, item = editor.values[made], editor.values[value].shape, Ref(made)
     if order != tuple(range(len(order))):
-        last = tuple(source.shape[d] for d in order) == shape
-        if last:
+        if tuple(source.shape[d] for d in order) == shape:
             turned: dict[str, Argument] = {"self": item, "dims": order}
-            stride = tuple(source.stride[d] for d in order)
-            _rehomed(editor, like, value, made, stride)
+            _rehomed(editor, like, value, made, tuple(source.stride[d] for d in order))
             editor.emit(like, "aten.permute.default", turned, (value,), kind="view")
             return
         item = editor.permuted(like, item, order)
     _rehomed(editor, like, value, made, Tensor.contiguous(shape))
-    view: dict[str, Argument] = {"self": item, "shape": shape}
-    editor.emit(like, "aten.reshape.default", view, (value,), kind="view")
+    editor.stands_for(like, item, value)
 
 
 def _rehomed(editor: Editor, like: Op, value: int, made: int, stride: tuple[int, ...]) -> None:

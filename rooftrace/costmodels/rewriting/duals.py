@@ -26,14 +26,13 @@ from rooftrace.costmodels.rewriting.indexing import (
     renamed,
 )
 from rooftrace.costmodels.rewriting.matching import Pat, match
-from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.recurrences import (
-    SUMS,
     axes_of,
     decay_of,
     fuse,
     in_roles,
     scans,
+    sums_behind,
 )
 from rooftrace.costmodels.rewriting.scans import Scan, blank, clamped, finished, onto
 from rooftrace.tracer.graph import Op, OpGraph
@@ -48,8 +47,6 @@ _ON_AND_ABOVE = (
     Pat("triu", _ALL, diagonal=(None, 0)),
     Pat(_NOT, Pat("tril", _ALL, diagonal=-1)),
 )
-_LONGEST = 24
-"""The most ops between the decays within a chunk and what is made of them."""
 
 
 def fuse_dual_scans(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -91,7 +88,7 @@ def _chunked(walker: Walker, op: Op) -> Scan | None:
     if within is None or total is None:
         return None
     add, across = total
-    chunks, state, last = _states(walker, within, across, add) or (None, None, None)
+    chunks, state, last = _states(walker, within, across) or (None, None, None)
     if chunks is None:
         return None
     return _scan(walker, within, add, chunks, state, last)
@@ -144,18 +141,10 @@ def _within(walker: Walker, exp: Op) -> _Chunk | None:
         return None
     a, row, column = sums
     later, earlier = row.atoms[0].axis, column.atoms[0].axis
-    front, seen = [decays.value], set[int]()
-    while front and len(seen) < _LONGEST:
-        for op in walker.readers[front.pop(0)]:
-            if op.id in seen or op.repeats != exp.repeats:
-                continue
-            seen.add(op.id)
-            if op.name in SUMS:
-                chunk = _products(walker, op, decays, (a, later, earlier, row.atoms[0].size))
-                if chunk is not None:
-                    return chunk
-            if op.kind == "view" or op.name in (*COPIES, "aten.mul", *SUMS):
-                front += op.outputs
+    for op in sums_behind(walker, decays.value):
+        chunk = _products(walker, op, decays, (a, later, earlier, row.atoms[0].size))
+        if chunk is not None:
+            return chunk
     return None
 
 
@@ -244,7 +233,7 @@ def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
 
 
 def _states(
-    walker: Walker, within: _Chunk, begun: ReadValue, total: ReadValue
+    walker: Walker, within: _Chunk, begun: ReadValue
 ) -> tuple[Axis | int, ReadValue | None, ReadValue | None] | None:
     """The axis of chunks (1 where there is one), the state of before, and that behind the last."""
     parts = walker.parts(begun)

@@ -197,11 +197,7 @@ def beside(op: Op) -> bool:
 
 def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int | None:
     """How far behind its operand an output of a view op begins; None for an unknown one."""
-    if (
-        op.name in VIEWS
-        or op.name == "aten.copy_"
-        or (op.name.endswith("_") and op.kind == "kernel")
-    ):
+    if op.name in VIEWS or (op.name.endswith("_") and op.kind == "kernel"):
         return 0
     dim = op.arguments.get("dim", 0)
     if op.name not in ("aten.slice", "aten.select", "aten.narrow", "aten.split", "aten.unbind",

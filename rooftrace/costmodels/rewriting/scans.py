@@ -274,7 +274,7 @@ def emit_scan(walker: Walker, edit: Editor, scan: Scan) -> None:
         moved = edit.view(state, old.shape, old.stride, like.repeats)
         arguments = {"state": state, **operands, **scan.options, **layout}
         edit.emit(like, STATE_UPDATE, arguments, (moved, y))
-        as_before(edit, like, moved, scan.written.outputs[0])
+        edit.stands_for(like, Ref(moved), scan.written.outputs[0])
     else:
         held = tuple(sizes[axis] for axis in "bhpn")
         last = edit.value(held, wide, "activations", like.repeats)
@@ -361,13 +361,7 @@ def replaces(
         cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
         edit.emit(like, "aten._to_copy.default", cast, (before.value,))
         return
-    edit.emit(
-        like,
-        "aten.reshape.default",
-        {"self": seen, "shape": old.shape},
-        (before.value,),
-        kind="view",
-    )
+    edit.stands_for(like, seen, before.value)
 
 
 def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
@@ -390,14 +384,6 @@ def _views(walker: Walker, value: int) -> set[int]:
                 if values[i].storage == values[value].storage and i not in seen
             ]
     return seen
-
-
-def as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
-    """What is left of a state after the op, in the shape that it is read in."""
-    shape = edit.values[value].shape
-    edit.emit(
-        like, "aten.reshape.default", {"self": Ref(moved), "shape": shape}, (value,), kind="view"
-    )
 
 
 def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -> Ref:
