@@ -9,8 +9,8 @@ from typing import Any
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.hardware.units import format_time
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.revisions.origins import DiffOrigins
 
@@ -145,7 +145,7 @@ class Sources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(Plain, Shown):
+class Diff(Plain, Shown, Limited):
     """The difference of two revisions on one chip under one execution model."""
 
     names: tuple[str, str]
@@ -160,6 +160,8 @@ class Diff(Plain, Shown):
     # The estimates of both sides, by title, for a timeline.
     steps: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    METRICS = TOTALS
+    EXAMPLE = "memory>1 GiB"
     schema = "rooftrace.diff/1"
     KEYS = (
         "schema before=names.0 after=names.1 chip chips execution executions time_is only_before "
@@ -199,18 +201,9 @@ class Diff(Plain, Shown):
             )
         )
 
-    def violations(self, conditions: Sequence[str]) -> list[str]:
-        """A sentence for each condition ("time>5%", "memory>1 GiB") that some phase breaks.
-
-        Raises FailOnError for a condition that cannot be read.
-        """
-        places = [(f"{phase.phase}: ", phase.totals) for phase in self.phases]
-        return broken(self.limits(conditions), TOTALS, places)
-
-    @staticmethod
-    def limits(conditions: Sequence[str]) -> list[Limit]:
-        """The limits that conditions say.  Raises FailOnError."""
-        return [Limit.parse(text, TOTALS, example="memory>1 GiB") for text in conditions]
+    def places(self) -> list[tuple[str, Mapping[str, Change]]]:
+        """The totals of each phase."""
+        return [(f"{phase.phase}: ", phase.totals) for phase in self.phases]
 
     def __repr__(self) -> str:
         kind = "expected" if self.expected else "bound"
