@@ -44,13 +44,9 @@ def locked_costs(estimate: Estimate, depth: int) -> LockedCosts:
     """The totals of an estimate, and its modules down to a depth, whose sums are the totals."""
     clock = TimeScale(estimate.t_est)
     total = clock.rounded(estimate.t_est)
+    totals: dict[str, Any] = {**estimate.totals, "time": clock.written(total)}
     return LockedCosts(
-        time=clock.written(total),
-        flops=estimate.flops,
-        bytes=estimate.bytes_hbm,
-        memory=estimate.memory.peak,
-        params=int(estimate.graph.model.get("params", 0)),
-        kernels=estimate.kernels,
+        **totals,
         modules=_modules(estimate, clock, total, depth),
     )
 

@@ -20,6 +20,10 @@ class Change(Plain):
 
     KEYS = "before after delta relative"
 
+    def __add__(self, other: Change) -> Change:
+        """The sums of both before and after."""
+        return Change(self.before + other.before, self.after + other.after)
+
     @property
     def delta(self) -> float:
         """after - before; 0 where the two differ by rounding only."""

@@ -8,14 +8,15 @@ from typing import Any
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
+from rooftrace.costmodels.memory import Held
 from rooftrace.hardware.units import format_time
 from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.revisions.origins import DiffOrigins
 
-NETWORK = ("communication", "exposed")
-"""Totals of steps of several processes: seconds of exchanges, and for which computing waits."""
+NONE = Change(0, 0)
+"""The change of what a row has nothing of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,10 @@ class DiffRow:
     count: int = 0
     before: str | None = None
     after: str | None = None
-    time: Change
-    bytes: Change
-    flops: Change
-    kernels: Change
+    time: Change = NONE
+    bytes: Change = NONE
+    flops: Change = NONE
+    kernels: Change = NONE
     eager: Change | None = None
 
     @property
@@ -88,17 +89,16 @@ class DiffRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldChange:
+class HeldChange(Plain):
     """Tensors of one kind of which more or less is held at the peak of memory (byte)."""
 
-    role: str
-    module: str
-    op: str
-    part: str
-    name: str
-    dtype: str
-    saved: bool
+    held: Held  # of the second side, or of the first where it is gone
     bytes: Change
+
+    KEYS = (
+        "role=held.role module=held.module op=held.op part=held.part name=held.name "
+        "dtype=held.dtype saved=held.saved bytes"
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PhaseDiff(Plain):
     """
 
     phase: str
-    totals: Mapping[str, Change]  # by name in TOTALS, and in NETWORK for several processes
+    totals: Mapping[str, Change]  # by name in TOTALS, and for several processes in `network_totals`
     modules: tuple[ModuleChange, ...]
     rows: tuple[DiffRow, ...] = ()
     held: tuple[HeldChange, ...] = ()
