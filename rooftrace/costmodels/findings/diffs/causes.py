@@ -16,7 +16,7 @@ from rooftrace.costmodels.findings.diffs.edits import (
     tensor_of,
 )
 from rooftrace.costmodels.findings.diffs.sides import LayerCount, Side, Sides
-from rooftrace.hardware.units import few, format_flop_rate, listed, plural
+from rooftrace.hardware.units import arrow, few, format_flop_rate, listed, plural
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS
@@ -142,8 +142,7 @@ def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         for first, second in _outside(sides, edit):
             if first.shape != second.shape or first.dtype != second.dtype:
                 old, name = (pattern_of(tensor.name) or tensor.role for tensor in (first, second))
-                name = name if old == name else f"{old} -> {name}"
-                changes.setdefault(difference(first, second), {})[name] = None
+                changes.setdefault(difference(first, second), {})[arrow(old, name)] = None
     for (text, note), names in changes.items():
         yield f"{few(list(names), _MOST)} {text}{note}"
 

@@ -9,7 +9,7 @@ from typing import Any
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.memory import Held
-from rooftrace.hardware.units import format_time
+from rooftrace.hardware.units import arrow, format_time
 from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import TOTALS
@@ -78,9 +78,7 @@ class DiffRow:
     @property
     def lines(self) -> str:
         """The line on either side: "net.py:12 -> net.py:14", one where equal; "" for none."""
-        if self.before and self.after and self.before != self.after:
-            return f"{self.before} -> {self.after}"
-        return self.line or ""
+        return arrow(self.before or "", self.after or "")
 
     @property
     def place(self) -> str:
@@ -171,12 +169,12 @@ class Diff(Plain, Shown, Limited):
     @property
     def chip(self) -> str:
         """The chip, or both: "h100-sxm -> h200-sxm"."""
-        return _both(self.chips)
+        return arrow(*self.chips)
 
     @property
     def execution(self) -> str:
         """The execution model, or both: "eager -> compiled"."""
-        return _both(self.executions)
+        return arrow(*self.executions)
 
     @property
     def first(self) -> tuple[PhaseDiff, DiffRow] | None:
@@ -227,7 +225,3 @@ def _in_short(phase: PhaseDiff) -> str:
     time = phase.totals["time"]
     relative = "" if time.relative is None else f" ({time.relative:+.1%})"
     return f"{format_time(time.before)} -> {format_time(time.after)}{relative}"
-
-
-def _both(names: tuple[str, str]) -> str:
-    return names[0] if names[0] == names[1] else " -> ".join(names)
