@@ -10,7 +10,7 @@ from typing import Any
 from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
-from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes import Change, relative
 from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import NUMBER, SHARE, Metrics
 from rooftrace.tracer.inventory import SIZES, ParameterDiff
@@ -45,9 +45,7 @@ class Drift(Plain):
     @property
     def relative(self) -> float | None:
         """The norm of the difference over the norm before; None where that is 0, and it changed."""
-        if self.norm_before:
-            return self.norm_difference / self.norm_before
-        return 0.0 if not self.norm_difference else None
+        return relative(self.norm_difference, self.norm_before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +133,8 @@ class CheckpointDiff(Plain, Shown, Limited):
     def relative(self) -> float | None:
         """The norm of all differences over the norm before, of the tensors with values on both."""
         drifts = [tensor.drift for tensor in self.tensors if tensor.drift is not None]
-        before = math.hypot(*(drift.norm_before for drift in drifts))
         difference = math.hypot(*(drift.norm_difference for drift in drifts))
-        if before:
-            return difference / before
-        return 0.0 if not difference else None
+        return relative(difference, math.hypot(*(drift.norm_before for drift in drifts)))
 
     @property
     def not_finite(self) -> tuple[TensorDiff, ...]:
