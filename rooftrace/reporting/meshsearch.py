@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rooftrace._progress import tell
 from rooftrace.costmodels.answers.workloads import Limits
-from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.meshing import (
     MeshAnswer,
     MeshRow,
@@ -18,7 +18,6 @@ from rooftrace.costmodels.meshing import (
     row_of,
 )
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.units import format_time
@@ -159,13 +158,8 @@ def _estimates(
     )
     job = replace(asked.job, request=request, phases=(asked.phase,), explicit=())
     graphs = SizedSource(job, ()).graphs(())
-    conditions = asked.conditions
-    precisions = conditions.dtype, conditions.weights_dtype, conditions.kv_dtype
     chip = asked.system.joined_chip
-    return {
-        phase: estimate_graph(reprice(graph, *precisions), chip, conditions.execution)
-        for phase, graph in graphs.items()
-    }
+    return {phase: estimate(asked.conditions.plan(graph), chip) for phase, graph in graphs.items()}
 
 
 def _holds(asked: MeshQuestion, row: MeshRow) -> bool:

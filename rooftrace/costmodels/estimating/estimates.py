@@ -285,6 +285,19 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return interval_of(self.plan, self.rows, self.times, self.knobs, level)
 
     @property
+    def totals(self) -> dict[str, float]:
+        """What diffs, budgets and locks hold to limits, by their names for it: second, FLOP, byte
+        through HBM, byte at the peak of memory, parameters, kernels."""
+        return {
+            "time": self.t_est,
+            "flops": self.flops,
+            "bytes": self.bytes_hbm,
+            "memory": self.memory.peak,
+            "params": int(self.graph.model.get("params", 0)),
+            "kernels": self.kernels,
+        }
+
+    @property
     def mfu(self) -> float | None:
         """Matrix FLOP without recomputation (masked blocks left out) per second of t_est over the
         dense peak of the dominant matrix precision."""
@@ -294,21 +307,6 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     def hfu(self) -> float | None:
         """Hardware FLOP utilization: mfu, with recomputation and masked blocks counted too."""
         return _ratio(self.plan.total.flops(MATRIX, COMPUTED), self.t_est * self.peak)
-
-    @property
-    def item(self) -> str:
-        """What a step produces: token or sample."""
-        return str(self.graph.workload.get("item", "sample"))
-
-    @property
-    def items(self) -> int:
-        """How many items (tokens or samples) one step produces."""
-        return int(self.graph.workload.get("items", 1))
-
-    @property
-    def items_per_s(self) -> float | None:
-        """Items per second of t_est, of all replicas; of one where the mesh does not say."""
-        return _ratio(self.items * (self.replicas or 1), self.t_est)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
