@@ -140,19 +140,16 @@ class RunWatch:
         self.shown = torch.device("cuda", index)
         self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
-        self.stage = RecorderStage(self._recorder)
-        self.finder = GraphFinder(
-            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
-        )
-
-    def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(
+        recorder = ScriptRecorder(
             self.values,
-            record,
             self.shown,
             self.shapes,
             self.device_tensors,
             lambda: self.finder.differentiated(),
+        )
+        self.stage = RecorderStage(recorder, lambda: self.finder.end())
+        self.finder = GraphFinder(
+            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
         )
 
     def watched(self, program: Callable[[], Ended]) -> Ended:
@@ -170,11 +167,10 @@ class RunWatch:
             finder.stepped,
             lambda: finder.learnt,
         )
-        self.stage.open()
+        self.stage.recorder.__enter__()  # for good: the process ends with the script
         ended = program()
         with torch._C.DisableTorchFunction():
             finder.end()
-        self.stage.close()
         return ended
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
@@ -190,7 +186,7 @@ class RunWatch:
             code=ended.code,
             seconds=perf_counter() - began,
             said=dict(said),
-            outside=self.stage.unrecorded,
+            outside=self.stage.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
             failure=failure_of(ended, chosen),
@@ -292,7 +288,7 @@ class GraphFinder(BoundaryFinder):
     def _aside(self) -> None:
         """Outside of turns, what was recorded is dropped."""
         if self._turn is None:
-            self.book.discard(self._stage.change(self._name))
+            self._renew()
 
     def _replay(self) -> None:
         """A graph is about to be replayed: a turn of its own, or a part of the open one."""
