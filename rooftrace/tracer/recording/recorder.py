@@ -323,7 +323,8 @@ def _convolution(*args: Any) -> Any:
 
 def check_not_inside(what: str, instead: str) -> None:
     """Raise RequestError in a thread that a recording follows.  instead: what to do."""
-    if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, Recorder | threads.Follower) for mode in modes):
         raise RequestError(
             f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
             f"modules stand on the meta device: {instead}"

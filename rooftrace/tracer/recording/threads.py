@@ -51,10 +51,10 @@ class Follower(TorchDispatchMode):
 
     def __init__(self, tape: Tape, dispatch: Dispatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._dispatch = tape, dispatch
+        self.tape, self._dispatch = tape, dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._tape.live:  # a thread that outlives the recording
+        if not self.tape.live:  # a thread that outlives the recording
             return func(*args, **(kwargs or {}))
         return self._dispatch(func, types, args, kwargs)
 
