@@ -86,9 +86,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     line = understood(asked.command)
     where = Ranks.of(line, asked.ranks, asked.rank, asked.per_node)
     began = perf_counter()
-    stops: list[Callable[[], None]] = []
     begins = Boundary.of(asked.boundary)
-    run = RunWatch(where.local_rank, asked.steps, lambda: stops[0](), asked.assume, begins)
     said: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
@@ -99,7 +97,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
 
     device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
     program = launched(line, where, asked.scratch)
-    stops.append(program.stop)
+    run = RunWatch(where.local_rank, asked.steps, program.stop, asked.assume, begins)
     finder = run.finder
     program.at_end = finder.prove
     if simulated:
@@ -109,16 +107,21 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     emulate(device, RecordedMemory(run.stage), finder.clock, where.local_rank, say, finder.told)
     if isinstance(finder.clock, SimulatedClock):
         finder.clock.tell()
-    ended = run.watched(program)
-    if isinstance(finder.clock, SimulatedClock):
-        said["simulated clock"] = finder.clock.said
-    if ended.exception is None:
-        finder.check()
-    said.update(ended.assumed)
-    said.update(finder.variety.said)
-    said.update(finder.lengths.said())
-    script = run.script(" ".join((line.program, *line.arguments)), began, ended, said)
-    return sending.script_bytes(script, finder.book.derived)
+
+    def made(ended: Ended) -> bytes:
+        run.end()
+        if isinstance(finder.clock, SimulatedClock):
+            said["simulated clock"] = finder.clock.said
+        if ended.exception is None:
+            finder.check()
+        said.update(ended.assumed)
+        said.update(finder.variety.said)
+        said.update(finder.lengths.said())
+        script = run.script(" ".join((line.program, *line.arguments)), began, ended, said)
+        return sending.script_bytes(script, finder.book.derived)
+
+    run.begin()
+    return program(made)
 
 
 class RunWatch:
@@ -152,8 +155,8 @@ class RunWatch:
             self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
         )
 
-    def watched(self, program: Callable[[], Ended]) -> Ended:
-        """Run a program, and watch what it does."""
+    def begin(self) -> None:
+        """From here on what this process does is watched, for good."""
         finder = self.finder
         watch(finder)
         watch_marks(finder.marked)
@@ -167,11 +170,12 @@ class RunWatch:
             finder.stepped,
             lambda: finder.learnt,
         )
-        self.stage.recorder.__enter__()  # for good: the process ends with the script
-        ended = program()
+        self.stage.recorder.__enter__()
+
+    def end(self) -> None:
+        """The script has ended."""
         with torch._C.DisableTorchFunction():
-            finder.end()
-        return ended
+            self.finder.end()
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
