@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import Struct
 
-from rooftrace.costmodels.costs import Access, AttentionSizes, Cost
+from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.estimating import rows
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
@@ -18,21 +18,6 @@ from rooftrace.costmodels.timing.exchanges import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.paths import pattern_of
-
-
-class WorkNumbers(Struct, frozen=True):
-    """An entry of `Cost.work`, the fields of its key first."""
-
-    operation: str
-    precision: str
-    count: str
-    rows: float | None
-    columns: int | None
-    inner: float | None
-    attention: AttentionSizes | None
-    widths: tuple[float, float] | None
-    lined: str
-    flop: int
 
 
 class AccessNumbers(Struct, frozen=True):
@@ -61,7 +46,7 @@ class GroupNumbers(Struct, frozen=True):
     part: str
     known: bool
     times: int
-    work: tuple[WorkNumbers, ...]
+    work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
     eager: bool  # whether it runs outside of what a mixed step compiles
     exchange: KernelExchange | None  # with other processes
@@ -154,21 +139,7 @@ def _group(
         part=row.part,
         known=group.known,
         times=group.times,
-        work=tuple(
-            WorkNumbers(
-                work.operation,
-                work.precision,
-                work.count,
-                work.rows,
-                work.columns,
-                work.inner,
-                work.attention,
-                work.widths,
-                work.lined,
-                flop,
-            )
-            for work, flop in cost.work.items()
-        ),
+        work=tuple(cost.work.items()),
         traffic=tuple(
             AccessNumbers(
                 graph.values[access.storage].role,
