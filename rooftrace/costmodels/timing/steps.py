@@ -11,8 +11,7 @@ import numpy as np
 
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels import tables
-from rooftrace.costmodels.kernels.works import KernelAmounts
+from rooftrace.costmodels.kernels.works import KernelAmounts, plan_kernels
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing.exchanges import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.streams import has_streams
@@ -85,7 +84,7 @@ class StepAmounts:
     @staticmethod
     def of(planned: Plan, chip: Chip | None) -> StepAmounts:
         """The one point of a plan.  chip: whose last cache holds bytes; None: none does."""
-        kernels, row = tables.plan_kernels(planned, chip)
+        kernels, row = plan_kernels(planned, chip)
         exchanges = exchanges_of(planned)
         products: Counter[tuple[str, str]] = Counter()
         for work, flop in planned.total.work.items():

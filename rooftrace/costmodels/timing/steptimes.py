@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace.costmodels.costs import MATRIX, Work
-from rooftrace.costmodels.kernels import engines, tables
+from rooftrace.costmodels.kernels import engines
+from rooftrace.costmodels.kernels.seconds import peak_seconds, seconds_by_knobs
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing.disturbed import expert_factors, wait_for_stragglers
@@ -317,7 +318,7 @@ def _at_peaks(
 ) -> EntrySeconds:
     """One kernel of each entry at the datasheet's rates."""
     row = step.row
-    compute = tables.peak_seconds(step.kernels, chip, step.execution, headline)[row]
+    compute = peak_seconds(step.kernels, chip, step.execution, headline)[row]
     hbm = (step.kernels.bytes / chip.memory_bandwidth.value)[row]
     sent = step.kernels.link[row]
     gap, more = np.full(len(row), chip.kernel_gap.value), np.zeros(len(row))
@@ -343,7 +344,7 @@ def _by_knobs(
     product meanwhile takes the longer time.
     """
     row, execution = step.row, step.execution
-    rows = tables.seconds_by_knobs(step.kernels, chip, knobs, execution, step.copies_layouts)
+    rows = seconds_by_knobs(step.kernels, chip, knobs, execution, step.copies_layouts)
     compute, hbm, device = rows.compute[row], rows.memory[row], rows.device[row]
     more = np.maximum(0.0, device - np.maximum(compute, hbm))
     gap, network = np.full(len(row), knobs.launch_on(chip)), network.copy()
