@@ -85,13 +85,10 @@ def _uses(
             continue
         name, precision = engines.product_engine(work, chip, execution)
         rate = chip.peak(name, precision)
-        rows, columns, inner = work.shape
-        count = max(1, round(flop / (2 * rows * columns * inner)))
-        widths = engines.stored_widths(work)
-        numbers = (rows, columns, inner, count, *widths, name == "matrix")
-        sizes = {n: np.array([float(s)]) for n, s in zip(engines.SIZES, numbers, strict=True)}
+        numbers = engines.product_sizes(work, work.shape, flop, float(name == "matrix"))
+        sizes = {size: np.array([float(number)]) for size, number in numbers.items()}
         if choice is None:
-            rates = np.array([rate * use.eta(rows)])
+            rates = np.array([rate * use.eta(work.rows)])
             place = int(engines.tile_seconds(sizes, rates, engine).argmin())
             uses[work] = TileUse.of(place, sizes, engine.units)
         elif flop / rate >= longest:  # of equal ones the last

@@ -12,21 +12,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import AttentionSizes
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.attention_time import (
     LIBRARIES,
     AttentionSeconds,
     attention_engine,
     attention_seconds,
 )
-from rooftrace.costmodels.kernels.engines import TILED
+from rooftrace.costmodels.kernels.engines import TILED, engine_of
 from rooftrace.costmodels.knobs import AttentionKnobs, Knobs
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.float64]]
+    from rooftrace._amounts import Array
+    from rooftrace.costmodels.kernels.works import KernelAmounts
 
 # -- which library's kernel runs -------------------------------------------------------------------
 # What measurements tell of each.
@@ -117,6 +117,28 @@ def products_of(engine: str, name: str, chip: Chip, library: str) -> tuple[float
         name, size = "bf16", float(_WIDEST)
     rate = chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
     return size, rate, LIBRARIES.index(library)
+
+
+def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
+    """The columns of kernels: those of the largest attention of each row."""
+    import numpy as np
+
+    columns = {name: np.zeros(len(kernels)) for name in COLUMNS}
+    most = np.zeros(len(kernels))
+    for work in kernels.attention:
+        assert work.attention is not None
+        sizes, at = work.attention, work.row
+        engine = engine_of(work.key, chip, execution)
+        size, rate, library = products_of(*engine, chip, execution.attention_library)
+        each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
+        count = np.maximum(1.0, np.rint(work.flop / np.maximum(each, 1)))
+        equal = (work.flop == most[at]) & (sizes["keys"] > columns["keys"][at]) & (work.flop > 0)
+        larger = (work.flop > most[at]) | equal
+        numbers = {**sizes, "kernels": count, "size": size, "rate": rate, "library": library}
+        for name, column in columns.items():
+            column[at] = np.where(larger, numbers.get(name, 0.0), column[at])
+        most[at] = np.where(larger, work.flop, most[at])
+    return {f"attention {name}": column for name, column in columns.items()}
 
 
 def attention_seconds_of(

@@ -86,6 +86,43 @@ def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[s
     return STREAMING if streams(work, work.shape, engine, chip) else engine
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """How products run on their engines: numbers, or arrays where that differs by their sizes.
+
+    rate: FLOP/s at the peak.  whole: 1 where a tile is computed whole, as on a matrix engine, else
+    0.  unit: the place in UNITS of the engine and the precision that it computes in.
+    """
+
+    rate: Any
+    whole: Any
+    unit: Any
+
+
+def running(
+    work: Work, shape: tuple[Any, Any, Any] | None, chip: Chip, execution: ExecutionModel
+) -> Running:
+    """What `product_engine` says of products, or `engine_of` of other work.
+
+    shape: M, N, K, numbers or arrays; None where they are not known.
+    """
+    import numpy as np
+
+    engine = engine_of(work, chip, execution)
+    numbers = chip.peak(*engine), float(engine[0] == "matrix"), unit_of(*engine)
+    streamed = streams(work, shape, engine, chip)
+    if not np.any(streamed):
+        return Running(*numbers)
+    others = chip.peak(*STREAMING), 0.0, unit_of(*STREAMING)
+    pairs = zip(others, numbers, strict=True)
+    return Running(*(np.where(streamed, there, here) for there, here in pairs))
+
+
+def unit_of(engine: str, name: str) -> int:
+    """The place in UNITS of an engine that computes in this precision."""
+    return UNITS.index(f"{engine} {compute_family(name)}")
+
+
 def streams(
     work: Work, shape: tuple[Any, Any, Any] | None, engine: tuple[str, str], chip: Chip
 ) -> Any:
@@ -133,11 +170,6 @@ ACCESS = 16
 """Bytes that a thread loads at once."""
 LONG = 1024
 """Softmax keeps rows of at most so many elements in registers, wherever they begin."""
-
-
-def unit_of(engine: str, name: str) -> int:
-    """The place in UNITS of an engine that computes in this precision."""
-    return UNITS.index(f"{engine} {compute_family(name)}")
 
 
 def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
@@ -214,6 +246,21 @@ TILED = 1024
 """Products, or attention kernels, that are timed at once, each in all tiles or splits."""
 SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
 """What `tile_terms` asks of products."""
+
+
+def product_sizes(
+    work: Work, shape: tuple[Amount, Amount, Amount], flop: Amount, whole: Amount
+) -> dict[str, Amount]:
+    """What `tile_terms` asks of products of this shape, M, N, K, that take so many FLOP together.
+
+    whole: that of `running`.
+    """
+    import numpy as np
+
+    each = np.maximum(2 * math.prod(shape), 1.0)
+    products = np.maximum(1.0, np.rint(flop / each))
+    numbers = (*shape, products, *stored_widths(work), whole)
+    return dict(zip(SIZES, numbers, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

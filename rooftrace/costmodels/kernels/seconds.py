@@ -6,13 +6,12 @@ evaluates them hundreds of times.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.costs import MATRIX, AttentionSizes
+from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import attention_rows, engines
 from rooftrace.costmodels.kernels.attention_time import attention_engine
@@ -25,7 +24,6 @@ from rooftrace.costmodels.kernels.engines import (
     p_norm,
     tile_shares,
     tile_terms,
-    unit_of,
 )
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.knobs import Knobs
@@ -66,10 +64,10 @@ def peak_seconds(
             scalar = use.eta_scalar
             rate = chip.peak("vector", work.key.precision) if scalar is None else scalar * headline
         elif use.tiles:
-            rate, whole = _rates(work, chip, execution)
-            rate = rate * _reached(execution, work)
+            on = engines.running(work.key, work.shape, chip, execution)
+            rate = on.rate * _reached(execution, work)
             if tiled:
-                rate = rate * _tile_shares(work, chip, rate, whole)
+                rate = rate * _tile_shares(work, chip, rate, on.whole)
         else:
             rate = chip.peak(*engines.engine_of(work.key, chip, execution))
             rate = rate * _reached(execution, work)
@@ -87,22 +85,12 @@ def _reached(execution: ExecutionModel, work: Works) -> Amount:
     return eta
 
 
-def _rates(work: Works, chip: Chip, execution: ExecutionModel) -> tuple[Amount, Amount]:
-    """FLOP/s of `engines.product_engine`, and whether products are computed whole there."""
-    engine = engines.engine_of(work.key, chip, execution)
-    peak, whole = chip.peak(*engine), float(engine[0] == "matrix")
-    streams = engines.streams(work.key, work.shape, engine, chip)
-    if not np.any(streams):
-        return peak, whole
-    return np.where(streams, chip.peak(*engines.STREAMING), peak), np.where(streams, 0.0, whole)
-
-
 def _tile_shares(work: Works, chip: Chip, rate: Amount, whole: Amount) -> Amount:
     """Share of the rate that whole tiles in whole waves leave; 1 if not known."""
     engine, shape = matrix_engine(chip), work.shape
     if engine is None or shape is None:
         return 1.0
-    numbers = (*shape, _products(work), *engines.stored_widths(work.key), whole, rate)
+    numbers = (*engines.product_sizes(work.key, shape, work.flop, whole).values(), rate)
     columns = np.broadcast_arrays(*(np.atleast_1d(number) for number in numbers))
     has_size = (columns[0] > 0) & (columns[1] > 0) & (columns[2] > 0)
     shares = np.ones(len(has_size))
@@ -110,14 +98,6 @@ def _tile_shares(work: Works, chip: Chip, rate: Amount, whole: Amount) -> Amount
     if len(rates):
         shares[has_size] = tile_shares(dict(zip(SIZES, sizes, strict=True)), rates, engine)
     return shares
-
-
-def _products(work: Works) -> Amount:
-    """How many products of its shape the work is, at least 1."""
-    assert work.shape is not None
-    each = np.maximum(2 * math.prod(work.shape), 1.0)
-    products: Amount = np.maximum(1.0, np.rint(work.flop / each))
-    return products
 
 
 # -- by calibrated constants -----------------------------------------------------------------------
@@ -310,9 +290,6 @@ def kernel_table(
     return KernelTable(chip, rows.kind, {**rows.data, "count": np.array(counts)}), place
 
 
-_PRODUCT = ("flop", "rate", *SIZES, "unit", "odd")
-
-
 def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> KernelTable:
     """The kernels as a table on a chip, row by row.  Raises MissingPeakError."""
     data: dict[str, Array] = {
@@ -321,7 +298,8 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "warm": kernels.warm,
         "moved": kernels.moved,
     }
-    data |= _work_columns(kernels, chip, execution) | _attention(kernels, chip, execution)
+    data |= _work_columns(kernels, chip, execution)
+    data |= attention_rows.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
 
 
@@ -329,21 +307,22 @@ def _work_columns(
     kernels: KernelAmounts, chip: Chip, execution: ExecutionModel
 ) -> dict[str, Array]:
     """The columns of `KernelTable` for computing: those of the largest product, and the rest."""
-    columns = {name: np.zeros(len(kernels)) for name in ("vector", "matrix", *_PRODUCT)}
+    names = ("vector", "matrix", "flop", "rate", *SIZES, "unit", "odd")
+    columns = {name: np.zeros(len(kernels)) for name in names}
     columns["rate"][:] = 1.0
     most = np.zeros(len(kernels))  # seconds of the largest product so far
     rows_odd = np.zeros(len(kernels))  # whether rows of vector work are misaligned
     for work in kernels.works:
         at, key = work.row, work.key
-        rate, whole = _rates(work, chip, execution)
+        on = engines.running(key, work.shape, chip, execution)
         if key.operation not in MATRIX:
             limit = engines.reached(work.rows, work.inner, chip)
-            columns["vector"][at] += work.flop / np.minimum(rate, limit)
+            columns["vector"][at] += work.flop / np.minimum(on.rate, limit)
             if key.lined and work.columns is not None:
                 odd = misaligned(key, {"N": work.columns})
                 rows_odd[at] = np.maximum(rows_odd[at], odd)
             continue
-        seconds = work.flop / rate
+        seconds = work.flop / on.rate
         if work.shape is None:
             columns["matrix"][at] += seconds
             continue
@@ -352,41 +331,10 @@ def _work_columns(
         larger = has_size & (work.flop > 0) & (seconds >= most[at])  # of equal ones the last
         columns["matrix"][at] += np.where(larger, most[at], seconds)
         most[at] = np.where(larger, seconds, most[at])
-        widths = engines.stored_widths(key)
-        unit, odd = _unit_and_odd(work, whole, chip, execution)
-        numbers = (work.flop, rate, m, n, k, _products(work), *widths, whole, unit, odd)
-        for name, number in zip(_PRODUCT, numbers, strict=True):
+        numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
+        numbers |= engines.product_sizes(key, work.shape, work.flop, on.whole)
+        numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
+        for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
     return columns
-
-
-def _unit_and_odd(
-    work: Works, whole: Amount, chip: Chip, execution: ExecutionModel
-) -> tuple[Amount, Amount]:
-    """The columns `unit` and `odd` of a product whose sizes are known; whole: that of `_rates`."""
-    assert work.shape is not None
-    tiled, streamed = engines.engine_of(work.key, chip, execution), engines.STREAMING
-    on = tiled if tiled[0] == "vector" else streamed
-    unit = np.where(np.asarray(whole) > 0, unit_of(*tiled), unit_of(*on))
-    return unit, misaligned(work.key, dict(zip("MNK", work.shape, strict=True)))
-
-
-def _attention(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
-    """The attention columns, those of the largest attention of each row."""
-    columns = {name: np.zeros(len(kernels)) for name in attention_rows.COLUMNS}
-    most = np.zeros(len(kernels))
-    for work in kernels.attention:
-        assert work.attention is not None
-        sizes, at = work.attention, work.row
-        engine = engines.engine_of(work.key, chip, execution)
-        size, rate, library = attention_rows.products_of(*engine, chip, execution.attention_library)
-        each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
-        count = np.maximum(1.0, np.rint(work.flop / np.maximum(each, 1)))
-        equal = (work.flop == most[at]) & (sizes["keys"] > columns["keys"][at]) & (work.flop > 0)
-        larger = (work.flop > most[at]) | equal
-        numbers = {**sizes, "kernels": count, "size": size, "rate": rate, "library": library}
-        for name, column in columns.items():
-            column[at] = np.where(larger, numbers.get(name, 0.0), column[at])
-        most[at] = np.where(larger, work.flop, most[at])
-    return {f"attention {name}": column for name, column in columns.items()}
