@@ -20,8 +20,7 @@ from rooftrace.costmodels.explaining.scaling import ScalingTest
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.costmodels.timing.steps import StepAmounts
-from rooftrace.costmodels.timing.steptimes import time_step
+from rooftrace.costmodels.timing.steps import StepAmounts, time_step
 from rooftrace.hardware import Chip
 
 

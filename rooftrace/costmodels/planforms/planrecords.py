@@ -13,7 +13,7 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Launch, Plan
-from rooftrace.costmodels.timing import steps, streams
+from rooftrace.costmodels.timing import steptimes, streams
 from rooftrace.costmodels.timing.exchanges import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import moved
@@ -129,11 +129,12 @@ def _group(
 ) -> GroupNumbers:
     graph, group = planned.graph, planned.groups[index]
     row = rows.row_of(planned, index, _NO_TIME)
+    kind = group_class(graph, group.ops, planned.lays_out(index), planned.op_costs)
     return GroupNumbers(
         ops=group.ops,
         name=group.name,
-        kind=group_class(graph, group.ops, planned.lays_out(index), planned.op_costs),
-        spread_kind=group_class(graph, group.ops, costs=planned.op_costs),
+        kind=kind,
+        spread_kind=steptimes.spread_kind(planned, index, kind),
         module=pattern_of(row.module),
         family=row.family,
         part=row.part,
@@ -152,6 +153,6 @@ def _group(
         ),
         eager=index in planned.eager,
         exchange=exchange,
-        of_experts=steps.computes_experts(planned, index),
-        aside=steps.runs_aside(planned, index),
+        of_experts=steptimes.computes_experts(planned, index),
+        aside=steptimes.runs_aside(planned, index),
     )
