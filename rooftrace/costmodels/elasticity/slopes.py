@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rooftrace.costmodels.planforms import planform
 from rooftrace.costmodels.planforms.kernelforms import Amount, Traffic
 from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.tracer.formulas import Formula
@@ -70,10 +69,10 @@ ZERO = Dual(Fraction(0), Fraction(0))
 def flops_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
     """Elasticity of the FLOPs of a plan by the size at `place`, at these sizes."""
     pairs = (
-        (kernel.times, flop)
+        (kernel.times, work.flop)
         for kernel in plan.kernels
-        for work, flop in zip(kernel.numbers.work, kernel.flops, strict=True)
-        if planform.counted(kernel.numbers, work)
+        for work in kernel.works
+        if work.key.is_dense
     )
     return _summed(pairs, numbers, place)
 

@@ -10,9 +10,8 @@ import numpy as np
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.sweeping.stepforms import Form
-from rooftrace.costmodels.timing.steps import StepAmounts
-from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_step
-from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.costmodels.timing.steps import StepAmounts, time_step
+from rooftrace.costmodels.timing.timings import REGIMES, TimesOverPoints
 from rooftrace.hardware import Chip
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -87,14 +86,15 @@ def _fill_times(timed: TimesOverPoints, places: Array, filled: Columns) -> None:
     for name in SECONDS:
         if not name.endswith(("low", "high")):
             filled[name][places] = getattr(timed, name)
-    if timed.interval is not None:
-        filled["t_low"][places], filled["t_high"][places] = timed.interval
+    interval = timed.interval
+    if interval is not None:
+        filled["t_low"][places], filled["t_high"][places] = interval
     shares = np.stack([timed.regime_seconds[name] for name in REGIMES])
     regime = shares.argmax(axis=0)
     filled["regime"][places] = regime
     with np.errstate(invalid="ignore"):
         filled["regime_share"][places] = shares.max(axis=0) / timed.t_est
-    filled["peak"][places] = timed.peak
+    filled["peak"][places] = timed.heads.peak
 
 
 def _wide(column: Array, numbers: Array) -> Array:
