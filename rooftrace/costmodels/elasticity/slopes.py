@@ -202,11 +202,24 @@ def _balanced_largest(rows: float, chosen: float, classes: float) -> Slopes:
     return chosen / classes, rows / classes, -rows * chosen / classes**2
 
 
+def _rows(rows: float, own: float, classes: float) -> Slopes:
+    """Slopes of a (1 - (1 - 1/V)^T) + 1 - (a/V)^T by T, a and V."""
+    if own >= classes:
+        return _distinct(rows, 1, classes)
+    if rows <= 0 or own <= 0:
+        return 0.0, 0.0, 0.0
+    part = own / classes
+    by_rows, _, by_classes = _distinct(rows, 1, classes)
+    by_own = 1 - (1 - 1 / classes) ** rows - rows / classes * part ** (rows - 1)
+    return part * by_rows - math.log(part) * part**rows, by_own, part * (by_classes - by_own)
+
+
 SLOPES = {
     "distinct": _distinct,
     "drawn": _distinct,
     "largest": _largest,
     "balanced": _balanced,
     "balanced largest": _balanced_largest,
+    "rows": _rows,
 }
 """By the names of functions in formulas; slopes by rows, chosen and classes."""

@@ -30,14 +30,14 @@ _BESIDE = 1 << 12
 def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Conditions) -> Columns:
     """The table: sizes, chip (place among `chips`), TOTALS, SECONDS, regime (place in REGIMES).
 
-    One line for each point on each chip; all points on the first chip stand first.  regime_share:
-    of t_est, of the largest regime.  peak: FLOP/s of the engine with most matrix FLOPs.
-    Raises what `Form.plans` and `time_step` raise.
+    One line for each point on each chip; all points on the first chip stand first.  t_exposed:
+    seconds that wait for other chips.  regime_share: of t_est, of the largest regime.  peak:
+    FLOP/s of the engine with most matrix FLOPs.  Raises what `Form.plans` and `time_step` raise.
     """
     count = len(points)
     totals: Columns = {name: np.zeros(count, dtype=np.int64) for name in TOTALS}
     times = [
-        {name: np.full(count, np.nan) for name in (*SECONDS, "regime_share", "peak")}
+        {name: np.full(count, np.nan) for name in (*SECONDS, "t_exposed", "regime_share", "peak")}
         | {"regime": np.zeros(count, dtype=np.int8)}
         for _ in chips
     ]
@@ -83,7 +83,7 @@ def _fill(
 
 
 def _fill_times(timed: TimesOverPoints, places: Array, filled: Columns) -> None:
-    for name in SECONDS:
+    for name in (*SECONDS, "t_exposed"):
         if not name.endswith(("low", "high")):
             filled[name][places] = getattr(timed, name)
     interval = timed.interval
