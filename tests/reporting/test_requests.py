@@ -12,8 +12,8 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.execution import TYPICAL, execution_model
-from rooftrace.costmodels.locks import records
 from rooftrace.reporting.cli import cli
+from rooftrace.reporting.locks import records
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import options_of
 from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
@@ -77,8 +77,7 @@ def test_functions_show_all_that_they_take() -> None:
 def test_a_side_of_a_diff_and_a_lock_take_every_option_of_prices() -> None:
     names = {each.name for each in options_of(ExecutionOptions)}
     assert names <= {*OPTIONS}
-    locked = {each.name for each in fields(records.Pricing)}
-    assert names - {"chip", "execution"} <= locked
+    assert names - {"chip", "execution"} <= {*records.PRICES}
 
 
 def test_what_is_asked_of_prices_changes_every_execution() -> None:

@@ -164,7 +164,7 @@ def calibrate(
     from rooftrace.costmodels.knobs import dump_knobs
 
     if collectives is not None or "system" in asked:
-        calibrate_groups(collectives, ",".join(asked.get("system", ())) or None, out)
+        calibrate_groups(collectives, asked.get("system"), out)
         return
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")

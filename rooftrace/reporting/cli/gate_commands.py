@@ -20,10 +20,10 @@ from rooftrace.reporting.cli.options import TARGET_HELP
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import progress, write_result
-from rooftrace.reporting.requests.pricing import PricingOptions, each_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.settings import Settings
+    from rooftrace.reporting.locks.settings import Settings
 
 _dry_run = click.option(
     "--dry-run", is_flag=True, help="List the code that would run, and the lock; run nothing."
@@ -64,9 +64,9 @@ def lock(
 
     Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
     """
-    from rooftrace.costmodels.locks import files
-    from rooftrace.costmodels.locks.settings import load_settings
     from rooftrace.reporting import gates
+    from rooftrace.reporting.locks import files
+    from rooftrace.reporting.locks.settings import load_settings
 
     settings = _changed(load_settings(Path.cwd()), depth, asked)
     settings = _named(settings, targets, asked)
@@ -79,7 +79,7 @@ def lock(
         return _list(settings, code)
     if out != "-":
         check_output(settings.path)
-    load_rules([str(settings.folder / path) for path in settings.pricing.rules])
+    load_rules([str(settings.folder / path) for path in settings.rules])
     with progress():
         made = gates.locked(settings)
     if out == "-":
@@ -104,7 +104,9 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, depth: int | None, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    pricing, others = PricingOptions.parted(asked)
+    from rooftrace.reporting.locks.records import PRICES, changed_prices
+
+    pricing, _ = PricingOptions.parted(asked)
     several = {"chips": asked.get("chip"), "executions": asked.get("execution")}
     for name, value in several.items():
         if value == ():
@@ -112,23 +114,14 @@ def _changed(settings: Settings, depth: int | None, asked: Mapping[str, Any]) ->
     own: dict[str, Any] = {
         name: value for name, value in {**several, "depth": depth}.items() if value is not None
     }
-    changed = {name: value for name, value in vars(pricing).items() if name in asked}
-    if "rules" in others:
-        changed["rules"] = list(others["rules"])
-    if pricing.factors:
-        changed["factors"] = pricing.factors
-    if "rewrites" in changed:
-        changed["rewrites"] = list(changed["rewrites"])
-    if pricing.system is not None:
-        (changed["system"],) = each_of("system", pricing.system, (str,))
-    kept = {each.name for each in fields(settings.pricing)}
-    changed = {name: value for name, value in changed.items() if name in kept}
-    return replace(settings, **own, pricing=replace(settings.pricing, **changed))
+    typed = {**asked, **({"factors": pricing.factors} if pricing.factors else {})}
+    changed = {name: typed[name] for name in PRICES if name in typed}
+    return replace(settings, **own, pricing=changed_prices({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.costmodels.locks.records import Asked
+    from rooftrace.reporting.locks.records import Asked
 
     if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
@@ -194,9 +187,9 @@ def check(
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
     targets there, those of the lock are checked, and no total may grow.
     """
-    from rooftrace.costmodels.locks import checking, files
-    from rooftrace.costmodels.locks.settings import load_settings
     from rooftrace.reporting import gates
+    from rooftrace.reporting.locks import checking, files
+    from rooftrace.reporting.locks.settings import load_settings
 
     settings = load_settings(Path.cwd())
     if path is not None:
@@ -210,7 +203,7 @@ def check(
     code = settings.code(before)
     if dry_run:
         return _list(settings, code)
-    load_rules([str(settings.folder / rules) for rules in settings.pricing.rules])
+    load_rules([str(settings.folder / rules) for rules in settings.rules])
     with progress():
         after = gates.locked(settings)
     if before is None:

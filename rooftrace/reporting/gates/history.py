@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rooftrace.costmodels.findings.diffs import Diff, changes
-from rooftrace.costmodels.locks import records, settings as gate
-from rooftrace.costmodels.locks.checking import Shift
 from rooftrace.errors import is_ours
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import diff
 from rooftrace.reporting.gates.making import chips_of, inside, model_of
+from rooftrace.reporting.locks import records, settings as gate
+from rooftrace.reporting.locks.checking import Shift
 from rooftrace.tracer.revisions import RevisionError, repositories
 from rooftrace.tracer.revisions.repositories import Commit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,11 @@ class Option:
     def spelled(self) -> str:
         """The option as it is typed."""
         return self.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def kept(self) -> Any:
+        """The type of its values in a file: what its reader makes of a text."""
+        return self.kind if self.read is None else get_type_hints(self.read)["return"]
 
     def value(self, typed: Any) -> Any:
         """The argument that was typed.  Raises RequestError, which quotes it."""

@@ -51,7 +51,7 @@ class ExecutionOptions:
     system: str | System | Sequence[str | System] | None = option(
         help="How chips are joined, for --mesh: systems by name or TOML path, in place of --chip "
         "(rooftrace systems list).",
-        metavar="LIST", read=readers.words,
+        metavar="LIST", read=readers.several,
     )  # fmt: skip
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = option(
         help="naive, eager, compiled, mixed, efficient, serving, seed-naive, seed-efficient.",

@@ -10,10 +10,10 @@ from rooftrace.costmodels.estimating.breakdowns import Breakdown
 from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.itemising import Census, NodeTable
-from rooftrace.costmodels.locks import checking
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
 from rooftrace.reporting.gates import gate_view
+from rooftrace.reporting.locks import checking
 from rooftrace.reporting.sections import Results, report_view
 from rooftrace.reporting.text.checkpoints import checkpoints_view
 from rooftrace.reporting.text.chips import chip_view

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rooftrace._reading import FileKind, check_name, record_of, text_of, toml_of
-from rooftrace.costmodels.locks.budgets import DEFAULT, Budget, Said, read_budgets
-from rooftrace.costmodels.locks.files import NAME
-from rooftrace.costmodels.locks.records import DEPTH, Asked, Lock, Pricing
 from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError
+from rooftrace.reporting.locks.budgets import DEFAULT, Budget, Said, read_budgets
+from rooftrace.reporting.locks.files import NAME
+from rooftrace.reporting.locks.records import (
+    DEPTH,
+    PRICES,
+    Asked,
+    Kept,
+    Lock,
+    PricesTable,
+    changed_prices,
+)
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.launching import understood
 
@@ -41,7 +49,7 @@ class TargetSettings(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolTable(Pricing):
+class ToolTable:
     """The keys of [tool.rooftrace]."""
 
     targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
@@ -77,7 +85,7 @@ class Settings:
     executions: tuple[str, ...] | None = None  # None: `locked`, else the usual one of a target
     locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by target, as in a lock
     depth: int = DEPTH
-    pricing: Pricing = field(default_factory=Pricing)
+    pricing: Mapping[str, Kept] = field(default_factory=dict)  # as `changed_prices` says
     budgets: Mapping[str, tuple[Budget, ...]] = field(default_factory=dict)  # by target
     usual: tuple[Budget, ...] = DEFAULT  # of targets without budgets of their own
     improvements: str = TOLD
@@ -100,9 +108,14 @@ class Settings:
         rows = [
             row
             for targets in (self.targets, old)
-            for row in code_of(self.root, self.folder, targets, self.pricing.rules)
+            for row in code_of(self.root, self.folder, targets, self.rules)
         ]
         return list(dict.fromkeys(rows))
+
+    @property
+    def rules(self) -> list[str]:
+        """Files of the user with rules."""
+        return cast(list[str], self.pricing.get("rules", []))
 
     def executions_of(self, target: str) -> tuple[str, ...]:
         """How a target is priced, by its name."""
@@ -119,10 +132,11 @@ class Settings:
             return self
         made = lock.made_from
         priced = [step.costs for t in lock.targets.values() for step in t.phases.values()]
+        chips = tuple(dict.fromkeys(chip for by_chip in priced for chip in by_chip))
         return replace(
             self,
             targets={name: target.asked for name, target in lock.targets.items()},
-            chips=tuple(dict.fromkeys(chip for by_chip in priced for chip in by_chip)),
+            chips=None if "system" in made.pricing else chips,
             executions=None,
             locked={name: target.executions for name, target in lock.targets.items()},
             depth=made.depth,
@@ -149,7 +163,8 @@ def read_settings(data: Any, folder: Path) -> Settings:
     where = str(folder / FILE)
     if not isinstance(data, dict):
         raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
-    section = record_of(ToolTable, data, where, _KIND, SECTION)
+    table = make_dataclass("PricedToolTable", [], bases=(ToolTable, PricesTable), frozen=True)
+    section: ToolTable = record_of(table, data, where, _KIND, SECTION)
     inside(folder, folder / section.lock, f"{where}: {SECTION}.lock = {section.lock!r}")
     named = section.targets
     listed = named if isinstance(named, dict) else {name: name for name in named}
@@ -176,7 +191,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
         chips=None if section.chips is None else tuple(section.chips),
         executions=None if section.executions is None else tuple(section.executions),
         depth=section.depth,
-        pricing=Pricing(**{each.name: getattr(section, each.name) for each in fields(Pricing)}),
+        pricing=changed_prices({name: getattr(section, name) for name in PRICES}),
         budgets=budgets,
         usual=usual or DEFAULT,
         improvements=section.improvements,

@@ -7,11 +7,13 @@ unit ("738.1235 us"), as many digits as every machine agrees on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from rooftrace.hardware import units
+from rooftrace.reporting.requests.options import options_of
+from rooftrace.reporting.requests.pricing import PLAIN, ExecutionOptions
 
 FORMAT = "rooftrace.lock/1"
 DEPTH = 3
@@ -69,6 +71,32 @@ class LockedCosts:
     def value(self, metric: str) -> float:
         """A metric, in SI units."""
         return _value(self, metric)
+
+
+Kept: TypeAlias = bool | int | float | str | list[str] | dict[str, bool | int | float | str]
+"""The value of an option in a file."""
+_OF_STEPS = ("chip", "execution")
+"""Options of prices that stand with the costs of each step."""
+PRICES = {
+    **{o.name: o.kept for o in options_of(ExecutionOptions) if o.name not in _OF_STEPS},
+    "factors": dict[str, bool | int | float | str],  # fields of every execution model
+    "rules": list[str],  # files of the user with rules
+}
+"""How every target is priced: the type of each value by its name."""
+PricesTable = make_dataclass(
+    "PricesTable", [(*each, None) for each in PRICES.items()], frozen=True, kw_only=True
+)
+
+
+def changed_prices(values: Mapping[str, Any]) -> dict[str, Kept]:
+    """Values of PRICES, without those that hold where nothing is asked."""
+    said = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    nothing: tuple[Any, ...] = (None, [], {})
+    return {
+        name: value
+        for name, value in said.items()
+        if value not in (*nothing, getattr(PLAIN, name, None)) and value is not False
+    }
 
 
 Ops = dict[str, dict[str, int]]
@@ -129,26 +157,6 @@ class LockedTarget:
         return tuple(dict.fromkeys(name for costs in by_chip for name in costs))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pricing:
-    """How every target is priced."""
-
-    knobs: str = "typical"
-    tf32: bool = False
-    rewrites: list[str] = field(default_factory=list)
-    system: str | None = None  # how chips are joined, in place of chips
-    exchange: str | None = None
-    what_if: dict[str, float] = field(default_factory=dict)
-    # Fields of every execution model, by name.
-    factors: dict[str, bool | int | float | str] = field(default_factory=dict)
-    rules: list[str] = field(default_factory=list)  # files of the user with rules
-
-    def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        plain = asdict(Pricing())
-        return {name: value for name, value in asdict(self).items() if value != plain[name]}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFrom:
     """What a lock was made from: versions, and digests of facts."""
@@ -160,7 +168,7 @@ class MadeFrom:
     chips: dict[str, str] = field(default_factory=dict)  # digests of their numbers
     constants: dict[str, str] = field(default_factory=dict)  # digests of knobs, by their title
     rules: dict[str, str] = field(default_factory=dict)  # digests of the files of `pricing`
-    pricing: Pricing = field(default_factory=Pricing)
+    pricing: dict[str, Kept] = field(default_factory=dict)  # how every target is priced
 
 
 class StepKey(NamedTuple):

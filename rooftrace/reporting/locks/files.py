@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rooftrace._escapes import to_toml, toml_key
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._writing import write_bytes
-from rooftrace.costmodels.locks.records import (
+from rooftrace.reporting.locks.records import (
     BY_MODULE,
     FORMAT,
     Lock,
@@ -22,6 +23,8 @@ from rooftrace.costmodels.locks.records import (
     LockedTarget,
     LockError,
     MadeFrom,
+    PricesTable,
+    changed_prices,
 )
 from rooftrace.tracer.changes.metrics import TOTALS
 
@@ -57,6 +60,8 @@ def load_lock(path: Path) -> Lock:
         raise _KIND.refused(where, f"{said}: this release reads {FORMAT!r}")
     count = data.pop("steps", None)
     lock = record_of(Lock, data, where, _KIND)
+    prices: Any = record_of(PricesTable, lock.made_from.pricing, where, _KIND, "made_from.pricing")
+    lock = replace(lock, made_from=replace(lock.made_from, pricing=changed_prices(vars(prices))))
     places = lock.places()
     if count != len(places):
         reason = f"it says steps = {count!r:.60} and holds {len(places)}: it was cut off or edited"
@@ -110,7 +115,7 @@ def _made_from(made: MadeFrom) -> Iterator[str]:
         "chips": made.chips,
         "constants": made.constants,
         "rules": made.rules,
-        "pricing": made.pricing.changed(),
+        "pricing": made.pricing,
     }
     for name, table in tables.items():
         yield from _table(f"made_from.{name}", table)
