@@ -62,6 +62,14 @@ class TakenArguments:
 _PRICED = (Workload, PrecisionOptions, ExecutionOptions)
 _GRID = ("chip", "system", "execution", "dtype", "kv_dtype")
 _LISTED = (Workload, LengthOptions, PrecisionOptions, ExecutionOptions)
+_REPORTED = TakenArguments(
+    records=_LISTED,
+    several=("chip", "system", "execution"),
+    usual=("naive", USUAL),
+    one_phase=False,
+)
+_SWEPT = TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID)
+_TRACED = TakenArguments(records=(Workload, LengthOptions), without=("phases",))
 CALLS: Mapping[str, TakenArguments] = {
     "best_mesh": TakenArguments(usual=(SERVED,)),
     "calibrate": TakenArguments(
@@ -80,12 +88,9 @@ CALLS: Mapping[str, TakenArguments] = {
     ),
     "graph_breaks": TakenArguments(usual=("compiled",)),
     "largest_batch": TakenArguments(several=("chip", "system"), one_phase=False),
-    "report": TakenArguments(
-        records=_LISTED,
-        several=("chip", "system", "execution"),
-        usual=("naive", USUAL),
-        one_phase=False,
-    ),
+    "form": _TRACED,
+    "report": _REPORTED,
+    "reports": _REPORTED,
     "roofline": TakenArguments(
         several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")
     ),
@@ -99,7 +104,9 @@ CALLS: Mapping[str, TakenArguments] = {
     "validate": TakenArguments(
         records=(MeasuredArguments, *_PRICED), usual=("eager",), one_phase=False
     ),
-    "sweep": TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID),
+    "sweep": _SWEPT,
+    "sweep_fleet": _SWEPT,
+    "trace": _TRACED,
     "priced_graphs": TakenArguments(
         records=(Workload, LengthOptions, PrecisionOptions), one_phase=False
     ),
@@ -145,7 +152,7 @@ def only_prices(function: Callable[..., Any], named: Mapping[str, Any]) -> Prici
 
 
 def takes(function: Function) -> Function:
-    """A function of ours whose signature shows the arguments that CALLS says it takes."""
+    """A function of ours, once its signature shows the arguments that CALLS says it takes."""
     signature = inspect.signature(function)
     mine = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
