@@ -25,9 +25,6 @@ from rooftrace.reporting.requests.pricing import PricingOptions
 if TYPE_CHECKING:
     from rooftrace.reporting.locks.settings import Settings
 
-_dry_run = click.option(
-    "--dry-run", is_flag=True, help="List the code that would run, and the lock; run nothing."
-)
 FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
 
@@ -41,25 +38,13 @@ FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form !=
     "mixed.",
 )
 @click.option(
-    "--depth",
-    type=click.IntRange(1, 99),
-    help="Names of modules down to which costs are locked.  Default: 3.",
-)
-@click.option(
     "-o",
     "--out",
     type=Output(usual=True),
     metavar="FILE",
     help="The lock; - is stdout.  Default: costs.lock.",
 )
-@_dry_run
-def lock(
-    targets: tuple[str, ...],
-    depth: int | None,
-    out: str | None,
-    dry_run: bool,
-    asked: dict[str, Any],
-) -> None:
+def lock(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> None:
     """Write down what each TARGET costs, for review; `rooftrace check` holds it.
 
     Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
@@ -68,14 +53,14 @@ def lock(
     from rooftrace.reporting.locks import files
     from rooftrace.reporting.locks.settings import load_settings
 
-    settings = _changed(load_settings(Path.cwd()), depth, asked)
+    settings = _changed(load_settings(Path.cwd()), asked)
     settings = _named(settings, targets, asked)
     if out is None:
         settings.check_place()
     elif out != "-":
         settings = _at(settings, str(out))
     code = settings.code()
-    if dry_run:
+    if "dry_run" in asked:
         return _list(settings, code)
     if out != "-":
         check_output(settings.path)
@@ -102,18 +87,16 @@ def _shown(settings: Settings) -> str:
     return os.path.relpath(settings.path)
 
 
-def _changed(settings: Settings, depth: int | None, asked: Mapping[str, Any]) -> Settings:
+def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
     from rooftrace.reporting.locks.records import PRICES, changed_prices
 
     pricing, _ = PricingOptions.parted(asked)
-    several = {"chips": asked.get("chip"), "executions": asked.get("execution")}
-    for name, value in several.items():
-        if value == ():
-            raise click.UsageError(f"--{name[:-1]}: expected at least one")
-    own: dict[str, Any] = {
-        name: value for name, value in {**several, "depth": depth}.items() if value is not None
-    }
+    fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
+    own = {fields_of[name]: value for name, value in asked.items() if name in fields_of}
+    for name in ("chip", "execution"):
+        if asked.get(name) == ():
+            raise click.UsageError(f"--{name}: expected at least one")
     typed = {**asked, **({"factors": pricing.factors} if pricing.factors else {})}
     changed = {name: typed[name] for name in PRICES if name in typed}
     return replace(settings, **own, pricing=changed_prices({**settings.pricing, **changed}))
@@ -158,12 +141,7 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
-@click.option("--update", is_flag=True, help="Write the lock anew; exit 0.")
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Exit 1 unless the lock is what a new one would be, to the byte.",
-)
+@asks("check")
 @click.option(
     "--format",
     "form",
@@ -178,10 +156,7 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Write there instead of the terminal; - is stdout.",
 )
-@_dry_run
-def check(
-    path: str | None, update: bool, strict: bool, form: str, out: str | None, dry_run: bool
-) -> None:
+def check(path: str | None, form: str, out: str | None, asked: dict[str, Any]) -> None:
     """Hold costs.lock against what the code costs now: exit 1 when a budget is passed.
 
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
@@ -191,7 +166,7 @@ def check(
     from rooftrace.reporting.locks import checking, files
     from rooftrace.reporting.locks.settings import load_settings
 
-    settings = load_settings(Path.cwd())
+    settings, update = load_settings(Path.cwd()), "update" in asked
     if path is not None:
         settings = replace(_at(settings, path), targets={})
     settings.check_place()
@@ -201,7 +176,7 @@ def check(
     if before is not None:
         settings = settings.as_locked(before)
     code = settings.code(before)
-    if dry_run:
+    if "dry_run" in asked:
         return _list(settings, code)
     load_rules([str(settings.folder / rules) for rules in settings.rules])
     with progress():
@@ -212,7 +187,9 @@ def check(
         return
     with progress():
         cause = None if update else gates.causes_since(settings, before)
-        result = checking.compare_locks(before, after, settings, strict=strict, cause=cause)
+        result = checking.compare_locks(
+            before, after, settings, strict="strict" in asked, cause=cause
+        )
     write_result(result, form, out)
     if update:
         if before != after:

@@ -16,8 +16,12 @@ from rooftrace.reporting.requests.options import Option, options_of
 from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
 from rooftrace.reporting.requests.questions import (
     CalibrateArguments,
+    CheckArguments,
     ExplainArguments,
     ExploreArguments,
+    InventoryArguments,
+    LockArguments,
+    MeasureArguments,
     MeasuredArguments,
     RunArguments,
     SensitivityArguments,
@@ -47,6 +51,7 @@ class TakenArguments:
     one_phase: bool = True
     without: tuple[str, ...] = ()  # options of its records that it has not
     listed: tuple[str, ...] = ()  # sizes that may have several values
+    alone: tuple[str, ...] = ()  # options that it has of a workload, where that is none of records
 
     def options(self) -> Iterator[Option]:
         """The options of all its records."""
@@ -57,6 +62,12 @@ class TakenArguments:
                     yield replace(each, kind=str, metavar="LIST", read=read)
                 elif each.name not in self.without:
                     yield each
+        yield from (each for each in options_of(Workload) if each.name in self.alone)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it runs or prices what rules of the user may change."""
+        return not {Workload, ExecutionOptions}.isdisjoint(self.records)
 
 
 _PRICED = (Workload, PrecisionOptions, ExecutionOptions)
@@ -95,7 +106,12 @@ CALLS: Mapping[str, TakenArguments] = {
         several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")
     ),
     "sensitivity": TakenArguments(records=(SensitivityArguments, *_PRICED)),
-    "lock": TakenArguments(several=("chip", "execution"), one_phase=False),
+    "check": TakenArguments(records=(CheckArguments,)),
+    "inventory": TakenArguments(records=(InventoryArguments,), alone=("trust_remote_code",)),
+    "lock": TakenArguments(
+        records=(*_PRICED, LockArguments), several=("chip", "execution"), one_phase=False
+    ),
+    "measure_suite": TakenArguments(records=(MeasureArguments,), alone=("phases", "batch", "seq")),
     "run": TakenArguments(records=(RunArguments, ExecutionOptions)),
     "scaling": TakenArguments(usual=(SERVED,)),
     "profile": TakenArguments(records=(Workload, PrecisionOptions), usual=("eager",)),

@@ -27,6 +27,7 @@ class Option:
     shown: str = ""
     required: bool = False
     least: int | None = None  # of a whole number
+    most: int | None = None
 
     @property
     def spelled(self) -> str:

@@ -149,7 +149,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
             joined = each_of("system", self.system, (str, System, os.PathLike))
             chips = [load_system(system).joined_chip for system in joined]
         elif self.chip is None:
-            chips = [load_chip(ExecutionModel.usual_chip(models))]
+            chips = [ExecutionModel.chip_of(None, models)]
         else:
             named = each_of("chip", self.chip, (str, Chip, os.PathLike))
             chips = [load_chip(each) for each in named]

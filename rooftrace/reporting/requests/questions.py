@@ -198,3 +198,63 @@ class CalibrateArguments:
         metavar="LIST", read=readers.words,
     )  # fmt: skip
     title: str = option("", help="What to call the result.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureArguments:
+    """What is measured of this machine, and for how long."""
+
+    chip_only: bool = option(
+        False, help="Measure this machine's rates and write them as a chip.", kind=bool
+    )
+    device: str | None = option(help="cpu or cuda; default: cuda where there is one.")
+    budget_s: float | None = option(
+        help="Seconds to spend; default 480, --quick 90, --chip-only 20.",
+        flag="--budget", kind=float,
+    )  # fmt: skip
+    quick: bool = option(False, help="A trial of the whole suite, in about a minute.", kind=bool)
+    collectives: bool = option(
+        False, help="Time collectives of gloo between processes instead.", kind=bool
+    )
+    ranks: int | None = option(help="How many processes, for --collectives; default 2.", kind=int)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InventoryArguments:
+    """What is read of a model."""
+
+    weights: bool | None = option(
+        help="Read the values too: statistics and histograms.  Code is built with its weights.",
+        kind=bool,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateArguments:
+    """What the gate of a repository does."""
+
+    dry_run: bool = option(
+        False, help="List the code that would run, and the lock; run nothing.", kind=bool
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockArguments(GateArguments):
+    """What is written down of costs."""
+
+    depth: int | None = option(
+        help="Names of modules down to which costs are locked.  Default: 3.",
+        kind=int, least=1, most=99,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckArguments(GateArguments):
+    """What a check of costs does."""
+
+    update: bool = option(False, help="Write the lock anew; exit 0.", kind=bool)
+    strict: bool = option(
+        False,
+        help="Exit 1 unless the lock is what a new one would be, to the byte.",
+        kind=bool,
+    )
