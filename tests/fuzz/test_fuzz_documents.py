@@ -212,7 +212,7 @@ def outcome(name: str) -> GateOutcome:
     )  # fmt: skip
     phase = records.LockedPhase(ops={name: {name: 1}}, costs={name: {name: costs}})
     target = records.LockedTarget(
-        asked=records.Asked(target=name), sources={name: "0" * 16}, phases={name: phase}
+        asked={"target": name}, sources={name: "0" * 16}, phases={name: phase}
     )
     made = records.MadeFrom(rooftrace=name, torch=name, chips={name: name}, rules={name: name})
     lock = records.Lock(made_from=made, targets={name: target})

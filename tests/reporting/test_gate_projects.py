@@ -37,7 +37,7 @@ def write_lock(path: Path, target: str, **asked: object) -> None:
     costs = records.LockedCosts(time="0 s", flops=0, bytes=0, memory=0, params=0, kernels=0)
     phase = records.LockedPhase(costs={"h200-sxm": {"eager": costs}})
     each = records.LockedTarget(
-        asked=records.Asked(target=target, **asked),  # type: ignore[arg-type]
+        asked={"target": target, **asked},  # type: ignore[dict-item]
         sources={},
         phases={"forward": phase},
     )

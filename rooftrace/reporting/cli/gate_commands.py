@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.locks.records import PRICES, changed_prices
+    from rooftrace.reporting.locks.records import PRICES, said
 
     pricing, _ = PricingOptions.parted(asked)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
@@ -99,12 +99,12 @@ def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
             raise click.UsageError(f"--{name}: expected at least one")
     typed = {**asked, **({"factors": pricing.factors} if pricing.factors else {})}
     changed = {name: typed[name] for name in PRICES if name in typed}
-    return replace(settings, **own, pricing=changed_prices({**settings.pricing, **changed}))
+    return replace(settings, **own, pricing=said({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.reporting.locks.records import Asked
+    from rooftrace.reporting.locks.records import SIZES, said
 
     if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
@@ -112,17 +112,15 @@ def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any
             f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
         )
     _, others = PricingOptions.parted(asked)
-    request = {each.name: others[each.name] for each in fields(Asked) if each.name in others}
+    request = {name: others[name] for name in SIZES if name in others}
     if not targets:
         for name in sorted(request):
             option = {"phases": "phase", "inputs": "input", "settings": "set"}.get(name, name)
             reason = "without a TARGET, each target of [tool.rooftrace] has its own"
             raise UnusedError(option, str(request[name]), reason)
         return settings
-    if "phases" in request:
-        request["phases"] = list(request["phases"])
     return replace(
-        settings, targets={target: Asked(target=target, **request) for target in targets}
+        settings, targets={target: said({"target": target, **request}) for target in targets}
     )
 
 

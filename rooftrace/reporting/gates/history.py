@@ -67,13 +67,13 @@ class _History:
         key = place.target, place.chip, place.execution
         if key not in self._known:
             asked = self.lock.targets[place.target].asked
-            options: dict[str, Any] = {n: v for n, v in asked.changed().items() if n != "target"}
+            options: dict[str, Any] = {n: v for n, v in asked.items() if n != "target"}
             try:
                 with inside(self.settings.folder):
                     chips = {chip.name: chip for chip in chips_of(self.settings)}
                     options["chip"] = chips[place.chip]
                     options["execution"] = model_of(place.execution, self.settings)
-                    made = diff(asked.target, git=self.commit.hash, **options)
+                    made = diff(str(asked["target"]), git=self.commit.hash, **options)
                 assert isinstance(made, Diff)  # a target has a step
                 self._known[key] = made
             except (ValueError, LookupError, RuntimeError) as error:

@@ -91,12 +91,12 @@ def _options(settings: gate.Settings, **how: Any) -> PricingOptions:
     return PricingOptions(chip=settings.chips, **{**asked, **how})
 
 
-def _job(name: str, asked: records.Asked) -> Job:
+def _job(name: str, asked: Mapping[str, records.Kept]) -> Job:
     """What tracing a target asks for."""
-    arguments = {key: value for key, value in asked.changed().items() if key != "target"}
+    arguments = {key: value for key, value in asked.items() if key != "target"}
     try:
         with naming(name):
-            job = Job.of(locked, asked.target, (), arguments)
+            job = Job.of(locked, asked["target"], (), arguments)
             check_precisions(*job.precisions)
     except UnusedError as error:
         reason = f"{error.reason} (target {name!r})"
@@ -141,7 +141,7 @@ class _Builder:
         asked = self.settings.targets[name]
         models = [model_of(each, self.settings) for each in self.settings.executions_of(name)]
         self.many += [graph for graph in made.graphs.values() if graph.groups][:1]
-        self.libraries |= _libraries(asked.target, made.files)
+        self.libraries |= _libraries(str(asked["target"]), made.files)
         self.targets[name] = records.LockedTarget(
             asked=asked,
             sources=_relative(made.files, self.settings.folder),

@@ -314,7 +314,7 @@ def _stale(before: Lock, after: Lock) -> Iterator[str]:
         yield f"{name!r} is a target, and not locked yet"
     shared = before.targets.keys() & after.targets.keys()
     for name in sorted(shared):
-        first, second = (lock.targets[name].asked.changed() for lock in (before, after))
+        first, second = (lock.targets[name].asked for lock in (before, after))
         yield from (f"{name!r}: {text}" for text in _asked_otherwise(first, second))
     if before.made_from.depth != after.made_from.depth:
         now, locked = after.made_from.depth, before.made_from.depth

@@ -17,6 +17,7 @@ from rooftrace._writing import write_bytes
 from rooftrace.reporting.locks.records import (
     BY_MODULE,
     FORMAT,
+    Kept,
     Lock,
     LockedCosts,
     LockedPhase,
@@ -24,7 +25,8 @@ from rooftrace.reporting.locks.records import (
     LockError,
     MadeFrom,
     PricesTable,
-    changed_prices,
+    TargetTable,
+    said,
 )
 from rooftrace.tracer.changes.metrics import TOTALS
 
@@ -60,8 +62,7 @@ def load_lock(path: Path) -> Lock:
         raise _KIND.refused(where, f"{said}: this release reads {FORMAT!r}")
     count = data.pop("steps", None)
     lock = record_of(Lock, data, where, _KIND)
-    prices: Any = record_of(PricesTable, lock.made_from.pricing, where, _KIND, "made_from.pricing")
-    lock = replace(lock, made_from=replace(lock.made_from, pricing=changed_prices(vars(prices))))
+    lock = _checked(lock, where)
     places = lock.places()
     if count != len(places):
         reason = f"it says steps = {count!r:.60} and holds {len(places)}: it was cut off or edited"
@@ -71,6 +72,21 @@ def load_lock(path: Path) -> Lock:
         if problem:
             raise _KIND.refused(where, f"{place}: {problem}: it was cut off or edited")
     return lock
+
+
+def _checked(lock: Lock, where: str) -> Lock:
+    """A lock whose options are those that there are, each of its type."""
+
+    def read(table: type, values: Mapping[str, Any], place: str) -> dict[str, Kept]:
+        return said(vars(record_of(table, values, where, _KIND, place)))
+
+    made = lock.made_from
+    targets = {
+        name: replace(each, asked=read(TargetTable, each.asked, f"targets.{name}.asked"))
+        for name, each in lock.targets.items()
+    }
+    pricing = read(PricesTable, made.pricing, "made_from.pricing")
+    return replace(lock, targets=targets, made_from=replace(made, pricing=pricing))
 
 
 def _sums_differ(costs: LockedCosts) -> str:
@@ -122,7 +138,7 @@ def _made_from(made: MadeFrom) -> Iterator[str]:
 
 
 def _target(where: str, target: LockedTarget) -> Iterator[str]:
-    yield from _table(f"{where}.asked", target.asked.changed())
+    yield from _table(f"{where}.asked", target.asked)
     yield from _table(f"{where}.sources", target.sources)
     for name, phase in sorted(target.phases.items()):
         yield from _phase(f"{where}.phases.{toml_key(name)}", phase)

@@ -12,8 +12,10 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any, NamedTuple, TypeAlias
 
 from rooftrace.hardware import units
+from rooftrace.reporting.requests import readers
 from rooftrace.reporting.requests.options import options_of
 from rooftrace.reporting.requests.pricing import PLAIN, ExecutionOptions
+from rooftrace.reporting.requests.workload import PrecisionOptions, Workload
 
 FORMAT = "rooftrace.lock/1"
 DEPTH = 3
@@ -73,30 +75,35 @@ class LockedCosts:
         return _value(self, metric)
 
 
-Kept: TypeAlias = bool | int | float | str | list[str] | dict[str, bool | int | float | str]
+Kept: TypeAlias = readers.Plain | list[str] | dict[str, readers.Plain]
 """The value of an option in a file."""
 _OF_STEPS = ("chip", "execution")
 """Options of prices that stand with the costs of each step."""
 PRICES = {
     **{o.name: o.kept for o in options_of(ExecutionOptions) if o.name not in _OF_STEPS},
-    "factors": dict[str, bool | int | float | str],  # fields of every execution model
+    "factors": dict[str, readers.Plain],  # fields of every execution model
     "rules": list[str],  # files of the user with rules
 }
 """How every target is priced: the type of each value by its name."""
+SIZES = {o.name: o.kept for o in (*options_of(Workload), *options_of(PrecisionOptions))}
+"""How a target is run: the type of each value by its name."""
+# As locks say them: an optimizer that is named stands there, the usual one too.
+_USUAL = {**vars(PLAIN), **vars(Workload()), "tf32": False, "optimizer": None}
 PricesTable = make_dataclass(
     "PricesTable", [(*each, None) for each in PRICES.items()], frozen=True, kw_only=True
 )
+TargetTable = make_dataclass(
+    "TargetTable",
+    [("target", str), *((*each, None) for each in SIZES.items())],
+    frozen=True,
+    kw_only=True,
+)
 
 
-def changed_prices(values: Mapping[str, Any]) -> dict[str, Kept]:
-    """Values of PRICES, without those that hold where nothing is asked."""
-    said = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-    nothing: tuple[Any, ...] = (None, [], {})
-    return {
-        name: value
-        for name, value in said.items()
-        if value not in (*nothing, getattr(PLAIN, name, None)) and value is not False
-    }
+def said(values: Mapping[str, Any]) -> dict[str, Kept]:
+    """Values of options as a lock keeps them, without those that hold where nothing is asked."""
+    plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    return {n: v for n, v in plain.items() if v not in (None, [], {}, _USUAL.get(n))}
 
 
 Ops = dict[str, dict[str, int]]
@@ -111,42 +118,11 @@ class LockedPhase:
     costs: dict[str, dict[str, LockedCosts]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a target is, and at which sizes it is run."""
-
-    target: str
-    batch: int | None = None
-    seq: int | None = None
-    kv: int | None = None
-    inputs: dict[str, str] = field(default_factory=dict)  # "shape:dtype" by name
-    dtype: str | None = None
-    weights_dtype: str | None = None
-    kv_dtype: str | None = None
-    optimizer: str | None = None
-    settings: dict[str, bool | int | float | str] = field(default_factory=dict)  # of the target
-    phases: list[str] | None = None  # None: those that fit the model
-    mesh: dict[str, int] = field(default_factory=dict)  # processes along each axis
-    checkpoint: str = "none"
-    schedule: str | None = None
-    microbatches: int | None = None
-    assume: dict[str, str | bool | int | float] = field(default_factory=dict)
-    repeats: bool = True
-    torch: str | None = None  # the release that runs it
-    trust_remote_code: bool = False
-
-    def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        plain = Asked(target="")
-        mine = {item.name: getattr(self, item.name) for item in fields(Asked)}
-        return {name: value for name, value in mine.items() if value != getattr(plain, name)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTarget:
     """What a target was asked at, the digests of its source files, and its phases."""
 
-    asked: Asked
+    asked: dict[str, Kept]  # `target`, and values of SIZES
     sources: dict[str, str] = field(default_factory=dict)  # by path, relative to the lock
     phases: dict[str, LockedPhase] = field(default_factory=dict)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from rooftrace.errors import RequestError, hint
 
+Plain: TypeAlias = bool | int | float | str
 _MOST_DIGITS = 18
 """A size of more digits is a slip; Python itself reads no more than 4300."""
 _MOST_LISTED = 1 << 17
@@ -112,7 +113,7 @@ def plain(text: Any) -> Any:
 _SETTING = "NAME=VALUE, for example config.num_hidden_layers=8"
 
 
-def settings(texts: Sequence[str]) -> dict[str, Any]:
+def settings(texts: Sequence[str]) -> dict[str, Plain]:
     """Values by name, of NAME=VALUE."""
     return {name: plain(text) for name, text in pairs("--set", texts, _SETTING)}
 
@@ -189,7 +190,7 @@ def by_chip(option: str, texts: Sequence[str]) -> Any:
     return numbers.get("") if "" in numbers else numbers
 
 
-def inputs(texts: Sequence[str]) -> Mapping[str, str]:
+def inputs(texts: Sequence[str]) -> dict[str, str]:
     """Shapes of inputs by name, of NAME=SHAPE:DTYPE."""
     named = {}
     for item in texts:
@@ -202,7 +203,7 @@ def inputs(texts: Sequence[str]) -> Mapping[str, str]:
     return named
 
 
-def assumptions(texts: Sequence[str]) -> Mapping[str, Any]:
+def assumptions(texts: Sequence[str]) -> dict[str, Plain]:
     """Assumptions by kind, of KIND[@MODULE]=VALUE."""
     from rooftrace.tracer.asking.assumptions import parse_assumption
 
