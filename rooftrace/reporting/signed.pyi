@@ -975,7 +975,6 @@ def sweep_fleet(
     *,
     out: str | os.PathLike[str],
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
     vary: Mapping[str, Sequence[Any]] | None = ...,
     rules: Sequence[str | os.PathLike[str]] = ...,
     scheduler: str | None = ...,
@@ -1001,6 +1000,7 @@ def sweep_fleet(
     dtype: str | Sequence[str | None] | None = ...,
     weights_dtype: str | None = ...,
     kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
     system: str | System | Sequence[str | System] | None = ...,
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
@@ -1016,7 +1016,7 @@ def sweep_fleet(
     out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
     the same call goes on after a stop; where the files of a target, the request or a release have
     changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
-    over, chip, vary and other options: those of `sweep`.  rules: Python files whose rules workers
+    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
     use, too.
 
     scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after

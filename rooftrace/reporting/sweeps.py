@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rooftrace._outputs import MADE_BY
@@ -90,7 +89,7 @@ def sweep(
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
     """
-    request = sweep_request(source, args, kwargs, over=over, vary=vary, most=most)
+    request = sweep_request(source, args, over=over, vary=vary, most=most, **kwargs)
     with telling(progress):
         return swept(request, None if out is None else Path(out))
 
@@ -98,11 +97,12 @@ def sweep(
 def sweep_request(
     source: Source,
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    /,
     *,
     over: Mapping[str, Any] | Sequence[str],
     vary: Mapping[str, Sequence[Any]] | None = None,
     most: int = MOST_TRACES,
+    **kwargs: Any,
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)

@@ -14,6 +14,7 @@ import rooftrace as rt
 from rooftrace.costmodels.execution import TYPICAL, execution_model
 from rooftrace.reporting.cli import cli
 from rooftrace.reporting.locks import files, records
+from rooftrace.reporting.requests import kept
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import options_of
 from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
@@ -91,8 +92,8 @@ def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
         for each in options_of(record)
         if each.name not in ("chip", "execution")  # these stand with the costs of each step
     }
-    prices = records.said({name: read[name] for name in records.PRICES if name in read})
-    asked = records.said({"target": "gpt2", **{name: read[name] for name in records.SIZES}})
+    prices = kept.said({name: read[name] for name in kept.PRICES if name in read})
+    asked = kept.said({"target": "gpt2", **{name: read[name] for name in kept.SIZES}})
     assert {*prices, *asked} == {*TYPED, "target"}
     made = records.MadeFrom(rooftrace="0", torch="0", pricing=prices)
     target = records.LockedTarget(asked=asked, sources={"gpt2": "0"})

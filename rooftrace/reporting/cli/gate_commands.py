@@ -89,7 +89,7 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.locks.records import PRICES, said
+    from rooftrace.reporting.requests.kept import PRICES, said
 
     pricing, _ = PricingOptions.parted(asked)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
@@ -104,7 +104,7 @@ def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
 
 def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.reporting.locks.records import SIZES, said
+    from rooftrace.reporting.requests.kept import SIZES, said
 
     if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
@@ -115,9 +115,8 @@ def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any
     request = {name: others[name] for name in SIZES if name in others}
     if not targets:
         for name in sorted(request):
-            option = {"phases": "phase", "inputs": "input", "settings": "set"}.get(name, name)
             reason = "without a TARGET, each target of [tool.rooftrace] has its own"
-            raise UnusedError(option, str(request[name]), reason)
+            raise UnusedError(name, str(request[name]), reason)
         return settings
     return replace(
         settings, targets={target: said({"target": target, **request}) for target in targets}

@@ -21,6 +21,7 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import in_precisions, priced
 from rooftrace.reporting.locks import entries, files, records, settings as gate
+from rooftrace.reporting.requests.kept import Kept
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
@@ -91,7 +92,7 @@ def _options(settings: gate.Settings, **how: Any) -> PricingOptions:
     return PricingOptions(chip=settings.chips, **{**asked, **how})
 
 
-def _job(name: str, asked: Mapping[str, records.Kept]) -> Job:
+def _job(name: str, asked: Mapping[str, Kept]) -> Job:
     """What tracing a target asks for."""
     arguments = {key: value for key, value in asked.items() if key != "target"}
     try:

@@ -17,17 +17,14 @@ from rooftrace._writing import write_bytes
 from rooftrace.reporting.locks.records import (
     BY_MODULE,
     FORMAT,
-    Kept,
     Lock,
     LockedCosts,
     LockedPhase,
     LockedTarget,
     LockError,
     MadeFrom,
-    PricesTable,
-    TargetTable,
-    said,
 )
+from rooftrace.reporting.requests.kept import Kept, PricesTable, TargetTable, said
 from rooftrace.tracer.changes.metrics import TOTALS
 
 NAME = "costs.lock"

@@ -15,13 +15,9 @@ from rooftrace.reporting.locks.budgets import DEFAULT, Budget, Said, read_budget
 from rooftrace.reporting.locks.files import NAME
 from rooftrace.reporting.locks.records import (
     DEPTH,
-    PRICES,
-    Kept,
     Lock,
-    PricesTable,
-    TargetTable,
-    said,
 )
+from rooftrace.reporting.requests.kept import PRICES, Kept, PricesTable, TargetTable, said
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.launching import understood
 

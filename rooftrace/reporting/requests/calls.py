@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
-from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import Option, options_of
 from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
 from rooftrace.reporting.requests.questions import (
@@ -58,7 +58,7 @@ class TakenArguments:
         for record in self.records:
             for each in options_of(record):
                 if each.name in self.listed:
-                    read = partial(readers.size_list, each.spelled)
+                    read = partial(options.size_list, each.spelled)
                     yield replace(each, kind=str, metavar="LIST", read=read)
                 elif each.name not in self.without:
                     yield each
