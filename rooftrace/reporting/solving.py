@@ -28,7 +28,6 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.grounds import grounds_of
 from rooftrace.reporting.questions import Question
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.stepforms import (
     MOST_TRACES,
     decoding_first,
@@ -41,7 +40,6 @@ from rooftrace.tracer.asking import Job
 Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | capacity.CapacityAnswer
 
 
-@takes
 def solve(
     source: Source,
     *args: Any,

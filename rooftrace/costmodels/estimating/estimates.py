@@ -23,7 +23,7 @@ from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.timing.exchanges import Communication
 from rooftrace.costmodels.timing.timings import StepTimes
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic
 from rooftrace.tracer.asking import assumptions as asked
@@ -348,7 +348,7 @@ def estimate(
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     if system is not None:
         chip = load_system(system).joined_chip
-    target = load_chip(ExecutionModel.usual_chip([planned.execution]) if chip is None else chip)
+    target = ExecutionModel.chip_of(chip, [planned.execution])
     times = time_plan(planned, target)
     return Estimate(
         plan=planned,
