@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.hardware import Chip
-from rooftrace.reporting.questions import Question
+from rooftrace.reporting.questions import WORDS, Question
 
 
 def grounds_of(
-    asked: Question, form: Form, *, several: bool = False, first: Sequence[str] = ()
+    asked: Question, form: Form, *, counts: Collection[int] = (), first: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What an answer rests on, in sentences.  first: chips whose prices are told first."""
+    """What an answer rests on, in sentences.
+
+    counts: numbers of chips that were tried, of an answer that chooses.  first: chips whose prices
+    are told first.
+    """
     service = asked.service
     models = ", ".join(dict.fromkeys(c.execution.name for c in asked.conditions))
     yield f"execution {models}; {_knobs(asked)}"
-    if several:
+    if any(count > 1 for count in counts):
         yield (
             "several chips: the step of one of them, traced over a mesh; "
             f"{'; '.join(dict.fromkeys(map(_joined, asked.chips)))}"
         )
-    if asked.counts is None and not asked.job.request.mesh and asked.known is None:
-        yield "as few chips as hold the limits; name other numbers of them with --chips 1,2,4,8"
+    if counts and asked.counts is None and not asked.job.request.mesh and asked.known is None:
+        more = "" if asked.find not in WORDS else (
+            ", and twice as many where these could be 10 % better if they sent nothing"
+        )  # fmt: skip
+        yield f"as few chips as hold the limits{more}; --chips 1,2,4,8 names others"
     if service.mix is not None:
         yield (
             f"decode steps with the mean cache of the requests, {service.mix.kv:,} tokens; "

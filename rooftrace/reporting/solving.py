@@ -159,7 +159,7 @@ def _serving(asked: Question) -> serving.ServingAnswer:
             grounds_of(
                 asked,
                 form,
-                several=any(x.chips > 1 for x in search.lines),
+                counts={line.chips for line in search.lines},
                 first=[x.configuration.chip.name for x, _, _ in best],
             )
         ),

@@ -23,6 +23,8 @@ from rooftrace.costmodels.answers.workloads import Limits
 MOST_CHIPS = 64
 _DOUBLINGS = 4
 """Numbers of chips that are tried for each chip where none is asked for, from the least."""
+_WORTH = 0.9
+"""Twice as many chips are tried where they would cost at most this share, if they sent nothing."""
 _FRONT = 64
 """Points of the front that are kept."""
 
@@ -137,9 +139,9 @@ class Search:
         limits: Limits,
         objective: str,
     ) -> Search:
-        """Evaluate all.  counts: numbers of chips; None: as few as hold the limits, doubling."""
+        """Evaluate all.  counts: numbers of chips; None: those of `_from_few_chips`."""
         if counts is None:
-            lines = tuple(_as_few_as_hold(candidates, sizes, limits))
+            lines = tuple(_from_few_chips(candidates, sizes, limits, objective))
         else:
             splits = filter(None, map(candidates.split, counts))
             lines = tuple(
@@ -233,8 +235,10 @@ class Search:
         return tuple(self.lines[number].deployment(int(place)) for _, _, number, place in kept)
 
 
-def _as_few_as_hold(candidates: Candidates, sizes: Sequence[int], limits: Limits) -> Iterator[Line]:
-    """Lines on 1, 2, 4, ... chips, of each way until one holds the limits.
+def _from_few_chips(
+    candidates: Candidates, sizes: Sequence[int], limits: Limits, objective: str
+) -> Iterator[Line]:
+    """Lines on 1, 2, 4, ... chips, of each way until limits hold and more chips are not worth it.
 
     The first number is the least whose memory may do: what one chip needs at the smallest size,
     split evenly.  Where that is more than one chip, the line of one has this size alone.
@@ -247,7 +251,13 @@ def _as_few_as_hold(candidates: Candidates, sizes: Sequence[int], limits: Limits
             yield line
         if needed[line.way] > MOST_CHIPS:
             candidates.left_out[f"{chip.name}: up to {MOST_CHIPS} chips hold too little"] = None
-    tried, count = dict.fromkeys(needed, 0), first.chips
+
+    def least(line: Line) -> float:
+        cost = np.where(line.holds(limits), OBJECTIVES[objective].cost(line), np.inf)
+        return float(np.where(np.isnan(cost), np.inf, cost).min())
+
+    tried: dict[Way, list[float]] = {way: [] for way in needed}
+    count = first.chips
     while tried and count <= MOST_CHIPS:
         ways = [way for way in tried if needed[way] <= count]
         split = candidates.split(count) if ways else first
@@ -255,8 +265,10 @@ def _as_few_as_hold(candidates: Candidates, sizes: Sequence[int], limits: Limits
             return
         for line in candidates.lines(split, ways, sizes):
             yield line
-            tried[line.way] += 1
-            if line.holds(limits).any() or tried[line.way] == _DOUBLINGS:
+            costs = tried[line.way]
+            costs.append(least(line))
+            worth = objective != "largest" and least(line.halved) < _WORTH * min(costs)
+            if len(costs) == _DOUBLINGS or (line.holds(limits).any() and not worth):
                 del tried[line.way]
         count *= 2
 

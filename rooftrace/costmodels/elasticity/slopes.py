@@ -155,10 +155,10 @@ def _at(formula: Formula, numbers: Numbers) -> Fraction:
 
 
 def _of_draw(draw: slots.Draw, numbers: Numbers, place: int) -> Dual:
-    parts = [_of_formula(part, numbers, place) for part in (draw.rows, draw.chosen, draw.classes)]
-    rows, chosen, classes = (float(part.value) for part in parts)
+    parts = [_of_formula(part, numbers, place) for part in draw.parts]
+    rows, chosen, classes, _ = (float(part.value) for part in parts)
     value = float(draw.at(tuple(numbers)))
-    slopes = SLOPES[draw.function](rows, chosen, classes)
+    slopes = (*SLOPES[draw.function](rows, chosen, classes), 1.0)
     slope = sum(float(part.slope) * each for part, each in zip(parts, slopes, strict=True))
     return Dual(value, slope, frozenset({draw.function}))
 

@@ -40,7 +40,7 @@ class Amount:
         draw = self.draw
         if draw is None:
             return self.formula.symbols
-        parts = (self.formula, draw.rows, draw.chosen, draw.classes)
+        parts = (self.formula, *draw.parts)
         return frozenset().union(*(part.symbols for part in parts))
 
     def over(self, columns: Sequence[Array]) -> Array:

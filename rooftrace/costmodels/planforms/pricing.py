@@ -327,15 +327,22 @@ def draws_of(form: GraphForm) -> Iterator[slots.Draw]:
         classes = op.facts.get("uniform_over")
         if classes is None:
             continue
+
+        def size_of(value: int, place: int) -> Formula:
+            slot = varying.get(("values", value, "shape", place))
+            size = graph.values[value].shape[place]
+            return form.formulas[slot.formulas[0]] if slot else Formula.constant(size)
+
         for value in op.inputs:
             if graph.values[value].dtype not in ("int64", "int32"):
                 continue
             elements = Formula.constant(1)
-            for place, size in enumerate(graph.values[value].shape):
-                slot = varying.get(("values", value, "shape", place))
-                factor = Formula.constant(size)
-                elements = elements * (form.formulas[slot.formulas[0]] if slot else factor)
+            for place in range(len(graph.values[value].shape)):
+                elements = elements * size_of(value, place)
             alone = op.facts.get("own_rows")
             function, chosen = ("distinct", 1) if alone is None else ("rows", int(alone))
             parts = Formula.constant(chosen), Formula.constant(classes)
             yield slots.Draw(function, elements, *parts)
+            for made in op.outputs:
+                if graph.values[made].shape:
+                    yield slots.Draw(function, elements, *parts, size_of(made, 0))

@@ -19,47 +19,54 @@ Numbers = tuple[int, ...]
 """A value for each size of a form."""
 
 
-class Draw(Struct, frozen=True):
-    """What a number of rows reach on average, each choosing some of many classes."""
+class Draw(Struct, frozen=True, omit_defaults=True):
+    """What a number of rows reach on average, each choosing some of many classes.
+
+    beside: what is reached besides, as all rows of a table that is zeroed before some are written.
+    """
 
     function: str  # a name in FUNCTIONS
     rows: Formula
     chosen: Formula
     classes: Formula
+    beside: Formula = Formula()
 
     @property
     def is_constant(self) -> bool:
         """Whether no size changes it."""
-        return all(part.is_constant for part in (self.rows, self.chosen, self.classes))
+        return all(part.is_constant for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Formula, Formula, Formula, Formula]:
+        """All formulas, in the order of the fields."""
+        return self.rows, self.chosen, self.classes, self.beside
 
     def at(self, numbers: Numbers) -> float:
         """The number that is reached."""
-        arguments = (self.rows.at(numbers), self.chosen.at(numbers), self.classes.at(numbers))
-        return functions.FUNCTIONS[self.function](*arguments)
+        rows, chosen, classes, beside = (part.at(numbers) for part in self.parts)
+        return beside + functions.FUNCTIONS[self.function](rows, chosen, classes)
 
     def over(self, columns: Sequence[Array]) -> Array:
         """The numbers that are reached at many points; equal draws are computed once."""
         import numpy as np
 
         count = max((len(column) for column in columns), default=1)
-        arguments = [
-            np.broadcast_to(formula.over(columns), (count,))
-            for formula in (self.rows, self.chosen, self.classes)
-        ]
+        arguments = [np.broadcast_to(formula.over(columns), (count,)) for formula in self.parts]
         function = functions.FUNCTIONS[self.function]
         known: dict[tuple[int, ...], float] = {}
         reached = np.empty(count)
         for place, key in enumerate(zip(*(a.tolist() for a in arguments), strict=True)):
             value = known.get(key)
             if value is None:
-                value = known[key] = function(*key)
+                value = known[key] = key[3] + function(*key[:3])
             reached[place] = value
         return reached
 
     def written(self, names: Sequence[str]) -> str:
         """The function with its arguments: "distinct(8 batch, 8, 256)"."""
-        arguments = (self.rows, self.chosen, self.classes)
-        return f"{self.function}({', '.join(a.written(names) for a in arguments)})"
+        *arguments, beside = (part.written(names) for part in self.parts)
+        drawn = f"{self.function}({', '.join(arguments)})"
+        return f"({beside} + {drawn})" if self.beside.terms else drawn
 
 
 PLAIN, TEXT, REACHED, TOUCHED, EACH = "plain", "text", "reached", "touched", "each"
