@@ -154,7 +154,7 @@ def _serving(asked: Question) -> serving.ServingAnswer:
         breaks=search.breaks(best[0][0], best[0][1]) if best else (),
         span=search.span(best[0][0]) if best else None,
         front=search.front() if users else (),
-        curves=tuple(search.curves()) if users else (),
+        curves=tuple(line for line in search.lines if len(line.fits)) if users else (),
         rests=tuple(
             grounds_of(
                 asked,

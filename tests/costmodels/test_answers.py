@@ -292,8 +292,18 @@ def test_as_few_chips_as_hold_the_limits(target: str) -> None:
     small = slow("h200-sxm", memory_capacity=(peaks[0] + peaks[1]) / 2)
     answer = rt.solve(target, chip=[small], **asked)
     assert [row.chips for row in answer.rows] == [2] and answer.rows[0].memory >= peaks[1]
-    least = decode(target, 5, 600).t_est * 1.01
-    assert [row.chips for row in rt.solve(target, tpot=least, **asked).rows] == [1]
+
+
+def test_more_chips_are_tried_where_they_could_be_better(target: str) -> None:
+    asked: dict[str, Any] = {"kv": 600, "over": [4, 64]}
+    one = decode(target, 64, 600).t_est
+    enough = rt.solve(target, find="throughput", tpot=one * 1.01, **asked)
+    assert enough.best is not None and enough.best.sizes["batch"] == 64
+    assert enough.evaluated == 2  # one chip holds the larger batch
+    short = rt.solve(target, find="throughput", tpot=one * 0.99, **asked)
+    assert short.evaluated == 4  # two chips might hold it: they are traced too
+    largest = rt.solve(target, find="batch", tpot=one * 0.99, **asked)
+    assert largest.evaluated == 2
 
 
 # -- rates, lengths, capacity ----------------------------------------------------------------------

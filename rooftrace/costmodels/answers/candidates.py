@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -76,34 +76,23 @@ class Configuration:
         return None if self.chip.power is None else self.chip.power.value
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Deployment(Plain):
-    """One way to run a step: on so many chips, at these sizes, in these precisions.
+Number = TypeVar("Number", float, Array)
 
-    Seconds: step (low, high: between which 90 % of such steps are, None without knobs), sent (of
-    the step, in which chips send to each other and do nothing else), tpot (per
-    output token, with the prefills in between; the step, where no requests are given), ttft (to the
-    first token of the longest prompt; None where no requests are given).  memory: bytes of one chip
-    at the fullest moment.  rate: tokens or samples per second of all chips.
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reached(Generic[Number]):
+    """What a step reaches on some chips, at one size or at many.
+
+    Seconds: step, sent (of the step, in which chips send to each other and do nothing else), tpot
+    (per output token, with the prefills in between; the step, where no requests are given).  rate:
+    tokens or samples per second of all chips.
     """
 
     configuration: Configuration
-    sizes: Mapping[str, int]
-    step: float
-    low: float | None
-    high: float | None
-    sent: float
-    tpot: float
-    ttft: float | None
-    memory: int
-    rate: float
-    limiter: str
-
-    KEYS = (
-        "chip chips **labels **sizes step step_low=low step_high=high sent tpot ttft memory "
-        "capacity rate rate_per_chip=per_chip rate_per_user=per_user dollars_per_million=dollars "
-        "joules_each=joules limiter price=configuration.price power=configuration.power"
-    )
+    step: Number
+    sent: Number
+    tpot: Number
+    rate: Number
 
     @property
     def chip(self) -> str:
@@ -126,14 +115,37 @@ class Deployment(Plain):
         return self.configuration.capacity
 
     @property
-    def per_chip(self) -> float:
+    def per_chip(self) -> Number:
         """Tokens or samples per second of one chip."""
         return self.rate / self.chips
 
     @property
-    def per_user(self) -> float:
+    def per_user(self) -> Number:
         """Tokens per second of one sequence."""
         return 1 / self.tpot
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Deployment(Plain, Reached[float]):
+    """One way to run a step: on so many chips, at these sizes, in these precisions.
+
+    Seconds: low, high (between which 90 % of such steps are, None without knobs), ttft (to the
+    first token of the longest prompt; None where no requests are given).  memory: bytes of one chip
+    at the fullest moment.
+    """
+
+    sizes: Mapping[str, int]
+    low: float | None
+    high: float | None
+    ttft: float | None
+    memory: int
+    limiter: str
+
+    KEYS = (
+        "chip chips **labels **sizes step step_low=low step_high=high sent tpot ttft memory "
+        "capacity rate rate_per_chip=per_chip rate_per_user=per_user dollars_per_million=dollars "
+        "joules_each=joules limiter price=configuration.price power=configuration.power"
+    )
 
     @property
     def dollars(self) -> float | None:
@@ -172,27 +184,17 @@ class Service:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Line:
+class Line(Reached[Array]):
     """Candidates that differ in one size only, by rising size: arrays of length P."""
 
-    configuration: Configuration
     name: str  # of the size
     at: Mapping[str, int]  # the other sizes
     sizes: Array
-    step: Array
     low: Array
     high: Array
-    sent: Array  # seconds of the step in which the chips send to each other
-    tpot: Array
     ttft: Array  # nan without requests
     memory: Array  # of one chip
-    rate: Array
     regime: Array
-
-    @property
-    def chips(self) -> int:
-        """Chips that run the step together."""
-        return self.configuration.split.chips
 
     @property
     def way(self) -> Way:
@@ -202,7 +204,7 @@ class Line:
     @property
     def fits(self) -> Array:
         """The places of the candidates that each chip holds its part of."""
-        return np.flatnonzero(self.memory <= self.configuration.capacity)
+        return np.flatnonzero(self.memory <= self.capacity)
 
     @property
     def halved(self) -> Line:
@@ -217,7 +219,7 @@ class Line:
         """
         more = 0.0 if steps is None else steps - self.step
         taken = {name: (getattr(self, name) + more) / value for name, value in limits}
-        return {**taken, "memory": self.memory / self.configuration.capacity}
+        return {**taken, "memory": self.memory / self.capacity}
 
     def holds(self, limits: Limits, steps: Array | None = None) -> Array:
         """Which candidates hold all limits and fit."""
@@ -250,18 +252,6 @@ class Line:
             rate=float(self.rate[place]),
             limiter=REGIMES[int(self.regime[place])],
         )
-
-    @cached_property
-    def dollars(self) -> Array:
-        """Dollars per million, nan without a price."""
-        price = self.configuration.price
-        return (np.nan if price is None else price / HOUR) * self.chips / self.rate * MILLION
-
-    @cached_property
-    def joules(self) -> Array:
-        """Joules each, nan without a power."""
-        power = self.configuration.power
-        return (np.nan if power is None else power) * self.chips / self.rate
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

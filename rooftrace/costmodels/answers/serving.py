@@ -39,22 +39,18 @@ class Objective:
 
 OBJECTIVES: Mapping[str, Objective] = {
     "largest": Objective("the largest", lambda line: -line.sizes.astype(float)),
-    "cheapest": Objective("the fewest dollars per million {item}s", lambda line: line.dollars),
-    "energy": Objective("the fewest joules per {item}", lambda line: line.joules),
+    "cheapest": Objective("the fewest dollars per million {item}s",
+                          lambda line: _known(line.configuration.price) / line.per_chip),
+    "energy": Objective("the fewest joules per {item}",
+                        lambda line: _known(line.configuration.power) / line.per_chip),
     "throughput": Objective("the most {item}s per second of a chip",
-                            lambda line: line.chips / line.rate),
+                            lambda line: 1 / line.per_chip),
     "latency": Objective("the least time of a step", lambda line: line.tpot),
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Curve:
-    """All sizes of one configuration that fit: tokens per second of a user, and of a chip."""
-
-    configuration: Deployment  # at the first of the sizes
-    sizes: Array
-    per_user: Array
-    per_chip: Array
+def _known(number: float | None) -> float:
+    return np.nan if number is None else number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,7 +62,8 @@ class ServingAnswer(Plain, Shown):
     the next larger size misses.  span: the best size if steps take as long as 90 % of them do at
     most and at least; None without knobs.  front: candidates that fit and that no other beats in
     both tokens per second of a user and of a chip, limits aside; of batches of decode steps only.
-    item: what is counted, a token or a sample.  rests: what the answer rests on.
+    curves: the lines of which some size fits, of the same.  item: what is counted, a token or a
+    sample.  rests: what the answer rests on.
     """
 
     title: str
@@ -81,7 +78,7 @@ class ServingAnswer(Plain, Shown):
     breaks: tuple[str, ...]
     span: tuple[Deployment | None, Deployment | None] | None
     front: tuple[Deployment, ...]
-    curves: tuple[Curve, ...]
+    curves: tuple[Line, ...]
     rests: tuple[str, ...]
     evaluated: int  # candidates
     sizes: tuple[int, int]  # the least and the largest that were looked at
@@ -163,7 +160,8 @@ class Search:
             if fine is not None:
                 line, place = finer, fine
             chosen.append((line, place, float(self._cost(line)[place])))
-        chosen.sort(key=lambda entry: (entry[2], entry[0].dollars[entry[1]]))
+        dollars = OBJECTIVES["cheapest"].cost
+        chosen.sort(key=lambda entry: (entry[2], dollars(entry[0])[entry[1]]))
         return chosen
 
     def _cost(self, line: Line) -> Array:
@@ -215,20 +213,12 @@ class Search:
             ends.append(fine.deployment(own) if own is not None else coarse.deployment(place))
         return ends[0], ends[1]
 
-    def curves(self) -> Iterator[Curve]:
-        """A curve for each line that fits anywhere."""
-        for line in self.lines:
-            fits = line.fits
-            if len(fits):
-                yield Curve(line.deployment(int(fits[0])), line.sizes[fits],
-                            1 / line.tpot[fits], line.rate[fits] / line.chips)  # fmt: skip
-
     def front(self) -> tuple[Deployment, ...]:
         """Candidates that fit and that no other beats in both speeds, fastest for a user first."""
         points = []
         for number, line in enumerate(self.lines):
             for place in line.fits:
-                points.append((1 / line.tpot[place], line.rate[place] / line.chips, number, place))
+                points.append((line.per_user[place], line.per_chip[place], number, place))
         front = list(undominated(points))
         step = max(1, -(-len(front) // _FRONT))
         kept = front[::step] + (front[-1:] if (len(front) - 1) % step else [])

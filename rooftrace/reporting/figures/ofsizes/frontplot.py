@@ -54,8 +54,9 @@ def front_plot(result: serving.ServingAnswer) -> Figure:
     several = _several(result)
     for number, curve in enumerate(curves):
         colour = style.MANY[number % len(style.MANY)]
-        label = _label(curve.configuration, several)
-        axes.plot(curve.per_user, curve.per_chip, color=colour, linewidth=1.6, label=label)
+        label, fits = _label(curve, several), curve.fits
+        speeds = curve.per_user[fits], curve.per_chip[fits]
+        axes.plot(*speeds, color=colour, linewidth=1.6, label=label)
     _mark(axes, result)
     axes.legend(
         loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, labelspacing=0.9
@@ -64,7 +65,7 @@ def front_plot(result: serving.ServingAnswer) -> Figure:
 
 
 def _several(result: serving.ServingAnswer) -> list[str]:
-    labels = [curve.configuration.labels for curve in result.curves]
+    labels = [curve.labels for curve in result.curves]
     return [n for n in labels[0] if len({str(x.get(n)) for x in labels}) > 1] if labels else []
 
 
