@@ -144,6 +144,11 @@ def test_bytes_of_rows_that_are_drawn_have_an_analytic_derivative() -> None:
     assert (slope.exact, slope.functions) == (None, ("distinct",))
     read = [512 * expected_distinct(n, 1, 500) for n in (199, 200, 201)]
     assert slope.value == pytest.approx(200 * (read[2] - read[0]) / 2 / read[1], rel=1e-5)
+    beside_all = slots.Draw("distinct", Formula.symbol(0), one, classes, classes)
+    zeroed = Amount(slots.TOUCHED, Formula.constant(512), beside_all)
+    beside = dual_of(zeroed, (200,), 0).elasticity(200)
+    whole = 512 * 500 + read[1]
+    assert beside.value == pytest.approx(200 * (read[2] - read[0]) / 2 / whole, rel=1e-5)
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def scattered(form: rt.Form, count: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(some))
 
 
-def assert_equals_estimates(form: rt.Form, places: list[tuple[int, int]], execution: str) -> None:
+def assert_equals_estimates(
+    form: rt.Form, places: Sequence[tuple[int, ...]], execution: str
+) -> None:
     points = Points({n: [p[i] for p in places] for i, n in enumerate(form.names)})
     table = evaluated(form, points, [rt.load_chip("h200-sxm")], Conditions.of(execution))
     for place, numbers in enumerate(places):
@@ -92,6 +95,18 @@ def assert_equals_estimates(form: rt.Form, places: list[tuple[int, int]], execut
 )
 def test_totals_and_times_are_those_of_estimates(form: rt.Form, execution: str) -> None:
     assert_equals_estimates(form, scattered(form, 12), execution)
+
+
+@pytest.mark.slow
+def test_a_table_that_is_zeroed_and_added_to_parts_no_sizes(tmp_path: Path) -> None:
+    settings = {**TEXT, "num_hidden_layers": 2, "vocab_size": 50_000}
+    config = transformers.LlamaConfig(**settings, architectures=["LlamaForCausalLM"])
+    config.to_json_file(tmp_path / "table.json", use_diff=False)
+    target, batches = str(tmp_path / "table.json"), range(8, 65)
+    form = rt.form(target, phase="training", seq=64, over={"batch": batches})
+    plans = list(form.plans(Points({"batch": batches}), Conditions.of("efficient")))
+    assert len(plans) < 6  # rows of the table that tokens reach differ in all of the 57 steps
+    assert_equals_estimates(form, [(8,), (33,), (64,)], "efficient")
 
 
 def test_an_image_network() -> None:
