@@ -87,19 +87,11 @@ class GroupChange(Plain):
 class Prediction(Plain):
     """What was predicted for a step, before and after."""
 
-    chips: tuple[str, str]
-    executions: tuple[str, str]
-    expected: bool  # whether times are expected ones, by knobs; else bounds
+    diff: Diff  # of its cost
     totals: Mapping[str, MeasuredChange]  # by name in METRICS, those that can be predicted
-    diff: Diff | None = None  # the cost of the two, where both are on one chip
     notes: tuple[str, ...] = ()  # where prediction and measurement disagree
 
-    KEYS = "chips executions time_is totals notes"
-
-    @property
-    def time_is(self) -> str:
-        """What its seconds are: "expected", by knobs, or a "bound"."""
-        return "expected" if self.expected else "bound"
+    KEYS = "chips=diff.chips executions=diff.executions time_is=diff.time_is totals notes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,9 +265,9 @@ def _groups(step: rundiff.StepDiff, what: str) -> list[view.Part]:
 def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
     lines: list[str] = []
     if step.prediction is not None:
-        chips = " and ".join(dict.fromkeys(step.prediction.chips))
-        models = " and ".join(dict.fromkeys(step.prediction.executions))
-        kind = "" if step.prediction.expected else ", as bounds"
+        chips = " and ".join(dict.fromkeys(step.prediction.diff.chips))
+        models = " and ".join(dict.fromkeys(step.prediction.diff.executions))
+        kind = "" if step.prediction.diff.expected else ", as bounds"
         lines.append(f"predicted for {chips}, {models}{kind}")
     if step.totals["time"].noise is not None:
         before, after = step.steps
