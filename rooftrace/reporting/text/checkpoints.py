@@ -55,7 +55,7 @@ def _special(side: TensorLook | None) -> str:
 _LOOKS = _sides(look)
 
 
-def checkpoints_view(result: CheckpointDiff) -> view.View:
+def checkpoints_view(result: CheckpointDiff, output: view.Output) -> view.View:
     """What changed: in sum, in values, in names, shapes and dtypes, and in the config."""
     known_by = view.Column("by", units.TEXT, "known by")
     share = _DRIFT[0]

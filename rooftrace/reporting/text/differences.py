@@ -98,7 +98,7 @@ def unchanged_words(result: Diff) -> str:
     return f"{text}: the two have {equal}"
 
 
-def diff_view(result: Diff) -> view.View:
+def diff_view(result: Diff, output: view.Output) -> view.View:
     """Totals of each phase before and after, and the modules behind the change."""
     before, after = result.names
     where = f"on {result.chip}, execution {result.execution}"

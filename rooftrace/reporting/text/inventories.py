@@ -176,7 +176,7 @@ _CHANGES = (
 )
 
 
-def parameters_view(result: ParameterDiff) -> view.View:
+def parameters_view(result: ParameterDiff, output: view.Output) -> view.View:
     """Parameters before and after, and the modules whose parameters differ."""
     return view.View(
         (view.Section(parts=list(parameter_parts(result)), place=1),),

@@ -70,7 +70,7 @@ _ROWS = (
 )
 
 
-def rundiff_view(result: RunDiff) -> view.View:
+def rundiff_view(result: RunDiff, output: view.Output) -> view.View:
     """Totals of each step before and after, then kernels, modules and families that differ."""
     before, after = (Path(name).name for name in result.names)
     head: list[view.Part] = [
