@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rooftrace.reporting.text.changed import cut, delta, left_out, said, totals
-from rooftrace.reporting.text.origins import origin_notes
+from rooftrace.reporting.text.changed import cut, delta, labelled, left_out, said, totals
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.findings.diffs import Diff, changes
     from rooftrace.costmodels.memory import Held
+    from rooftrace.tracer.revisions.origins import DiffOrigins
 
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
 _ROWS: tuple[view.Column, ...] = (
@@ -199,3 +200,32 @@ def _one_sided(result: Diff) -> list[str]:
         if phases:
             lines.append(f"only {name} has {', '.join(phases)}: not compared")
     return lines
+
+
+# -- origins ---------------------------------------------------------------------------------------
+# Where the sides of a diff come from, in words: revisions, versions, commits, a bisection.
+
+
+def origin_notes(origins: DiffOrigins | None) -> list[view.Note]:
+    """A line for each thing that a reader of a diff has to know of its sides."""
+    if origins is None:
+        return []
+    notes: list[view.Note] = []
+    say = partial(labelled, width=9)
+    sides = (("before", origins.before), ("after", origins.after))
+    for which, side in sides:
+        if str(side):
+            notes += say(which, str(side))
+    if origins.versions():
+        notes += say("versions", ", ".join(origins.versions()), "warn")
+    for which, side in sides:
+        for text in side.notes:
+            notes += say(which, text, "warn")
+    if origins.bisection is not None:
+        for text in origins.bisection.sentences():
+            notes += say("bisect", text)
+    for line in origins.lines:
+        notes += say(line.phase, str(line))
+    if not origins.lines and origins.touched():
+        notes += say("commits", origins.touched())
+    return notes
