@@ -20,8 +20,8 @@ from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.explaining import first_graph, sizes_of
 from rooftrace.reporting.gridfactors import factors_of, number_of_config
-from rooftrace.reporting.requests import StepRequest, readers
-from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests import StepRequest, options
+from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.stepforms import form_of, known_form
 from rooftrace.tracer.asking import Job
@@ -41,7 +41,6 @@ def sensitivity(
 ) -> grids.GridEffects: ...
 
 
-@takes
 def sensitivity(
     source: Source,
     *args: Any,
@@ -247,7 +246,7 @@ def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
         return grid  # whoever reads it says what is wrong
     levels = grid.get("execution")
     if isinstance(levels, str):
-        levels = readers.words(levels)
+        levels = options.words(levels)
     return (
         {**grid, "execution": replace(pricing, execution=levels).executions()} if levels else grid
     )

@@ -164,6 +164,7 @@ def test_slopes_of_named_functions_are_those_of_small_steps(
             "largest": t * c / reached,
             "balanced": min(t * c, v),
             "balanced largest": t * c / v,
+            "rows": c * (1 - math.pow(1 - 1 / v, t)) + 1 - math.pow(c / v, t),
         }[name]
 
     if name == "balanced" and rows * chosen == classes:

@@ -140,7 +140,7 @@ def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:
 def _value(row: Any, name: str) -> str:
     if name == "memory":
         return str(format_capacity(row.memory))
-    return str(format_time(row.uses()[name][0]))
+    return str(format_time(getattr(row, name)))
 
 
 def _limit(result: serving.ServingAnswer, row: Any, name: str) -> str:

@@ -13,7 +13,8 @@ from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.estimating.breakdowns import BreakdownRow, sums_by
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.locks.records import (
+from rooftrace.hardware import Chip
+from rooftrace.reporting.locks.records import (
     ROOT,
     WAITING,
     LockedCosts,
@@ -21,7 +22,6 @@ from rooftrace.costmodels.locks.records import (
     Ops,
     TimeScale,
 )
-from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.paths import pattern_of
 
