@@ -15,7 +15,6 @@ from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.limits import Limited
 
-SCHEMA = "rooftrace.rundiff/1"
 _UNITS = {"second": "s", "byte": "byte", "count": "launches"}
 """Units of metrics, as JSON names them."""
 NO_MODULE = "(no module)"
@@ -149,7 +148,7 @@ class RunDiff(Plain, Shown, Limited):
     METRICS = METRICS
     COMPARED = "measured runs"
     EXAMPLE = "idle>1 ms"
-    schema = SCHEMA
+    schema = "rooftrace.rundiff/1"
     KEYS = (
         "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps "
         "operations"

@@ -165,6 +165,53 @@ class Sides:
         return first, second
 
     @cached_property
+    def renamed(self) -> Mapping[str, str]:
+        """Pattern of a module's path in the second graph, by that in the first where it differs."""
+        votes: dict[str, Counter[str]] = defaultdict(Counter)
+        graphs = self.before.graph, self.after.graph
+        for pair in self.matching.pairs:
+            old, new = graphs[0].ops[pair.before].module, graphs[1].ops[pair.after].module
+            votes[pattern_of(old)][pattern_of(new)] += pair.times
+        first = {old: counts.most_common(1)[0][0] for old, counts in votes.items()}
+        return {old: new for old, new in first.items() if old != new and old}
+
+    def modules(self, number: int, op: Op) -> tuple[str, ...]:
+        """The modules in which an op of either side runs, as often in each, by their paths in the
+        second side.
+
+        A matched op of the first side is where its partner is, another one where most of the
+        matched ops of its module are.
+        """
+        paths = self[number].paths(op)
+        if number:
+            return paths
+        partner = self.partners[0].get(op.id)
+        if partner is not None:
+            other = self.after.graph.ops[partner]
+            same = pattern_of(other.module) == pattern_of(op.module)
+            return paths if same else self.after.paths(other)
+        return tuple(dict.fromkeys(map(self._renamed, paths)))
+
+    def _renamed(self, path: str) -> str:
+        """The path of a module of the first side in the second one."""
+        new = self.renamed.get(pattern_of(path))
+        if new is None or path in self.after.graph.modules:
+            return path
+        numbers = iter([part for part in path.split(".") if part.isdigit()])
+        return ".".join(next(numbers, "*") if part == "*" else part for part in new.split("."))
+
+    def left(self, number: int, op: Op, times: int) -> tuple[str, ...]:
+        """The modules of those runs of an op that have no partner: new paths, else the last."""
+        paths = self.modules(number, op)
+        each = max(1, self[number].graph.times(op) // len(paths))
+        count = max(1, -(-times // each))
+        if count >= len(paths):
+            return paths
+        there = self[1 - number].graph.modules
+        alone = [path for path in paths if path not in there]
+        return tuple(alone[:count]) if len(alone) >= count else paths[-count:]
+
+    @cached_property
     def layer_counts(self) -> tuple[LayerCount, ...]:
         """Lists of equal modules that are longer on one side."""
         graphs = self.before.graph, self.after.graph
