@@ -62,7 +62,9 @@ _SIGNED = units.signed(units.SECOND)
 _ROWS = (
     view.Column("status", units.TEXT, "", of=lambda row: view.Cell(*_SIGNS[row.status])),
     view.Column("what", units.TEXT, "call and kernel", folded=True, of=lambda row: _what(row)),
-    view.Column("module", units.CODE, "module", flexible=True, of=lambda row: _module(row)),
+    view.Column(
+        "module", units.CODE, "module", flexible=True, of=lambda row: row.module or MISSING
+    ),
     view.Column("launches", units.WORDS, "launches", of=lambda row: _launches(row)),
     view.Column("before", units.SECOND, "before", drop=1, of=lambda row: row.time.before),
     view.Column("after", units.SECOND, "after", drop=1, of=lambda row: row.time.after),
@@ -230,10 +232,6 @@ def _few(sizes: str) -> str:
     """The first two tensors of several."""
     tensors = sizes.split("] ")
     return sizes if len(tensors) <= 2 else f"{'] '.join(tensors[:2])}] …"
-
-
-def _module(row: rundiff.KernelChange) -> str:
-    return row.module or MISSING
 
 
 def _launches(row: rundiff.KernelChange) -> str:
