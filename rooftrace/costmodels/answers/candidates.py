@@ -80,7 +80,7 @@ Number = TypeVar("Number", float, Array)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Reached(Generic[Number]):
+class Speeds(Generic[Number]):
     """What a step reaches on some chips, at one size or at many.
 
     Seconds: step, sent (of the step, in which chips send to each other and do nothing else), tpot
@@ -126,7 +126,7 @@ class Reached(Generic[Number]):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Deployment(Plain, Reached[float]):
+class Deployment(Plain, Speeds[float]):
     """One way to run a step: on so many chips, at these sizes, in these precisions.
 
     Seconds: low, high (between which 90 % of such steps are, None without knobs), ttft (to the
@@ -184,7 +184,7 @@ class Service:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Line(Reached[Array]):
+class Line(Speeds[Array]):
     """Candidates that differ in one size only, by rising size: arrays of length P."""
 
     name: str  # of the size
