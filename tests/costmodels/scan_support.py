@@ -343,5 +343,17 @@ class Parallel(Mixer):
         return h
 
 
+class Remembering(Parallel):
+    """The state behind the last token leaves, too."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids), self.last
+
+    def combined(self, a: Tensor, h: Tensor) -> Tensor:
+        h = super().combined(a, h)
+        self.last = h[:, :, -1]
+        return h
+
+
 class Skewed(Parallel):
     skew = 1

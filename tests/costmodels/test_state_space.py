@@ -40,6 +40,7 @@ BY_HAND = {
     layers.ByToken: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Padded: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Parallel: {"causal-conv1d": 1, "selective-scan": 1},
+    layers.Remembering: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Skewed: {"causal-conv1d": 1},
     layers.Listing: {"ssd": 1},
     layers.Decayed: {"ssd": 1},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from rooftrace._plain import Plain, Positive
 from rooftrace._shown import short, some
-from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
+from rooftrace.costmodels.liveness import Lives, Visit, Visits, bytes_of_weights, lifetimes
 from rooftrace.costmodels.memory import sharing
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware import Chip
@@ -244,9 +244,7 @@ class _Stored:
     def __init__(
         self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
     ) -> None:
-        self.sizes = list(storage_sizes(graph))
-        for storage in unmade:
-            self.sizes[storage] = 0
+        self.sizes = storage_sizes(graph, unmade)
         self._optimizers = _made_by_optimizer(graph)
         self._values, self._visits, self._saved = graph.values, visits, lives.saved
 
@@ -283,9 +281,7 @@ def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]
     alive: Counter[str] = Counter()
     for number, times in lives.births.get(-1, ()):
         alive[stored.kind(number)] += times * stored.size(number)
-    # Weights that this step does not read (experts without tokens) are there all the same.
-    known = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
-    alive["weights"] = max(alive["weights"], known)
+    alive["weights"] = max(alive["weights"], bytes_of_weights(graph))
     return alive
 
 

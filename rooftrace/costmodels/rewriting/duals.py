@@ -355,15 +355,10 @@ def _last(
                 continue
             if op.kind != "view" or len(op.outputs) != 1:
                 return None
-            pieces = walker.holding(walker.fresh(op.outputs[0]), whole.value) or []
-            read = pieces[0].dims[place] if len(pieces) == 1 else None
-            if read != Dim((), chunks) or result is not None:
+            read = walker.at_index(op.outputs[0], whole, place, chunks)
+            if read is None or result is not None:
                 return None
-            dims = (*whole.dims[:place], read, *whole.dims[place + 1 :])
-            names = named(pieces[0], dims)
-            result = None if names is None else renamed(walker.fresh(op.outputs[0]), names)
-            if result is None:
-                return None
+            result = read
     return (result,)
 
 

@@ -196,6 +196,17 @@ class Walker:
             return [factor]
         return [piece for part in parts for piece in self.apart(part, whole)]
 
+    def at_index(self, view: int, whole: ReadValue, dim: int, index: int) -> ReadValue | None:
+        """A view that is all of a value at one index of a dimension, its axes called as those of
+        the value; None for another one."""
+        fresh = self.fresh(view)
+        pieces = self.holding(fresh, whole.value) or []
+        there = Dim((), index)
+        if len(pieces) != 1 or pieces[0].dims[dim] != there:
+            return None
+        names = named(pieces[0], (*whole.dims[:dim], there, *whole.dims[dim + 1 :]))
+        return None if names is None else renamed(fresh, names)
+
     def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
         """An operand that is broadcast to these dims."""
         shape = self.graph.values[value].shape

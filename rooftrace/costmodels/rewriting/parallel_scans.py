@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
-    Dim,
     Names,
     ReadValue,
     Walker,
@@ -127,12 +126,13 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     if len(sums) != 1:
         return None
     (total, (y, queries, n)) = sums[0]
-    last = [_final(walker, entered, op, dims, dim) for op in reads if op is not total]
-    last = [value for value in dict.fromkeys(last)]
+    states = ReadValue(entered, dims)
+    views = [op.outputs[0] for op in reads if op is not total]
+    last = list(dict.fromkeys(walker.at_index(i, states, dim, shape[dim] - 1) for i in views))
     exponent = walker.under(ReadValue(decay, dims), "exp")
     if not exponent or None in last or len(last) > 1:
         return None
-    factors = operands(walker, exponent[0], ReadValue(entered, dims), queries, n)
+    factors = operands(walker, exponent[0], states, queries, n)
     if factors is None:
         return None
     names: Names = {dim: [(Atom(dim, 1, shape[dim]), Atom("t", 1, shape[dim]))]}
@@ -165,20 +165,3 @@ def _behind(walker: Walker, storage: int) -> Iterator[Op]:
     for op in walker.places.readers[storage]:
         if op.kind == "kernel" or op.name == "aten.select":
             yield op
-
-
-def _final(
-    walker: Walker, entered: int, op: Op, dims: tuple[Dim, ...], dim: int
-) -> ReadValue | None:
-    """The state behind the last token, where an op takes that of all states."""
-    if op.name != "aten.select":
-        return None
-    fresh = walker.fresh(op.outputs[0])
-    pieces = walker.holding(fresh, entered) or []
-    if len(pieces) != 1 or pieces[0].dims[dim] != Dim(
-        (), walker.graph.values[entered].shape[dim] - 1
-    ):
-        return None
-    whole = (*dims[:dim], pieces[0].dims[dim], *dims[dim + 1 :])
-    names = named(pieces[0], whole)
-    return None if names is None else renamed(fresh, names)
