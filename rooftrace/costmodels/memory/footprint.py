@@ -10,7 +10,7 @@ maximum is at one end of these.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
@@ -376,31 +376,23 @@ _Key = tuple[int, bool]
 def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
     """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
     alive: Counter[_Key] = Counter()
-    inside: list[Counter[_Key]] = []
+    before: list[Counter[_Key]] = []
 
-    def change(lived: Iterable[tuple[_Key, int]], sign: int) -> None:
-        for key, times in lived:
-            alive[key] += sign * times
-            if inside:
-                inside[-1][key] += sign * times
-
-    def keyed(lived: Iterable[tuple[int, int]]) -> Iterator[tuple[_Key, int]]:
+    def change(lived: Iterable[tuple[int, int]], sign: int) -> None:
         for number, times in lived:
-            yield (stored.storage(number), stored.saved(number)), times
+            alive[stored.storage(number), stored.saved(number)] += sign * times
 
-    change(keyed(lives.births.get(-1, ())), 1)
+    change(lives.births.get(-1, ()), 1)
     for number, visit in enumerate(visits[: last + 1]):
-        inside += [Counter() for _ in range(visit.begins)]
-        change(keyed(lives.replaced.get(number, ())), -1)
-        change(keyed(lives.births.get(number, ())), 1)
+        before += [Counter(alive)] * visit.begins
+        change(lives.replaced.get(number, ()), -1)
+        change(lives.births.get(number, ()), 1)
         if number == last:
             break
-        change(keyed(lives.deaths.get(number, ())), -1)
+        change(lives.deaths.get(number, ()), -1)
         for left_out in visit.ends:
-            changed = inside.pop()
-            if inside:
-                inside[-1].update(changed)
-            change([(key, left_out * times) for key, times in changed.items()], 1)
+            was = before.pop()
+            alive.update({key: left_out * (count - was[key]) for key, count in alive.items()})
     return Counter({key: count for key, count in alive.items() if count > 0})
 
 

@@ -23,7 +23,7 @@ from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.scans import laid_out
 from rooftrace.costmodels.rewriting.statechains import CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
-from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
+from rooftrace.costmodels.rewriting.statetrials import TABLES, StateRule, StateStream
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -151,7 +151,7 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
         sizes["D"] = columns if role == "value" else width
         tensor, axes = editor.values[stream.value], [d for d in "BTHD" if d in stream.order]
         lies = list(stream.order) == axes and tensor.shape == tuple(sizes[d] for d in axes)
-        if stream.order == TABLE or lies:
+        if role in TABLES or lies:
             operands[role] = Ref(stream.value)
         else:
             operands[role] = laid_out(editor, like, _read(tensor, stream, sizes), axes)

@@ -6,7 +6,8 @@ the state for each of these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -330,16 +331,23 @@ def _emit_dual(
     part("output", ("x", "C", "D", "z"), ending, (y,))
 
 
+def _digits(factor: ReadValue, stride: Sequence[int]) -> list[tuple[Atom, int]]:
+    """The digits that the dimensions of a value are read at, and how far apart each lies."""
+    digits = []
+    for dim, step in zip(factor.dims, stride, strict=True):
+        below = math.prod(atom.size for atom in dim.atoms)
+        for atom in dim.atoms:
+            below //= atom.size
+            digits.append((atom, step * below))
+    return digits
+
+
 def memory_order(
     factor: ReadValue, tensor: Tensor, axes: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How a value lies in memory: its axes, outermost first, and the strides of each."""
-    strides = {}
-    for dim, stride in zip(factor.dims, tensor.stride, strict=True):
-        for atom in reversed(dim.atoms):
-            strides[atom.axis] = stride
-            stride *= atom.size
-    known = sorted(strides, key=lambda axis: -strides[axis])
+    strides = {atom.axis: step for atom, step in reversed(_digits(factor, tensor.stride))}
+    known = sorted(reversed(strides), key=lambda axis: -strides[axis])
     order = [axis for axis in axes if axis not in strides] + known
     return tuple(axes.index(str(axis)) for axis in order), tuple(
         strides.get(axis, 1) for axis in axes
@@ -390,30 +398,17 @@ def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -
     """An operand with a dimension for each of these axes, of one element where it has none."""
     ref = Ref(factor.value)
     for d, dim in enumerate(factor.dims):
-        length = 1
-        for atom in dim.atoms:
-            length *= atom.size
+        length = math.prod(atom.size for atom in dim.atoms)
         ref = edit.sliced(like, ref, d, dim.start, dim.start + length)
     tensor = edit.values[ref.id]
-    atoms: list[Atom] = []
-    stride: list[int] = []
-    for dim, step in zip(factor.dims, tensor.stride, strict=True):
-        steps = []
-        for atom in reversed(dim.atoms):
-            steps.append(step)
-            step *= atom.size
-        atoms += dim.atoms
-        stride += steps[::-1]
-    by_axis: dict[Any, list[tuple[Atom, int]]] = {}
-    for atom, step in zip(atoms, stride, strict=True):
-        by_axis.setdefault(atom.axis, []).append((atom, step))
-    sizes = tuple(atom.size for atom in atoms)
+    digits = _digits(factor, tensor.stride)
+    sizes = tuple(atom.size for atom, _ in digits)
     if sizes != tensor.shape:
-        ref = edit.viewed(like, ref, sizes, tuple(stride))
-    there = [axis for axis in axes if axis in by_axis]
-    order = tuple([a.axis for a in atoms].index(axis) for axis in there)
+        ref = edit.viewed(like, ref, sizes, tuple(step for _, step in digits))
+    places = [atom.axis for atom, _ in digits]
+    order = tuple(places.index(axis) for axis in axes if axis in places)
     if order != tuple(range(len(order))):
         ref = edit.permuted(like, ref, order)
-    shape = tuple(by_axis[axis][0][0].size if axis in by_axis else 1 for axis in axes)
-    steps_ = tuple(by_axis[axis][0][1] if axis in by_axis else 1 for axis in axes)
+    there = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}
+    shape, steps_ = zip(*(there.get(axis, (1, 1)) for axis in axes), strict=True)
     return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, steps_)
