@@ -161,15 +161,12 @@ def _products(
     """y within a chunk as the product of C, B, the decays and x, summed over s and the state."""
     a, later, earlier, length = known
     y = walker.fresh(op.outputs[0])
-    pieces = walker.holding(y, decays.value) or []
-    own = [piece for piece in pieces if piece.value == decays.value]
-    names = named(own[0], decays.dims) if len(own) == 1 else None
+    names, others = walker.seen(y, decays)
     if names is None:
         return None
     factors = [
         renamed(part, names)
-        for piece in pieces
-        if piece.value != decays.value
+        for piece in others
         for part in walker.apart(piece, lambda f: not _both(f, names, {later, earlier}))
     ]
     over = {ax for f in factors if f for ax in f.axes if isinstance(ax, SumAxis)}

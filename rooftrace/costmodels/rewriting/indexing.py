@@ -34,6 +34,10 @@ class Dim(NamedTuple):
     start: int = 0
 
 
+Names = dict[Axis, list[tuple[Atom, Atom]]]
+"""By axis, its digits, each with the digit that it is called by."""
+
+
 class ReadValue(NamedTuple):
     """A value, read at these dims."""
 
@@ -199,13 +203,17 @@ class Walker:
     def at_index(self, view: int, whole: ReadValue, dim: int, index: int) -> ReadValue | None:
         """A view that is all of a value at one index of a dimension, its axes called as those of
         the value; None for another one."""
-        fresh = self.fresh(view)
-        pieces = self.holding(fresh, whole.value) or []
-        there = Dim((), index)
-        if len(pieces) != 1 or pieces[0].dims[dim] != there:
-            return None
-        names = named(pieces[0], (*whole.dims[:dim], there, *whole.dims[dim + 1 :]))
-        return None if names is None else renamed(fresh, names)
+        there = (*whole.dims[:dim], Dim((), index), *whole.dims[dim + 1 :])
+        names, others = self.seen(self.fresh(view), ReadValue(whole.value, there))
+        return None if names is None or others else renamed(self.fresh(view), names)
+
+    def seen(self, factor: ReadValue, known: ReadValue) -> tuple[Names | None, list[ReadValue]]:
+        """What the axes of a factor are called where a value in it is read as it is known, and the
+        other factors; no names where it is not in it, or more than once."""
+        pieces = self.holding(factor, known.value) or []
+        own = [piece for piece in pieces if piece.value == known.value]
+        names = named(own[0], known.dims) if len(own) == 1 else None
+        return names, [piece for piece in pieces if piece.value != known.value]
 
     def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
         """An operand that is broadcast to these dims."""
@@ -387,10 +395,6 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     return tuple(made)
 
 
-Names = dict[Axis, list[tuple[Atom, Atom]]]
-"""By axis, its digits, each with the digit that it is called by."""
-
-
 def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
     """What the axes of a factor are called once it is read at `dims`; None where they differ."""
     names: Names = {}
@@ -418,7 +422,7 @@ def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
     return names
 
 
-def renamed(factor: ReadValue, names: Mapping[Axis, list[tuple[Atom, Atom]]]) -> ReadValue | None:
+def renamed(factor: ReadValue, names: Names) -> ReadValue | None:
     """A factor with its axes called by other names; an axis without a name keeps its own."""
     made: list[Dim] = []
     for dim in factor.dims:

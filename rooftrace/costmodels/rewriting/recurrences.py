@@ -23,7 +23,6 @@ from rooftrace.costmodels.rewriting.indexing import (
     Walker,
     called,
     full,
-    named,
     plain,
     renamed,
 )
@@ -161,15 +160,11 @@ def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
 
 def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
     y = walker.fresh(op.outputs[0])
-    pieces = walker.holding(y, h) or []
-    own = [piece for piece in pieces if piece.value == h]
-    others = [piece for piece in pieces if piece.value != h]
-    if len(own) != 1 or len(others) != 1:
-        return None
     shape = walker.graph.values[h].shape
-    names = named(own[0], [full(d, n) for d, n in enumerate(shape)])
-    over = {a for a in own[0].axes if isinstance(a, SumAxis)}
-    if names is None or len(over) != 1:
+    state = ReadValue(h, tuple(full(d, n) for d, n in enumerate(shape)))
+    names, others = walker.seen(y, state)
+    over = {axis for axis in names or () if isinstance(axis, SumAxis)}
+    if names is None or len(others) != 1 or len(over) != 1:
         return None
     by, called_y = renamed(others[0], names), renamed(y, names)
     n = [other.axis for _, other in names[over.pop()]]
@@ -327,9 +322,8 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
     called_ = None
     for step, item in zip(chain, items, strict=True):
         y = step.factors["y"]
-        pieces = walker.holding(ReadValue(item.id, tuple(inner)), y.value) or []
-        names = named(pieces[0], y.dims) if len(pieces) == 1 else None
-        if names is None or sum(counts) != walker.graph.values[made.value].shape[dim]:
+        names, others = walker.seen(ReadValue(item.id, tuple(inner)), y)
+        if names is None or others or sum(counts) != walker.graph.values[made.value].shape[dim]:
             return None
         names |= {a.axis: [(a, Atom("t", 1, a.size))] for a in token.atoms}
         now = renamed(made, names)

@@ -206,11 +206,9 @@ def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
     if op.name in ("aten.add", "aten.add_"):
         if not _is_sum(op) or now.value not in op.inputs:
             return None
-        pieces = [walker.aligned(now.value, fresh.dims)]
+        names = named(walker.aligned(now.value, fresh.dims), now.dims)
     else:
-        pieces = walker.holding(fresh, now.value) or []
-    own = [piece for piece in pieces if piece.value == now.value]
-    names = named(own[0], now.dims) if len(own) == 1 else None
+        names, _ = walker.seen(fresh, now)
     return None if names is None else renamed(fresh, names)
 
 
