@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rooftrace.costmodels.rewriting.places import COPIES, Places
-from rooftrace.tracer.arguments import Ref
+from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
 from rooftrace.tracer.graph import Op
 
 Axis = Hashable
@@ -107,7 +106,7 @@ class Walker:
     def maker(self, value: int) -> Op | None:
         """The op that made a value, where it is made of the same iteration's values alone."""
         op = None if value in self._edges else self.places.made_by(value)
-        return None if op is None or op.part != "forward" or not plain(op.reads) else op
+        return None if op is None or op.part != "forward" or beside(op) else op
 
     def only_reader(self, value: int) -> Op | None:
         """The op that alone reads a value, and makes one; None where the step returns it, too."""
@@ -450,8 +449,3 @@ def renamed(factor: ReadValue, names: Names) -> ReadValue | None:
 def called(sizes: Mapping[Axis, tuple[Axis, int]]) -> Names:
     """Names for whole axes: by axis, what it is called and how long it is."""
     return {old: [(Atom(old, 1, n), Atom(new, 1, n))] for old, (new, n) in sizes.items()}
-
-
-def plain(refs: Sequence[Ref]) -> bool:
-    """Whether none of these reads a neighbour, or all iterations."""
-    return not any(ref.then or ref.every for ref in refs)

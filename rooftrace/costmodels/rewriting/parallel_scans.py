@@ -19,9 +19,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     Walker,
     full,
     named,
-    plain,
     renamed,
 )
+from rooftrace.costmodels.rewriting.places import beside
 from rooftrace.costmodels.rewriting.recurrences import (
     axes_of,
     fuse,
@@ -51,7 +51,7 @@ def parallel_scans(walker: Walker) -> Iterator[Scan]:
     kept = [
         values[op.outputs[0]].storage
         for op in walker.graph.kernels()
-        if op.name == "aten.add_" and plain(op.reads)
+        if op.name == "aten.add_" and not beside(op)
     ]
     for entered in dict.fromkeys(kept):
         scan = _scan(walker, entered)
@@ -91,7 +91,7 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
                 return False
             ops.append(op)
             reached |= set(op.outputs)
-    if not all(plain(op.reads) for op in ops):
+    if any(beside(op) for op in ops):
         return False
     tokens = graph.values[entered].shape[dim]
     known = {value: _numbers(graph.values[value], dim, value) for value in (decay, entered)}

@@ -23,10 +23,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     Walker,
     called,
     full,
-    plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES, Places
+from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
 from rooftrace.costmodels.rewriting.scans import Scan, blank, emit_scan, finished
 from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Ref
@@ -72,7 +71,7 @@ def scans(walker: Walker) -> Iterator[Scan]:
     """Recurrences over all tokens of a sequence, and of one token."""
     steps: dict[int, _Step] = {}
     for op in walker.graph.ops:
-        if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and plain(op.reads):
+        if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and not beside(op):
             step = _step(walker, op)
             if step is not None:
                 steps[step.h] = step
@@ -102,7 +101,7 @@ def _step(walker: Walker, add: Op) -> _Step | None:
             continue
         for decay, state in (product.reads, product.reads[::-1]):
             read = walker.aligned(decay.id, dims)
-            for exponent in walker.under(read, "exp") if plain((decay,)) else ():
+            for exponent in walker.under(read, "exp") if not (decay.then or decay.every) else ():
                 entered = walker.aligned(rest.id, dims)
                 step = _with_sum(walker, add, product, state, exponent, entered)
                 if step is not None:
@@ -125,7 +124,7 @@ def _with_sum(
         return None
     shape = walker.graph.values[h].shape
     read = walker.aligned(state.id, tuple(full(d, size) for d, size in enumerate(shape)))
-    start = walker.source(read) if plain((state,)) else read
+    start = read if state.then or state.every else walker.source(read)
     factors |= {"y": y, "state": start}
     return _Step(add, state, start.value, factors, n, inside | {product.id})
 

@@ -20,10 +20,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     ReadValue,
     Walker,
     named,
-    plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES
+from rooftrace.costmodels.rewriting.places import COPIES, beside
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, Tensor
@@ -172,7 +171,7 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
     first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
     while True:
         op = walker.only_reader(now.value)
-        if op is None or not plain(op.reads) or op.repeats != scan.place.repeats:
+        if op is None or beside(op) or op.repeats != scan.place.repeats:
             return scan
         if op.id > first:  # the state behind the last token is read before
             return scan
