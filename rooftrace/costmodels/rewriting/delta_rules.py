@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -79,7 +78,11 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
             break
         op = outside[0]
         if op.name == "aten.copy_" and op.inputs[-1] == value:
-            return changed(rule, **_kept_by(wiring, rule, op, between))
+            room = wiring.made_by(op.inputs[0])
+            room = room if room is not None and room.name in CREATED else None
+            if not _fits_into(wiring, rule, op, room):
+                break
+            return changed(rule, into=op, between=tuple(between), room=room)
         if op.name not in COPIES:
             break
         between.append(op)
@@ -87,21 +90,17 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
     return rule
 
 
-def _kept_by(wiring: StateWiring, rule: StateRule, op: Op, between: Sequence[Op]) -> dict[str, Any]:
-    """The write of the last state into a cache, and what makes room for it in this step."""
-    graph, target, last = wiring.graph, op.inputs[0], rule.chain.last
-    owner = graph.values[target].storage
-    if rule.turned or rule.in_blocks or graph.values[owner].elements != graph.values[last].elements:
-        return {}
-    if graph.values[target].shape != graph.values[last].shape:
-        return {}
-    room = wiring.made_by(target)
-    if room is not None and room.name in CREATED:
-        read_first = any(reader.id < op.id for reader in wiring.used_by[target])
-        if read_first or graph.values[target].dtype != graph.values[last].dtype:
-            return {}
-        return {"into": op, "between": tuple(between), "room": room}
-    return {"into": op, "between": tuple(between)}
+def _fits_into(wiring: StateWiring, rule: StateRule, write: Op, room: Op | None) -> bool:
+    """Whether the kernel can write the last state to where it is copied; room: what makes that."""
+    graph = wiring.graph
+    target, last = graph.values[write.inputs[0]], graph.values[rule.chain.last]
+    whole = graph.owner(write.inputs[0]).elements == last.elements
+    if rule.turned or rule.in_blocks or not whole or target.shape != last.shape:
+        return False
+    readers = wiring.used_by[write.inputs[0]]
+    return room is None or (
+        target.dtype == last.dtype and all(reader.id >= write.id for reader in readers)
+    )
 
 
 def _place(wiring: StateWiring, rule: StateRule) -> Op:
