@@ -222,12 +222,16 @@ def _laid(
 
 @lru_cache(16)
 def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> dict[str, Array]:
-    """Random operands: keys that are short, so that nothing grows; decays below one."""
+    """Random operands: keys that are short, so that nothing grows; decays below one.
+
+    The longer the sequence, the slower they decay: what the first token adds is seen at the last.
+    """
     import numpy as np
 
     random = np.random.default_rng(20)
     batch, tokens, heads, width, columns = sizes
     most = max(count for _, count, _ in names)
+    span = min(0.03, 2 / tokens)
     result: dict[str, Array] = {}
     for role, count, dims in names:
         if isinstance(dims, tuple):
@@ -240,7 +244,7 @@ def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> 
             result[role] = random.uniform(0.1, 0.9, shape)
         elif role == "decay":
             result[role] = (
-                random.uniform(-0.03, 0, shape) if is_log else random.uniform(0.97, 1, shape)
+                random.uniform(-span, 0, shape) if is_log else random.uniform(1 - span, 1, shape)
             )
         else:
             result[role] = random.standard_normal(shape) / (1 if role == "value" else width) ** 0.5
