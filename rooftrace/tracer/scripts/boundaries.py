@@ -166,7 +166,7 @@ class BoundaryFinder(Finder):
                 self._name()
             turn.kind, turn.shape = self._kinds.of(made.module), made.shape
             turn.recorded = not self._is_known(turn, look)
-            self._unread = not turn.recorded
+            self._stage.recorder.entries.unread = not turn.recorded
         return turn
 
     def _key(self, turn: OpenTurn, look: Look | None) -> Any:

@@ -38,7 +38,6 @@ class TurnKeeper:
         self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
         self._steady: dict[Any, SteadyTurns] = {}
-        self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.variety = Variety()
         self._has_stepped = False  # an optimizer has, in a turn that has ended
@@ -57,10 +56,10 @@ class TurnKeeper:
         if turn.kind == TRAINING:
             self._stage.recorder.values.begin_step()
         self._results = []
-        if turn.recorded or not self._unread or self._stage.recorder.is_long:
+        recorder = self._stage.recorder
+        if turn.recorded or not recorder.entries.unread or recorder.is_long:
             self._renew(named=turn.recorded)
-            self._stage.recorder.entries.unread = not turn.recorded
-        self._unread = not turn.recorded
+            recorder.entries.unread = not turn.recorded
         return turn
 
     def _is_known(self, turn: OpenTurn, look: Look) -> bool:
