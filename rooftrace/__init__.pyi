@@ -88,7 +88,6 @@ from rooftrace.measured.validate import (
 from rooftrace.reporting.chakra import save_chakra as save_chakra
 from rooftrace.reporting.fleetsweeps import (
     SweepFleet as SweepFleet,
-    sweep_fleet as sweep_fleet,
 )
 from rooftrace.reporting.formfiles import (
     load_form as load_form,
@@ -100,9 +99,6 @@ from rooftrace.reporting.habits import (
 )
 from rooftrace.reporting.inventories import (
     inventory as inventory,
-)
-from rooftrace.reporting.manyreports import (
-    reports as reports,
 )
 from rooftrace.reporting.modeldump import (
     dump_model_info as dump_model_info,
@@ -124,11 +120,13 @@ from rooftrace.reporting.signed import (
     estimate as estimate,
     explain as explain,
     explore as explore,
+    form as form,
     graph_breaks as graph_breaks,
     largest_batch as largest_batch,
     priced_graphs as priced_graphs,
     profile as profile,
     report as report,
+    reports as reports,
     roofline as roofline,
     run as run,
     scaling as scaling,
@@ -136,13 +134,12 @@ from rooftrace.reporting.signed import (
     solve as solve,
     summary as summary,
     sweep as sweep,
+    sweep_fleet as sweep_fleet,
+    trace as trace,
     validate as validate,
 )
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,
-)
-from rooftrace.reporting.stepforms import (
-    form as form,
 )
 from rooftrace.reporting.sweeps import (
     plot_sweep as plot_sweep,
@@ -162,7 +159,6 @@ from rooftrace.reporting.view.model import (
 from rooftrace.tracer import (
     load as load,
     save as save,
-    trace as trace,
     trace_target as trace_target,
 )
 from rooftrace.tracer.asking import (

@@ -35,6 +35,8 @@ Engine = Literal["matrix", "vector"]
 LinkName = Literal["intra", "inter"]
 ChipKind = Literal["gpu", "cpu"]
 
+USUAL = "h200-sxm"
+"""The chip where none is asked for, and no knobs are of one."""
 KINDS: tuple[FactKind, ...] = get_args(FactKind)
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 

@@ -14,7 +14,6 @@ from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.bisection import bisect as bisect_range
 from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost
 from rooftrace.reporting.estimates import Source
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.revisions import origins_of, placed
 from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
 from rooftrace.reporting.sides import sides_of
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rooftrace.tracer.inventory import ParameterDiff
 
 
-@takes
 def diff(
     first: Source,
     second: Source | None = None,
@@ -100,7 +98,7 @@ def _difference(
     names: tuple[str, str] | None,
 ) -> Diff:
     """The diff of two sides that ran, with where they come from."""
-    both = all(ran.at.side.execution.name == EAGER for ran in (before, after))
+    both = all(ran.at.side.model.name == EAGER for ran in (before, after))
     result = diff_estimates(
         before.estimates,
         after.estimates,
@@ -129,7 +127,6 @@ def _names(before: Ran, after: Ran) -> tuple[str, str]:
     return usual[0], usual[1]
 
 
-@takes
 def compare(
     model: Source,
     *args: Any,

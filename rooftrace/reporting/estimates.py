@@ -9,7 +9,6 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.requests.traces import priced
 from rooftrace.tracer import only
 from rooftrace.tracer.asking import Job
@@ -22,13 +21,11 @@ Source = Any
 """A module, an OpGraph, graphs by phase, or a target (a string or path)."""
 
 
-@takes
 def priced_graphs(source: Source, *args: Any, **kwargs: Any) -> dict[str, OpGraph]:
     """The graphs by phase of a source, in the precisions of the call; takes what `report` takes."""
     return dict(priced(Job.of(priced_graphs, source, args, kwargs)).graphs)
 
 
-@takes
 def estimate(source: Source, *args: Any, phase: str | None = None, **kwargs: Any) -> Estimate:
     """What one step costs on `chip` (default h200-sxm) when run as `execution` says: by
     default mixed for a script, and efficient for all others.

@@ -19,7 +19,6 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.stepforms import decoding_first, form_of
 from rooftrace.tracer.asking import Job
@@ -33,7 +32,6 @@ LEAST_SEQ = 64
 """The shortest sequence of a sweep."""
 
 
-@takes
 def explain(
     source: Source,
     *args: Any,

@@ -14,7 +14,7 @@ from rooftrace.errors import RequestError, UnusedError, hint
 from rooftrace.hardware.units import UnitError, parse
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PLAIN, PricingOptions
 from rooftrace.reporting.stepforms import form_of, known_form, level_values
 from rooftrace.tracer.asking import Job
@@ -25,7 +25,6 @@ _MOST_BATCH = 16_384
 NAMES = ("devices", "kv", "batch")
 
 
-@takes
 def explore(
     source: Source,
     *args: Any,

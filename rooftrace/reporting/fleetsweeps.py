@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import itertools
 import os
 import re
@@ -86,7 +85,6 @@ def sweep_fleet(
     *,
     out: str | os.PathLike[str],
     over: Mapping[str, Any] | Sequence[str],
-    chip: str | Chip | Sequence[str | Chip] | None = None,
     vary: Mapping[str, Sequence[Any]] | None = None,
     rules: Sequence[str | os.PathLike[str]] = (),
     scheduler: str | None = None,
@@ -101,7 +99,7 @@ def sweep_fleet(
     out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
     the same call goes on after a stop; where the files of a target, the request or a release have
     changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
-    over, chip, vary and other options: those of `sweep`.  rules: Python files whose rules workers
+    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
     use, too.
 
     scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after
@@ -118,8 +116,7 @@ def sweep_fleet(
         raise RequestError(
             f"out={str(out)!r}: several targets write a folder, with a file for each; name a folder"
         )
-    pricing, _ = PricingOptions.parted({**options, "chip": chip})
-    _, chips = conditions_of(sweep, pricing, *names)
+    _, chips = conditions_of(sweep, PricingOptions.parted(options)[0], *names)
     options = {**options, "chip": chips}
     options.pop("system", None)  # its chip is among them
     _check(names, {**options, "over": over, "vary": vary})
@@ -164,12 +161,9 @@ def _check(names: Sequence[str], options: Mapping[str, Any]) -> None:
     """
     from rooftrace.tracer.sizing import SizedSource
 
-    ours = inspect.signature(sweep_request).parameters
-    own = {name: value for name, value in options.items() if name in ours}
-    others = {name: value for name, value in options.items() if name not in ours}
     for name in names:
         with contextlib.suppress(OSError, GraphFileError):
-            request = sweep_request(name, (), others, **own)
+            request = sweep_request(name, **options)
             request.check()
             if request.form is None:
                 SizedSource(request.job, tuple(request.levels))

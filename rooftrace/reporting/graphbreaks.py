@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.requests.traces import in_precisions
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.breaking import GraphBreaks
 
 
-@takes
 def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
     """Where torch.compile breaks the graph of a step, and what that costs on `chip`.
 
@@ -28,13 +26,11 @@ def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
     a module; and what `trace` raises.
     """
     from rooftrace.costmodels.breaking import price_breaks
-    from rooftrace.costmodels.rewriting import check_precisions
     from rooftrace.tracer.dynamo import traced_with_dynamo
     from rooftrace.tracer.sources.apart import Traced
 
     asked = StepRequest.of(graph_breaks, source, args, kwargs)
     job = asked.job.of_one_phase()
-    check_precisions(*job.precisions)
     graph, run = traced_with_dynamo(job)
     check_groups(lambda: [graph], asked.models)
     (priced,) = in_precisions(job, Traced({graph.phase: graph})).graphs.values()

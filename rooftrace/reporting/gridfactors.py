@@ -12,7 +12,7 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.stepforms import level_values
 from rooftrace.tracer.asking import Job, names
 
@@ -136,12 +136,12 @@ class _Reader:
 
     def _settings(self, name: str, texts: Sequence[Any]) -> list[Any]:
         if not any(_is_factor(text) for text in texts):
-            return [readers.plain(text) for text in texts]
+            return [options.plain(text) for text in texts]
         before = self.sizes.get(name)
         if before is None and self.job is not None and name.startswith("config."):
             before = number_of_config(self.job, name)
         return [
-            _whole(name, text, before) if _is_factor(text) else readers.plain(text)
+            _whole(name, text, before) if _is_factor(text) else options.plain(text)
             for text in texts
         ]
 

@@ -13,7 +13,6 @@ from rooftrace.costmodels.findings.counters import flop_counts
 from rooftrace.errors import RequestError
 from rooftrace.reporting.estimates import Module, Source, estimate, estimated
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.text import as_markdown
 from rooftrace.tracer.graph import OpGraph
 
@@ -32,7 +31,6 @@ class Profile:
         return iter((self.macs, self.params))
 
 
-@takes
 def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
     """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
     result = estimated(StepRequest.of(profile, model, inputs, kwargs))
@@ -45,7 +43,6 @@ def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile
     )
 
 
-@takes
 def summary(
     model: Source,
     input_size: Sequence[Any] | None = None,

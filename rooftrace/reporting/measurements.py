@@ -20,7 +20,7 @@ from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate import Validation, validated
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.requests.traces import priced
 from rooftrace.tracer.asking import Job
@@ -28,7 +28,6 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.targets import isolation
 
 
-@takes
 def validate(
     measured: Any,
     chip: str | Chip | None = None,
@@ -81,7 +80,6 @@ def validate(
         )
 
 
-@takes
 def calibrate(
     measured: Any,
     chip: str | Chip | None = None,

@@ -10,11 +10,9 @@ from rooftrace.costmodels.meshing import MeshAnswer, ScalingAnswer
 from rooftrace.errors import RequestError
 from rooftrace.reporting import meshsearch, questions as asking
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.stepforms import level_values
 
 
-@takes
 def best_mesh(
     target: Any,
     *,
@@ -48,7 +46,6 @@ def best_mesh(
         return meshsearch.search(asked)
 
 
-@takes
 def scaling(
     target: Any,
     *,
@@ -89,11 +86,7 @@ def _question(
     assert joined is not None  # the chip is that of a system
     prices = asking.own_numbers("price", price, [joined.chip])
     asking.service_of(None, False, question["kept_free"])
-    asked = meshsearch.MeshQuestion(
-        job=request.job,
-        system=joined.with_chip(asking.with_numbers(joined.chip, prices, {})),
-        conditions=request.conditions[0],
-        **question,
-    )
+    priced = joined.with_chip(asking.with_numbers(joined.chip, prices, {})).joined_chip
+    asked = meshsearch.MeshQuestion(**{**vars(request), "chips": (priced,)}, **question)
     meshsearch.check_meshes(asked)
     return asked

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rooftrace._progress import tell
 from rooftrace.costmodels.answers.workloads import Limits
-from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.meshing import (
     MeshAnswer,
     MeshRow,
@@ -17,12 +17,10 @@ from rooftrace.costmodels.meshing import (
     meshes_of,
     row_of,
 )
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.units import format_time
-from rooftrace.tracer.asking import Job
+from rooftrace.reporting.requests import StepRequest
 from rooftrace.tracer.asking.names import phase_of
 from rooftrace.tracer.sizing import SizedSource
 
@@ -31,17 +29,20 @@ USUAL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshQuestion:
-    """What is looked for over meshes: of one phase, on one system."""
+class MeshQuestion(StepRequest):
+    """What is looked for over meshes: of one phase, on one system.  Its mesh names the axes."""
 
-    job: Job  # its mesh names the axes
     find: str
-    system: System
-    counts: Sequence[int]  # chips
-    conditions: Conditions
+    counts: Sequence[int]  # of chips
     batches: Sequence[int | None] = (None,)  # of a replica; None: as it is
     limits: Limits = field(default_factory=Limits)
     kept_free: float = 0.0
+
+    @property
+    def system(self) -> System:
+        """The system whose chips are joined."""
+        system: System = self.chip.system
+        return system
 
     @property
     def phase(self) -> str:
@@ -159,13 +160,8 @@ def _estimates(
     )
     job = replace(asked.job, request=request, phases=(asked.phase,), explicit=())
     graphs = SizedSource(job, ()).graphs(())
-    conditions = asked.conditions
-    precisions = conditions.dtype, conditions.weights_dtype, conditions.kv_dtype
-    chip = asked.system.joined_chip
-    return {
-        phase: estimate_graph(reprice(graph, *precisions), chip, conditions.execution)
-        for phase, graph in graphs.items()
-    }
+    conditions = asked.conditions[0]
+    return {phase: estimate(conditions.plan(graph), asked.chip) for phase, graph in graphs.items()}
 
 
 def _holds(asked: MeshQuestion, row: MeshRow) -> bool:
@@ -181,7 +177,7 @@ def _question(asked: MeshQuestion) -> str:
 
 
 def _grounds(asked: MeshQuestion, rows: Sequence[MeshRow]) -> Iterator[str]:
-    yield f"execution {asked.conditions.execution.name}"
+    yield f"execution {asked.model.name}"
     yield "every mesh is a trace of its own, of one process; all others do the same work"
     if asked.find == "scaling":
         yield (

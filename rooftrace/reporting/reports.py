@@ -19,12 +19,10 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.pages import Report, build_report, conditions
 from rooftrace.reporting.pages.files import check_folder
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sizing import at_batches
 
 
-@takes
 def report(
     model: Source,
     *args: Any,
@@ -69,7 +67,6 @@ def report(
     return result
 
 
-@takes
 def largest_batch(
     model: Source,
     *args: Any,

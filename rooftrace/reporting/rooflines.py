@@ -14,7 +14,7 @@ from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Source
-from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.requests.traces import priced
 from rooftrace.reporting.rooflinesteps import RooflineRow, Rooflines
@@ -25,7 +25,6 @@ MOST = 200
 """Steps of one figure at most."""
 
 
-@takes
 def roofline(
     sources: Source | Sequence[Source],
     *,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.reporting.requests.calls import conditions_of, only_prices, takes
+from rooftrace.reporting.requests.calls import conditions_of, only_prices
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.tracer.asking.names import RUN
 
@@ -23,7 +23,6 @@ CLOCKS = ("real", "simulated")
 """The time that a script sees: that of this machine, or that of the chip."""
 
 
-@takes
 def run(
     command: str | Sequence[str],
     *,

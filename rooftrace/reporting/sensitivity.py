@@ -20,8 +20,8 @@ from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.explaining import first_graph, sizes_of
 from rooftrace.reporting.gridfactors import factors_of, number_of_config
-from rooftrace.reporting.requests import StepRequest, readers
-from rooftrace.reporting.requests.calls import conditions_of, takes
+from rooftrace.reporting.requests import StepRequest, options
+from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.stepforms import form_of, known_form
 from rooftrace.tracer.asking import Job
@@ -41,7 +41,6 @@ def sensitivity(
 ) -> grids.GridEffects: ...
 
 
-@takes
 def sensitivity(
     source: Source,
     *args: Any,
@@ -80,19 +79,19 @@ def sensitivity(
             job = StepRequest.of(sensitivity, source, args, kwargs).job
             step = _JobStep(job, over, model)
         check_precisions(*step.precisions)
+        conditions = Conditions(model, *step.precisions)
         result: Elasticities | grids.GridEffects
         if grid is None:
             for name, changed in (("response", response != "t_est"), ("log", log)):
                 if changed:
                     raise RequestError(f"{name}: it is of a grid; name some factors with grid")
-            conditions = Conditions(model, *step.precisions)
             first, *others = step.forms()
             tell("changing one number after the other")
             result = elasticities(
                 first, step.sizes, used, conditions, others, _refusals(step.job is not None)
             )
         else:
-            result = _grid(step, _with_executions(grid, pricing), used, model, response, log)
+            result = _grid(step, _with_executions(grid, pricing), used, conditions, response, log)
         if plot is not None:
             draw(result, Path(plot))
     return result
@@ -247,7 +246,7 @@ def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
         return grid  # whoever reads it says what is wrong
     levels = grid.get("execution")
     if isinstance(levels, str):
-        levels = readers.words(levels)
+        levels = options.words(levels)
     return (
         {**grid, "execution": replace(pricing, execution=levels).executions()} if levels else grid
     )
@@ -257,11 +256,11 @@ def _grid(
     step: _Step,
     grid: Mapping[str, Any],
     chip: Chip,
-    execution: ExecutionModel,
+    conditions: Conditions,
     response: str,
     log: bool,
 ) -> grids.GridEffects:
-    factors = factors_of(grid, step.sizes, chip, execution, step.job, step.is_size)
+    factors = factors_of(grid, step.sizes, chip, conditions.execution, step.job, step.is_size)
     levels: dict[str, Sequence[int]] = {}
     for factor in factors:
         if factor.kind == grids.SIZE:
@@ -270,14 +269,9 @@ def _grid(
     if not levels:
         name, size = next(iter(step.sizes.items()))
         levels = {name: (size,)}
-    base = grids.GridBase(
-        sizes={n: v for n, v in step.sizes.items() if step.job is None or n in levels},
-        chip=chip,
-        execution=execution,
-        precisions=dict(zip(grids.PRECISIONS, step.precisions, strict=True)),
-    )
+    sizes = {n: v for n, v in step.sizes.items() if step.job is None or n in levels}
     return grids.grid_effects(
-        factors, base, lambda settings: step.form(settings, levels), response, log
+        factors, sizes, chip, conditions, lambda chosen: step.form(chosen, levels), response, log
     )
 
 

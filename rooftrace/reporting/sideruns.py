@@ -82,8 +82,8 @@ def _name(at: Placed) -> str:
 def _priced(at: Placed, made: Traced, reads: Reads | None = None) -> Ran:
     read = reads or Reads()
     origin = checked(at, read, made.graphs)
-    check_groups(made.graphs.values, [at.side.execution])
-    plans = {p: Plan.each(graph, [at.side.execution, EAGER]) for p, graph in made.graphs.items()}
+    check_groups(made.graphs.values, [at.side.model])
+    plans = {p: Plan.each(graph, [at.side.model, EAGER]) for p, graph in made.graphs.items()}
     estimates, eager = (
         {phase: estimate_graph(each[number], at.side.chip) for phase, each in plans.items()}
         for number in range(2)

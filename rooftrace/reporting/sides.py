@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
-from rooftrace.reporting.requests.calls import conditions_of
-from rooftrace.reporting.requests.options import options_of
-from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
+from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.pricing import PRICES
 from rooftrace.tracer.asking import Job, names
 
 BASE = ""
@@ -23,18 +22,15 @@ FILES = "."
 """The working tree in place of a revision."""
 SIDES = ("before", "after")
 _FILES_OF = ("git", "python")
-OPTIONS = (*Job.ARGUMENTS, *(each.name for each in options_of(ExecutionOptions)), *_FILES_OF)
+OPTIONS = (*Job.ARGUMENTS, *PRICES, *_FILES_OF)
 """What may differ from side to side."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffSide:
+class DiffSide(StepRequest):
     """One side of a diff."""
 
     which: str  # before or after
-    job: Job
-    chip: Chip
-    execution: ExecutionModel
     revision: str | None = None  # a revision, BASE, FILES; None: its files, whatever they are
     python: str | None = None  # an interpreter; None: this one
     options: Mapping[str, str]  # as they are shown: those of this side alone
@@ -71,20 +67,18 @@ def sides_of(
             )
         after = before
     first, second = _revisions(asked)
-    (usual,), (chip,) = conditions_of(function, PricingOptions.parted(named)[0], *sources)
-    shared = {**named, "chip": chip, "execution": usual}
+    if named.get("execution") is None:
+        named = {**named, "execution": usual_execution(*sources)}
     sides = []
     for which, side, other, own, revision in (
         ("before", before, after, options[0], first),
         ("after", after, before, options[1], second),
     ):
-        pricing, others = PricingOptions.parted(_with(named, own))
-        (model,), (chip,) = conditions_of(function, pricing, *sources)
+        request = _request(function, side, other, args, _with(named, own))
+        shared = {**named, "chip": request.chip, "execution": request.model}
         made = DiffSide(
+            **vars(request),
             which=which,
-            job=_job(function, side, other, args, others),
-            chip=chip,
-            execution=model,
             revision=own.get("git", revision),
             python=_interpreter(which, own),
             options=_what_differs(own, options, shared),
@@ -107,23 +101,21 @@ def _with(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _job(
+def _request(
     function: Callable[..., Any],
     side: Any,
     other: Any,
     args: Sequence[Any],
     named: Mapping[str, Any],
-) -> Job:
-    """The job of one side.  Sizes and arguments of both go only to a side that takes them."""
+) -> StepRequest:
+    """What one side is asked.  Sizes and arguments of both go only to a side that takes them."""
     this, that = Job(source=side), Job(source=other)
     if this.is_graph and not that.is_graph:
-        keep = ("phase", "phases", *this.precisions._fields)
+        keep = ("phase", "phases", *PRICES, *this.precisions._fields)
         args, named = (), {name: value for name, value in named.items() if name in keep}
     elif this.is_named and not that.is_named and not that.is_graph:
         args = ()  # the arguments of the module on the other side
-    job = Job.of(function, side, args, named)
-    check_precisions(*job.precisions)
-    return job
+    return StepRequest.of(function, side, args, named)
 
 
 def _check_options(which: str, options: Any) -> None:

@@ -9,27 +9,33 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from rooftrace.reporting.requests.calls import takes
+
 WHERE = {
-    "best_mesh": "meshes",
-    "calibrate": "measurements",
-    "compare": "differences",
-    "diff": "differences",
-    "estimate": "estimates",
-    "explain": "explaining",
-    "explore": "exploring",
-    "graph_breaks": "graphbreaks",
-    "largest_batch": "reports",
-    "priced_graphs": "estimates",
-    "profile": "habits",
-    "report": "reports",
-    "roofline": "rooflines",
-    "run": "scripts",
-    "scaling": "meshes",
-    "sensitivity": "sensitivity",
-    "solve": "solving",
-    "summary": "habits",
-    "sweep": "sweeps",
-    "validate": "measurements",
+    "best_mesh": "reporting.meshes",
+    "calibrate": "reporting.measurements",
+    "compare": "reporting.differences",
+    "diff": "reporting.differences",
+    "estimate": "reporting.estimates",
+    "explain": "reporting.explaining",
+    "explore": "reporting.exploring",
+    "form": "reporting.stepforms",
+    "graph_breaks": "reporting.graphbreaks",
+    "largest_batch": "reporting.reports",
+    "priced_graphs": "reporting.estimates",
+    "profile": "reporting.habits",
+    "report": "reporting.reports",
+    "reports": "reporting.manyreports",
+    "roofline": "reporting.rooflines",
+    "run": "reporting.scripts",
+    "scaling": "reporting.meshes",
+    "sensitivity": "reporting.sensitivity",
+    "solve": "reporting.solving",
+    "summary": "reporting.habits",
+    "sweep": "reporting.sweeps",
+    "sweep_fleet": "reporting.fleetsweeps",
+    "trace": "tracer.api",
+    "validate": "reporting.measurements",
 }
 """The file of each function."""
 
@@ -37,4 +43,4 @@ WHERE = {
 def __getattr__(name: str) -> Any:
     if name not in WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"rooftrace.reporting.{WHERE[name]}"), name)
+    return takes(getattr(import_module(f"rooftrace.{WHERE[name]}"), name))

@@ -1,9 +1,11 @@
 """Made by `python -m tests.reporting.signatures`; see signed.py."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
+
+from torch import nn
 
 from rooftrace.costmodels.answers import workloads
 from rooftrace.costmodels.breaking import GraphBreaks
@@ -19,17 +21,19 @@ from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import LargestBatch
 from rooftrace.costmodels.meshing import MeshAnswer, ScalingAnswer
 from rooftrace.costmodels.scripting import ScriptCost
-from rooftrace.costmodels.sweeping import Sweep
+from rooftrace.costmodels.sweeping import Form, Sweep
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
 from rooftrace.measured.fit import Calibration
 from rooftrace.measured.rundiffs import RunDiff
 from rooftrace.measured.validate import Validation
 from rooftrace.reporting.estimates import Module, Source
+from rooftrace.reporting.fleetsweeps import SweepFleet
 from rooftrace.reporting.habits import Profile
 from rooftrace.reporting.pages import Report
-from rooftrace.reporting.rooflinesteps import Rooflines
+from rooftrace.reporting.rooflinesteps import Reports, Rooflines
 from rooftrace.reporting.solving import Answer
+from rooftrace.tracer.api import PathLike
 from rooftrace.tracer.checkpoints import CheckpointDiff
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inventory import ParameterDiff
@@ -376,6 +380,43 @@ def explore(
     routed experts, and what `form` raises.
     """
 
+def form(
+    source: Source,
+    *args: Any,
+    over: Sequence[str] | Mapping[str, Any] = ...,
+    phase: str | None = ...,
+    most: int = ...,
+    progress: Callable[[str], None] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    cached: Any = ...,
+    new: Any = ...,
+    **kwargs: Any,
+) -> Form:
+    """The step of a source with some of its sizes left open.
+
+    over: names of the sizes, or for each its values: a range, a list, or a text as "1..1024" or
+    "256..65536:x2".  Sizes are batch, seq, kv, integers of a config ("config.num_hidden_layers"),
+    keywords of the function that a target names, names in the shapes of `inputs`, and dimensions
+    of the arguments of a call ("x.1").  phase: prefill, decode, forward (default) or training.
+    most: of traces.  Other arguments are those of `trace`.
+
+    Raises RequestError for a size that there is not, an empty range, and a size that the model
+    cannot take; and what `trace` raises.
+    """
+
 def graph_breaks(
     source: Source,
     *args: Any,
@@ -569,6 +610,52 @@ def report(
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
+    """
+
+def reports(
+    targets: Sequence[str],
+    *,
+    out: str | Path | None = ...,
+    formats: Sequence[str] | None = ...,
+    style: str = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    cached: Any = ...,
+    new: Any = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **asked: Any,
+) -> Reports:
+    """A report on each of several targets; with `out`, a folder for each inside of that one.
+
+    asked: what `report` takes; it holds for all.  Beside the folders stand comparison.html, .md,
+    .json and .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written
+    as soon as its report is there.
+
+    Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
+    is there twice, and too many.
     """
 
 def roofline(
@@ -881,6 +968,119 @@ def sweep(
 
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
+    """
+
+def sweep_fleet(
+    targets: Iterable[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    over: Mapping[str, Any] | Sequence[str],
+    vary: Mapping[str, Sequence[Any]] | None = ...,
+    rules: Sequence[str | os.PathLike[str]] = ...,
+    scheduler: str | None = ...,
+    workers: int | None = ...,
+    retries: int = ...,
+    progress: Callable[[str], None] | None = ...,
+    most: int = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **options: Any,
+) -> SweepFleet:
+    """Sweep many targets on the workers of Dask; the table of each lands in a folder when it ends.
+
+    targets: names of targets, or files of forms; each with each combination of `vary` is a task.
+    out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
+    the same call goes on after a stop; where the files of a target, the request or a release have
+    changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
+    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
+    use, too.
+
+    scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after
+    the other; None: processes of this machine, where there is more than one task.  workers: how
+    many of them.  retries: how often a task runs again whose worker died.
+
+    A target that fails stops no other: see `.failures` of the result.  Raises RequestError for a
+    request that makes no sense, and what `run_fleet` raises: FleetError where the scheduler goes
+    away, FleetStopped (a KeyboardInterrupt) for Ctrl-C.  What is done stays.
+    """
+
+def trace(
+    model: nn.Module | Callable[..., Any] | OpGraph | Mapping[str, OpGraph] | str | PathLike,
+    *args: Any,
+    phase: str | None = ...,
+    loss: Callable[[Any], Any] | None = ...,
+    optimizer: str | None = ...,
+    dtype: str | None = ...,
+    branches: Mapping[int, bool] | None = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool | None = ...,
+    torch: str | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    trust_remote_code: bool = ...,
+    cached: Any = ...,
+    new: Any = ...,
+    **kwargs: Any,
+) -> OpGraph:
+    """Capture one step of `model` called with these arguments.
+
+    Of a tensor among the arguments only the size is read; of a small one (ids, masks, lengths)
+    also its value.  phase: forward (default), training (adds loss, backward and
+    the optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps
+    the output to a scalar; without it the model's own loss, or a unit gradient into each floating
+    output.  optimizer: adamw (default), none, or the name of a class in torch.optim, in any case.
+    dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
+    branches: which way unknown conditions go, by their number in the order they are met.
+    assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
+    "branch@layers.*.gate": True, "value": 3, "routing": "skewed:1.0"}.
+    repeats: equal layers stand once in the graph, and their Python runs once where a second run
+    could record nothing else; False runs and lists everything.
+    torch: the release of PyTorch that runs the step, "2.8" or "2.5.1", where it is another than the
+    one that is installed: it decides which ops are one kernel on CUDA.
+
+    model may also be a torch.export.ExportedProgram, or a plain function, trace(fn, x, y), with the
+    modules and tensors that it refers to.  Or it is a function of yours whose first argument is a
+    module: a whole step.  Ops of autograd and of torch.optim in it are its backward and its
+    optimizer; phase, loss, optimizer and dtype are then what it runs.
+
+    Or it names a target, "path/file.py:build" or a Hugging Face config.json: then, and for a
+    Hugging Face model without arguments, batch, seq, kv and inputs={"x": "8,3,224,224:fp32"} are
+    the sizes.  cached=(4096, 100) and new=(1, 512) are those of a step of requests of different
+    lengths, in place of batch, seq and kv.  Of a saved graph phase chooses one.
+
+    Raises TraceError where the model's code fails.  Raises RequestError for a phase that the model
+    does not have, and for an argument that neither the model nor rooftrace takes.
     """
 
 def validate(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rooftrace._outputs import MADE_BY
@@ -22,12 +21,10 @@ from rooftrace.costmodels.estimating import estimate
 from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.calls import takes
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
@@ -42,13 +39,10 @@ FORMATS = (".parquet", ".csv")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRequest:
-    """A sweep as it is asked for: a job of one phase, levels by size, conditions, variants."""
+class SweepRequest(StepRequest):
+    """A sweep as it is asked for: of one phase, with levels by size, and variants."""
 
-    job: Job
     levels: Mapping[str, Sequence[int]]
-    chips: tuple[Chip, ...]
-    conditions: tuple[Conditions, ...]
     variants: tuple[Mapping[str, Any], ...] = ({},)
     most: int = MOST_TRACES
     form: Form | None = None  # from a file, in place of the job's own
@@ -75,7 +69,6 @@ class SweepRequest:
             )
 
 
-@takes
 def sweep(
     source: Source,
     *args: Any,
@@ -96,7 +89,7 @@ def sweep(
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
     """
-    request = sweep_request(source, args, kwargs, over=over, vary=vary, most=most)
+    request = sweep_request(source, args, over=over, vary=vary, most=most, **kwargs)
     with telling(progress):
         return swept(request, None if out is None else Path(out))
 
@@ -104,11 +97,12 @@ def sweep(
 def sweep_request(
     source: Source,
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    /,
     *,
     over: Mapping[str, Any] | Sequence[str],
     vary: Mapping[str, Sequence[Any]] | None = None,
     most: int = MOST_TRACES,
+    **kwargs: Any,
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
@@ -117,10 +111,8 @@ def sweep_request(
     asked = StepRequest.of(sweep, source, args, kwargs, traced=known and known.example)
     asked.job.refuse(levels, "its values are those of `over`; leave it out")
     return SweepRequest(
-        job=asked.job.of_one_phase(),
+        **vars(asked.of_one_phase()),
         levels=levels,
-        chips=asked.chips,
-        conditions=asked.conditions,
         variants=tuple(variants_of(vary or {})),
         most=most,
         form=known,

@@ -30,8 +30,6 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.knobs.knobs import load_knobs
-from rooftrace.costmodels.locks.files import load_lock
-from rooftrace.costmodels.locks.settings import load_settings
 from rooftrace.errors import is_ours
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.hardware.systems import load_system
@@ -43,6 +41,8 @@ from rooftrace.reporting.cli import cli
 from rooftrace.reporting.fleets.parts import part_bytes, read_part
 from rooftrace.reporting.fleets.results import load_fleet
 from rooftrace.reporting.gridfactors import number_of_config
+from rooftrace.reporting.locks.files import load_lock
+from rooftrace.reporting.locks.settings import load_settings
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.asking.assumptions import policy_of

@@ -19,8 +19,6 @@ from xml.etree import ElementTree
 import pytest
 
 from rooftrace.costmodels.anatomy.wiring import WiredNode, Wiring
-from rooftrace.costmodels.locks import files, records
-from rooftrace.costmodels.locks.checking import GateOutcome, Shift
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.breakdown import Bar
 from rooftrace.reporting.figures.inline import bar_svg, point_svg
@@ -29,6 +27,8 @@ from rooftrace.reporting.gates import reports
 from rooftrace.reporting.hypertext import result_page
 from rooftrace.reporting.hypertext.cells import as_cell
 from rooftrace.reporting.latex import as_latex
+from rooftrace.reporting.locks import files, records
+from rooftrace.reporting.locks.checking import GateOutcome, Shift
 from rooftrace.reporting.sections import architecture
 from rooftrace.reporting.view.model import Note
 from tests.fuzz import test_fuzz_output as output
@@ -212,7 +212,7 @@ def outcome(name: str) -> GateOutcome:
     )  # fmt: skip
     phase = records.LockedPhase(ops={name: {name: 1}}, costs={name: {name: costs}})
     target = records.LockedTarget(
-        asked=records.Asked(target=name), sources={name: "0" * 16}, phases={name: phase}
+        asked={"target": name}, sources={name: "0" * 16}, phases={name: phase}
     )
     made = records.MadeFrom(rooftrace=name, torch=name, chips={name: name}, rules={name: name})
     lock = records.Lock(made_from=made, targets={name: target})

@@ -22,9 +22,9 @@ def stub() -> str:
     """The text of the stub, formatted."""
     imports: dict[str, str] = {}
     written: list[str] = []
-    for name, file in signed.WHERE.items():
-        module = import_module(f"rooftrace.reporting.{file}")
-        function = getattr(module, name)
+    for name in signed.WHERE:
+        function = getattr(signed, name)
+        module = import_module(function.__module__)
         overloads = [n for n in _functions(module) if n.name == name and len(n.decorator_list) == 1]
         overloads = [n for n in overloads if ast.unparse(n.decorator_list[0]) == "overload"]
         texts = [ast.unparse(_without_body(each)) for each in overloads]
@@ -87,7 +87,7 @@ def _imports(module: object) -> dict[str, str]:
             given.setdefault(node.name, f"from {where} import {node.name}")
         elif isinstance(node, ast.Import):
             given |= {each.name: f"import {each.name}" for each in node.names}
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).istitle():
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0])[0].isupper():
             name = ast.unparse(node.targets[0])
             given.setdefault(name, f"from {where} import {name}")
     return given

@@ -16,8 +16,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.locks import files, records
-from rooftrace.costmodels.locks.settings import load_settings
+from rooftrace.reporting.locks import files, records
+from rooftrace.reporting.locks.settings import load_settings
 from tests.reporting.conftest import Ran, Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 
@@ -376,6 +376,9 @@ kernels = 0
 [targets.cnn.phases.forward.ops]"""
 
 
+PRICED = "[made_from.pricing]\n{}\n[made_from.chips]"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -391,6 +394,8 @@ kernels = 0
         ("[made_from]\n", "[made_from]\n<<<<<<< HEAD\n", ("marks of a merge",)),
         ('time = "', 'time = "-', ("costs.lock", "-")),
         ("[made_from]", "[made_from", ("not a readable lock",)),
+        ("[made_from.chips]", PRICED.format("knobs = 3"), ("pricing.knobs=3", "a text")),
+        ("[made_from.chips]", PRICED.format("knbs = ''"), ("'knbs'", "did you mean 'knobs'")),
         ("[targets.cnn.phases.forward.ops]", NO_COSTS_THEN_ENDLESS, ('"1e400 s"', "too large")),
     ],
 )
@@ -401,6 +406,14 @@ def test_a_lock_that_was_changed_is_refused(
     path.write_text(path.read_text().replace(old, new, 1))
     refused(run("check"), "costs.lock", *words)
     assert run("check", "--update").code == 0
+
+
+def test_a_lock_of_systems_is_checked_on_their_chips(one_folder: Path, run: Run) -> None:
+    (one_folder / "models.py").write_text(MODELS)
+    made = run("lock", "models.py:net", "--phase", "forward", "--system", "dgx-h100,dgx-a100")
+    assert made.code == 0, made.err
+    held = run("check", "--strict")
+    assert (held.code, "2 steps" in held.out) == (0, True), held.err
 
 
 def test_a_lock_that_is_cut_off_anywhere_is_refused(repo: Path) -> None:

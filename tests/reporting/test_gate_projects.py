@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.costmodels.locks import files, records
-from rooftrace.costmodels.locks.settings import ProjectError, load_settings, project_of
+from rooftrace.reporting.locks import files, records
+from rooftrace.reporting.locks.settings import ProjectError, load_settings, project_of
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import MODELS, SETTINGS, repository
 
@@ -37,7 +37,7 @@ def write_lock(path: Path, target: str, **asked: object) -> None:
     costs = records.LockedCosts(time="0 s", flops=0, bytes=0, memory=0, params=0, kernels=0)
     phase = records.LockedPhase(costs={"h200-sxm": {"eager": costs}})
     each = records.LockedTarget(
-        asked=records.Asked(target=target, **asked),  # type: ignore[arg-type]
+        asked={"target": target, **asked},  # type: ignore[dict-item]
         sources={},
         phases={"forward": phase},
     )

@@ -12,13 +12,13 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.execution import TYPICAL, execution_model
-from rooftrace.costmodels.locks import records
 from rooftrace.reporting.cli import cli
+from rooftrace.reporting.locks import files, records
+from rooftrace.reporting.requests import kept
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import options_of
 from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
 from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOptions, Workload
-from rooftrace.reporting.sides import OPTIONS
 from rooftrace.tracer.asking import Job
 from tests.reporting.conftest import Run
 from tests.reporting.signatures import STUB, stub
@@ -74,11 +74,32 @@ def test_functions_show_all_that_they_take() -> None:
             assert {each.name for each in call.options()} <= {*shown, "over", "vary"}, name
 
 
-def test_a_side_of_a_diff_and_a_lock_take_every_option_of_prices() -> None:
-    names = {each.name for each in options_of(ExecutionOptions)}
-    assert names <= {*OPTIONS}
-    locked = {each.name for each in fields(records.Pricing)}
-    assert names - {"chip", "execution"} <= locked
+TYPED: dict[str, Any] = {
+    "phases": "training,decode", "batch": 3, "seq": 9, "kv": 11, "inputs": ["x=2,5:int64"],
+    "settings": ["config.n_embd=64", "tied=true"], "mesh": "dp=2,tp=4", "checkpoint": "full",
+    "schedule": "gpipe", "microbatches": 2, "optimizer": "adamw", "assume": ["branch=true"],
+    "repeats": False, "torch": "2.8", "trust_remote_code": True, "dtype": "bf16",
+    "weights_dtype": "fp8", "kv_dtype": "fp8", "system": "dgx-h100,dgx-a100", "knobs": "none",
+    "rewrites": "last-logits", "tf32": True, "exchange": "deepep", "what_if": "stragglers=1",
+}  # fmt: skip
+"""Each option of a lock as it is typed, where it changes something."""
+
+
+def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
+    read = {
+        each.name: each.value(TYPED[each.name])
+        for record in (Workload, PrecisionOptions, ExecutionOptions)
+        for each in options_of(record)
+        if each.name not in ("chip", "execution")  # these stand with the costs of each step
+    }
+    prices = kept.said({name: read[name] for name in kept.PRICES if name in read})
+    asked = kept.said({"target": "gpt2", **{name: read[name] for name in kept.SIZES}})
+    assert {*prices, *asked} == {*TYPED, "target"}
+    made = records.MadeFrom(rooftrace="0", torch="0", pricing=prices)
+    target = records.LockedTarget(asked=asked, sources={"gpt2": "0"})
+    lock = records.Lock(made_from=made, targets={"gpt2": target})
+    files.write_lock(tmp_path / "costs.lock", lock)
+    assert files.load_lock(tmp_path / "costs.lock") == lock
 
 
 def test_what_is_asked_of_prices_changes_every_execution() -> None:

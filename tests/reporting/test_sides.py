@@ -77,8 +77,8 @@ def test_a_named_rewrite_is_of_one_side() -> None:
     name = REWRITES[0].name
     sources, asked = ("gpt2", "gpt2"), {"execution": "compiled"}
     before, after = sides_of(rt.diff, sources, (), asked, ({"rewrites": (name,)}, {}), None)
-    assert before.execution.rewrites == (name,)
-    assert after.execution.rewrites == ()
+    assert before.model.rewrites == (name,)
+    assert after.model.rewrites == ()
 
 
 def test_other_releases_of_torch_are_said() -> None:

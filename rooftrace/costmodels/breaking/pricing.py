@@ -16,7 +16,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.studies import Study, Variant
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.tracer.dynamo import DynamoRun, PlacedStep, placed
 from rooftrace.tracer.dynamo.records import without
@@ -24,24 +24,17 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import PARTS
 
 
-def price_breaks(
-    graph: OpGraph,
-    run: DynamoRun,
-    chip: str | Chip | None = None,
-    execution: str | ExecutionModel = "compiled",
-) -> GraphBreaks:
+def price_breaks(graph: OpGraph, run: DynamoRun, chip: Chip, model: ExecutionModel) -> GraphBreaks:
     """Price the graph breaks of `run` on `graph`, a trace of the same call.
 
-    execution: how a compiler runs it; one without fusion has no graphs to break, and raises
+    model: how a compiler runs it; one without fusion has no graphs to break, and raises
     RequestError.
     """
-    model = execution_model(execution)
     if model.fusion != "detected" or model.dispatch == "eager":
         raise RequestError(
             f"graph breaks with execution {model.name!r}: nothing is compiled in it; take "
             "compiled, or efficient for CUDA graphs"
         )
-    target = load_chip(ExecutionModel.usual_chip([model]) if chip is None else chip)
     placement = placed(graph, run)
     cuts = Counter(stretch.cause for stretch in run.stretches)
     causes = [place for place in range(len(run.causes)) if cuts[place]]
@@ -49,7 +42,7 @@ def price_breaks(
     ways = [without(stretches), *(without(stretches, [cause]) for cause in causes)]
     tell("pricing each break")
     graphs = placement.marked(*ways)
-    whole = estimate(Plan.each(graph, [model], savings=False)[0], target)
+    whole = estimate(Plan.each(graph, [model], savings=False)[0], chip)
     study = Study(whole)
     broken, *rest = (study.estimate(Variant(graph=marked)) for marked in graphs)
     singles = _singles(placement)

@@ -14,6 +14,7 @@ from rooftrace.costmodels.execution.rewritenames import KERNELS, REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.chip import USUAL
 
 ATTENTION = ("flash", "materialised")
 SDPA = "sdpa"
@@ -24,8 +25,6 @@ FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph", "mixed")
 KV_APPEND = ("as-run", "in-place")
 EXCHANGE = ("as-run", "deepep", "deepep-low-latency")
-CHIP = "h200-sxm"
-"""What is priced where no chip is asked for, and no knobs are of one."""
 TYPICAL = "typical"
 """Stands for the knobs that are typical of the chip's kind and the execution."""
 
@@ -261,26 +260,28 @@ class ExecutionModel(Plain):
         return knobs.borrowed(chip) if knobs is not None else ""
 
     @staticmethod
-    def usual_chip(executions: Iterable[ExecutionModel | str]) -> str:
-        """The chip to price on where none is asked for: that of a fit, else h200-sxm.
+    def chip_of(chip: str | Chip | None, models: Iterable[ExecutionModel]) -> Chip:
+        """The chip to price on: this one; where none is asked for that of a fit, else h200-sxm.
 
-        Raises ExecutionError for fits of several chips, and of a chip that does not come along.
+        Raises UnknownChipError, and ExecutionError for fits of several chips, and of a chip that
+        does not come along.
         """
-        models = (model for model in executions if isinstance(model, ExecutionModel))
+        if chip is not None:
+            return load_chip(chip)
         fits = {
             model.knobs.fitted_on[0]: model.knobs.title
             for model in models
             if isinstance(model.knobs, Knobs) and model.knobs.is_fit
         }
         if not fits:
-            return CHIP
+            return load_chip(USUAL)
         if len(fits) > 1:
             raise ExecutionError(
                 f"the knobs were fitted on {' and on '.join(fits)}: say chip= (--chip)"
             )
         ((name, title),) = fits.items()
         try:
-            return load_chip(name).name
+            return load_chip(name)
         except (ValueError, LookupError):
             raise ExecutionError(
                 f'{title} was fitted on "{name}", which is no chip that comes with rooftrace: '

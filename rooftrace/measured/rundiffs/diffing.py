@@ -12,6 +12,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import runs
 from rooftrace.errors import ProfileError, UnusedError, naming
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.chip import USUAL
 from rooftrace.measured.alignment import Alignment
 from rooftrace.measured.fused import is_compiled
 from rooftrace.measured.pairing import Graphs, MeasuredRequestError, matching, read_measured
@@ -256,16 +257,12 @@ def _of_trace(trace: Trace, label: str, graphs: Graphs | None, question: RunQues
         return _Predicted(side=side_of_trace(trace, label), estimate=priced, reason=reason)
     # Modules are known by the graph, whatever the chip.
     match = matching.best_match(
-        trace, lambda: graphs, chip or load_chip(_ANY), model, question.tell
+        trace, lambda: graphs, chip or load_chip(USUAL), model, question.tell
     )
     alignment = match.alignment
     side = side_of_trace(alignment.trace, label, _places(alignment))
     estimated = None if chip is None else match.estimate
     return _Predicted(side=side, estimate=estimated, reason=reason, by_path=True)
-
-
-_ANY = "h200-sxm"
-"""A chip to align with, where nothing is predicted."""
 
 
 def _chip(question: RunQuestion, device: str) -> tuple[Chip | None, str]:

@@ -19,14 +19,10 @@ from typing import Any
 import click
 
 from rooftrace.errors import UnusedError, is_ours
-from rooftrace.reporting.cli.breaks_command import breaks
-from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.diff_command import diff
-from rooftrace.reporting.cli.explain_command import explain
-from rooftrace.reporting.cli.explore_command import explore
 from rooftrace.reporting.cli.gate_commands import check, lock
-from rooftrace.reporting.cli.itemised_commands import census, nodes
+from rooftrace.reporting.cli.hardware_commands import chips, systems
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import (
     StdoutError,
@@ -35,12 +31,18 @@ from rooftrace.reporting.cli.output import (
     offer_traceback,
 )
 from rooftrace.reporting.cli.outputs import check_outputs
-from rooftrace.reporting.cli.roofline_command import roofline
 from rooftrace.reporting.cli.run_command import run_script
-from rooftrace.reporting.cli.sensitivity_command import sensitivity
-from rooftrace.reporting.cli.solve_command import solve
+from rooftrace.reporting.cli.step_commands import (
+    breaks,
+    census,
+    explain,
+    explore,
+    nodes,
+    roofline,
+    sensitivity,
+    solve,
+)
 from rooftrace.reporting.cli.sweep_commands import sweep
-from rooftrace.reporting.cli.system_commands import systems
 from rooftrace.reporting.cli.weight_commands import inventory
 from rooftrace.reporting.requests.calls import CALLS
 

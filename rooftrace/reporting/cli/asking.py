@@ -26,14 +26,16 @@ RULES = Option(
 def asks(
     function: str, *, run_rules: bool = True, **helps: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A command with the options of a function of ours, and --rules.
+    """A command with the options of a function of ours, and --rules where these may matter.
 
     The command is called with `asked`: the arguments that were typed, by name, as the function
     takes them.  Files of --rules have run then, unless it runs them itself.  helps: what an option
     means here, by its name.
     """
     call = CALLS[function]
-    told = {each.name: each for each in (*_worded(call, helps), RULES)}
+    told = {each.name: each for each in _worded(call, helps)}
+    if call.has_rules:
+        told["rules"] = RULES
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -71,7 +73,7 @@ def made(option: Option) -> click.Option:
     elif option.words:
         how["type"] = click.Choice(option.words)
     elif option.least is not None:
-        how["type"] = click.IntRange(min=option.least)
+        how["type"] = click.IntRange(option.least, option.most)
     elif option.kind is not str:
         how["type"] = option.kind
     if option.repeats:

@@ -26,23 +26,12 @@ _HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), ser
 
 @click.command()
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@click.option(
-    "--chip-only", is_flag=True, help="Measure this machine's rates and write them as a chip."
+@asks(
+    "measure_suite",
+    phases="Phases of a TARGET; default: all that it has.",
+    batch="Batch size of a TARGET.",
+    seq="Sequence (prompt) length of a TARGET.",
 )
-@click.option("--device", default=None, help="cpu or cuda; default: cuda where there is one.")
-@click.option(
-    "--budget", type=float, help="Seconds to spend; default 480, --quick 90, --chip-only 20."
-)
-@click.option("--quick", is_flag=True, help="A trial of the whole suite, in about a minute.")
-@click.option(
-    "--phase", "phases", type=Commas(), help="Phases of a TARGET; default: all that it has."
-)
-@click.option("--batch", type=int, help="Batch size of a TARGET.")
-@click.option("--seq", type=int, help="Sequence (prompt) length of a TARGET.")
-@click.option(
-    "--collectives", is_flag=True, help="Time collectives of gloo between processes instead."
-)
-@click.option("--ranks", type=int, help="How many processes, for --collectives; default 2.")
 @click.option(
     "-o",
     "--out",
@@ -52,44 +41,23 @@ _HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), ser
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
     "--collectives a CSV (default collectives.csv).",
 )
-def measure(
-    targets: tuple[str, ...],
-    chip_only: bool,
-    device: str | None,
-    budget: float | None,
-    quick: bool,
-    phases: tuple[str, ...] | None,
-    batch: int | None,
-    seq: int | None,
-    collectives: bool,
-    ranks: int | None,
-    out: str | None,
-) -> None:
+def measure(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> None:
     """Measure this device: operations alone, then whole models, into one file.
 
     TARGET: measure only these: models of the suite (wildcards too), or targets as for the other
     commands.
     """
-    if collectives or ranks is not None:
-        measure_groups(targets, collectives, ranks, out)
+    if asked.keys() & {"collectives", "ranks"}:
+        measure_groups(targets, asked, out)
         return
     if out not in (None, "-"):
         check_output(Path(str(out)), table=False)
-    if chip_only:
-        _measure_chip(targets, device, 20.0 if budget is None else budget, out)
+    if asked.pop("chip_only", False):
+        _measure_chip(targets, asked.get("device"), asked.get("budget_s", 20.0), out)
         return
     from rooftrace.measured.suite import SuitePlan, measure_suite, start_again, summary
 
-    plan = SuitePlan.of(
-        targets,
-        out=out,
-        device=device,
-        budget_s=budget,
-        quick=quick,
-        phases=phases,
-        batch=batch,
-        seq=seq,
-    )
+    plan = SuitePlan.of(targets, out=out, **asked)
     with progress():
         run = measure_suite(plan, tell, start_again)
     say(summary(run, plan.out))
@@ -164,7 +132,7 @@ def calibrate(
     from rooftrace.costmodels.knobs import dump_knobs
 
     if collectives is not None or "system" in asked:
-        calibrate_groups(collectives, ",".join(asked.get("system", ())) or None, out)
+        calibrate_groups(collectives, asked.get("system"), out)
         return
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
@@ -274,13 +242,11 @@ def validate(
 # What `measure --collectives` and `calibrate --collectives` do.
 
 
-def measure_groups(
-    targets: tuple[str, ...], asked: bool, ranks: int | None, out: str | None
-) -> None:
+def measure_groups(targets: tuple[str, ...], asked: dict[str, Any], out: str | None) -> None:
     """Time collectives of gloo between processes of this machine, into a CSV."""
     from rooftrace.measured.groups import measure_collectives
 
-    if not asked:
+    if "collectives" not in asked:
         raise click.UsageError("--ranks: say --collectives, too")
     if targets:
         raise click.UsageError(f"--collectives measures no model: leave out {' '.join(targets)}")
@@ -289,7 +255,7 @@ def measure_groups(
     )
     path = out or "collectives.csv"
     with progress():
-        rows = measure_collectives(2 if ranks is None else ranks, path, tell=tell)
+        rows = measure_collectives(asked.get("ranks", 2), path, tell=tell)
     say(f"{rows} rows written to {path}; use it as rooftrace calibrate --collectives {path}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,11 @@ from rooftrace.reporting.cli.options import TARGET_HELP
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import progress, write_result
-from rooftrace.reporting.requests.pricing import PricingOptions, each_of
+from rooftrace.reporting.requests.pricing import PricingOptions
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.settings import Settings
+    from rooftrace.reporting.locks.settings import Settings
 
-_dry_run = click.option(
-    "--dry-run", is_flag=True, help="List the code that would run, and the lock; run nothing."
-)
 FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
 
@@ -41,45 +38,33 @@ FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form !=
     "mixed.",
 )
 @click.option(
-    "--depth",
-    type=click.IntRange(1, 99),
-    help="Names of modules down to which costs are locked.  Default: 3.",
-)
-@click.option(
     "-o",
     "--out",
     type=Output(usual=True),
     metavar="FILE",
     help="The lock; - is stdout.  Default: costs.lock.",
 )
-@_dry_run
-def lock(
-    targets: tuple[str, ...],
-    depth: int | None,
-    out: str | None,
-    dry_run: bool,
-    asked: dict[str, Any],
-) -> None:
+def lock(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> None:
     """Write down what each TARGET costs, for review; `rooftrace check` holds it.
 
     Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
     """
-    from rooftrace.costmodels.locks import files
-    from rooftrace.costmodels.locks.settings import load_settings
     from rooftrace.reporting import gates
+    from rooftrace.reporting.locks import files
+    from rooftrace.reporting.locks.settings import load_settings
 
-    settings = _changed(load_settings(Path.cwd()), depth, asked)
+    settings = _changed(load_settings(Path.cwd()), asked)
     settings = _named(settings, targets, asked)
     if out is None:
         settings.check_place()
     elif out != "-":
         settings = _at(settings, str(out))
     code = settings.code()
-    if dry_run:
+    if "dry_run" in asked:
         return _list(settings, code)
     if out != "-":
         check_output(settings.path)
-    load_rules([str(settings.folder / path) for path in settings.pricing.rules])
+    load_rules([str(settings.folder / path) for path in settings.rules])
     with progress():
         made = gates.locked(settings)
     if out == "-":
@@ -102,33 +87,24 @@ def _shown(settings: Settings) -> str:
     return os.path.relpath(settings.path)
 
 
-def _changed(settings: Settings, depth: int | None, asked: Mapping[str, Any]) -> Settings:
+def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    pricing, others = PricingOptions.parted(asked)
-    several = {"chips": asked.get("chip"), "executions": asked.get("execution")}
-    for name, value in several.items():
-        if value == ():
-            raise click.UsageError(f"--{name[:-1]}: expected at least one")
-    own: dict[str, Any] = {
-        name: value for name, value in {**several, "depth": depth}.items() if value is not None
-    }
-    changed = {name: value for name, value in vars(pricing).items() if name in asked}
-    if "rules" in others:
-        changed["rules"] = list(others["rules"])
-    if pricing.factors:
-        changed["factors"] = pricing.factors
-    if "rewrites" in changed:
-        changed["rewrites"] = list(changed["rewrites"])
-    if pricing.system is not None:
-        (changed["system"],) = each_of("system", pricing.system, (str,))
-    kept = {each.name for each in fields(settings.pricing)}
-    changed = {name: value for name, value in changed.items() if name in kept}
-    return replace(settings, **own, pricing=replace(settings.pricing, **changed))
+    from rooftrace.reporting.requests.kept import PRICES, said
+
+    pricing, _ = PricingOptions.parted(asked)
+    fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
+    own = {fields_of[name]: value for name, value in asked.items() if name in fields_of}
+    for name in ("chip", "execution"):
+        if asked.get(name) == ():
+            raise click.UsageError(f"--{name}: expected at least one")
+    typed = {**asked, **({"factors": pricing.factors} if pricing.factors else {})}
+    changed = {name: typed[name] for name in PRICES if name in typed}
+    return replace(settings, **own, pricing=said({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.costmodels.locks.records import Asked
+    from rooftrace.reporting.requests.kept import SIZES, said
 
     if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
@@ -136,17 +112,14 @@ def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any
             f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
         )
     _, others = PricingOptions.parted(asked)
-    request = {each.name: others[each.name] for each in fields(Asked) if each.name in others}
+    request = {name: others[name] for name in SIZES if name in others}
     if not targets:
         for name in sorted(request):
-            option = {"phases": "phase", "inputs": "input", "settings": "set"}.get(name, name)
             reason = "without a TARGET, each target of [tool.rooftrace] has its own"
-            raise UnusedError(option, str(request[name]), reason)
+            raise UnusedError(name, str(request[name]), reason)
         return settings
-    if "phases" in request:
-        request["phases"] = list(request["phases"])
     return replace(
-        settings, targets={target: Asked(target=target, **request) for target in targets}
+        settings, targets={target: said({"target": target, **request}) for target in targets}
     )
 
 
@@ -165,12 +138,7 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
-@click.option("--update", is_flag=True, help="Write the lock anew; exit 0.")
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Exit 1 unless the lock is what a new one would be, to the byte.",
-)
+@asks("check")
 @click.option(
     "--format",
     "form",
@@ -185,20 +153,17 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Write there instead of the terminal; - is stdout.",
 )
-@_dry_run
-def check(
-    path: str | None, update: bool, strict: bool, form: str, out: str | None, dry_run: bool
-) -> None:
+def check(path: str | None, form: str, out: str | None, asked: dict[str, Any]) -> None:
     """Hold costs.lock against what the code costs now: exit 1 when a budget is passed.
 
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
     targets there, those of the lock are checked, and no total may grow.
     """
-    from rooftrace.costmodels.locks import checking, files
-    from rooftrace.costmodels.locks.settings import load_settings
     from rooftrace.reporting import gates
+    from rooftrace.reporting.locks import checking, files
+    from rooftrace.reporting.locks.settings import load_settings
 
-    settings = load_settings(Path.cwd())
+    settings, update = load_settings(Path.cwd()), "update" in asked
     if path is not None:
         settings = replace(_at(settings, path), targets={})
     settings.check_place()
@@ -208,9 +173,9 @@ def check(
     if before is not None:
         settings = settings.as_locked(before)
     code = settings.code(before)
-    if dry_run:
+    if "dry_run" in asked:
         return _list(settings, code)
-    load_rules([str(settings.folder / rules) for rules in settings.pricing.rules])
+    load_rules([str(settings.folder / rules) for rules in settings.rules])
     with progress():
         after = gates.locked(settings)
     if before is None:
@@ -219,7 +184,9 @@ def check(
         return
     with progress():
         cause = None if update else gates.causes_since(settings, before)
-        result = checking.compare_locks(before, after, settings, strict=strict, cause=cause)
+        result = checking.compare_locks(
+            before, after, settings, strict="strict" in asked, cause=cause
+        )
     write_result(result, form, out)
     if update:
         if before != after:

@@ -30,7 +30,7 @@ from rooftrace.reporting.cli.written import Written, results
 
 
 @click.command(epilog=TARGET_HELP)
-@click.argument("targets", metavar="TARGET...", nargs=-1)
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
 @asks("report", chip="Chips by name or TOML path; times are those of the first.")
 @click.option(
     "--out",
@@ -74,9 +74,11 @@ def report(
     if formats is not None:
         check_formats(formats)
     single = _format_of_file(out, formats, style)
-    many = several(targets)
-    if many:
-        check_many(targets, out, single)
+    many = len(targets) > 1
+    if many and (out == "-" or single):
+        raise RequestError(
+            f"--out {out}: it is for one TARGET, and {len(targets)} are named; name a folder"
+        )
     if out not in (None, "-") and not single and not many:
         check_folder(Path(str(out)), **how)
     asked = {"max_batch": max_batch, **asked}
@@ -212,14 +214,6 @@ def compare(target: str, peers: tuple[str, ...], written: Written, asked: dict[s
 # `rooftrace report A B C`: a folder for each target, and all of them beside each other.
 
 
-def check_many(targets: Sequence[str], out: str | None, single: str) -> None:
-    """Raise the error of an --out that holds one report only."""
-    if out == "-" or single:
-        raise RequestError(
-            f"--out {out}: it is for one TARGET, and {len(targets)} are named; name a folder"
-        )
-
-
 def report_many(
     targets: Sequence[str],
     out: str | None,
@@ -245,10 +239,3 @@ def report_many(
         complain(f"{target} failed: {why}")
     if result.failures:
         sys.exit(1)
-
-
-def several(targets: Sequence[str]) -> bool:
-    """Whether there are several; a UsageError for none."""
-    if not targets:
-        raise click.UsageError("Missing argument 'TARGET...'.")
-    return len(targets) > 1

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.options import TARGET_HELP
-from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import progress
 from rooftrace.reporting.cli.written import Written, results
 
@@ -20,51 +19,31 @@ the index.json of a sharded one, or a folder with one."""
 
 @click.command(epilog=_HELP)
 @click.argument("target")
-@click.option(
-    "--weights",
-    is_flag=True,
-    help="Read the values too: statistics and histograms.  Code is built with its weights.",
-)
+@asks("inventory")
 @click.option(
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Let a Hugging Face repository run its own code."
-)
 @results("data", plot="Draw a histogram of each tensor; reads the values.")
-def inventory(
-    target: str,
-    weights: bool,
-    against: str | None,
-    trust_remote_code: bool,
-    written: Written,
-) -> None:
+def inventory(target: str, against: str | None, written: Written, asked: dict[str, Any]) -> None:
     """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
-    if against is not None and (weights or written.plot):
+    if against is not None and ("weights" in asked or written.plot):
         raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
             "the values of two checkpoints with `rooftrace diff`"
         )
     result: Any
-    how: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with progress():
-        result = rt.inventory(target, weights=weights or None, plot=written.plot, **how)
+        result = rt.inventory(target, plot=written.plot, **asked)
         if against is not None:
-            result = rt.diff(result, rt.inventory(against, weights=False, **how))
+            result = rt.diff(result, rt.inventory(against, weights=False, **asked))
     written.write(result, drawn="weights drawn")
 
 
 _OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
 
 
-def diff_of_checkpoints(
-    before: str,
-    after: str,
-    names: tuple[str, str] | None,
-    written: Written,
-    fail_on: tuple[str, ...],
-) -> None:
-    """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
+def check_checkpoints(fail_on: tuple[str, ...]) -> None:
+    """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
     from rooftrace.tracer.checkpoints import CheckpointDiff
 
     context = click.get_current_context()
@@ -81,12 +60,3 @@ def diff_of_checkpoints(
             "config.json to compare costs"
         )
     CheckpointDiff.limits(fail_on)
-    result: Any
-    with progress():
-        result = rt.diff(before, after, names=names)
-    written.write(result)
-    broken = result.violations(fail_on)
-    for sentence in broken:
-        complain(sentence)
-    if broken:
-        sys.exit(1)

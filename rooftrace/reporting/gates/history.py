@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rooftrace.costmodels.findings.diffs import Diff, changes
-from rooftrace.costmodels.locks import records, settings as gate
-from rooftrace.costmodels.locks.checking import Shift
 from rooftrace.errors import is_ours
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import diff
 from rooftrace.reporting.gates.making import chips_of, inside, model_of
+from rooftrace.reporting.locks import records, settings as gate
+from rooftrace.reporting.locks.checking import Shift
 from rooftrace.tracer.revisions import RevisionError, repositories
 from rooftrace.tracer.revisions.repositories import Commit
 
@@ -67,13 +67,13 @@ class _History:
         key = place.target, place.chip, place.execution
         if key not in self._known:
             asked = self.lock.targets[place.target].asked
-            options: dict[str, Any] = {n: v for n, v in asked.changed().items() if n != "target"}
+            options: dict[str, Any] = {n: v for n, v in asked.items() if n != "target"}
             try:
                 with inside(self.settings.folder):
                     chips = {chip.name: chip for chip in chips_of(self.settings)}
                     options["chip"] = chips[place.chip]
                     options["execution"] = model_of(place.execution, self.settings)
-                    made = diff(asked.target, git=self.commit.hash, **options)
+                    made = diff(str(asked["target"]), git=self.commit.hash, **options)
                 assert isinstance(made, Diff)  # a target has a step
                 self._known[key] = made
             except (ValueError, LookupError, RuntimeError) as error:

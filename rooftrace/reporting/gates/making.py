@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from rooftrace._progress import tell
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.locks import entries, files, records, settings as gate
 from rooftrace.costmodels.planning import plan, usual_execution
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
@@ -22,6 +20,8 @@ from rooftrace.errors import RequestError, UnusedError, naming
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import in_precisions, priced
+from rooftrace.reporting.locks import entries, files, records, settings as gate
+from rooftrace.reporting.requests.kept import Kept
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
@@ -88,16 +88,16 @@ def model_of(name: str, settings: gate.Settings) -> ExecutionModel:
 
 def _options(settings: gate.Settings, **how: Any) -> PricingOptions:
     """How the targets of settings are priced."""
-    asked = {name: value for name, value in asdict(settings.pricing).items() if name != "rules"}
+    asked = {name: value for name, value in settings.pricing.items() if name != "rules"}
     return PricingOptions(chip=settings.chips, **{**asked, **how})
 
 
-def _job(name: str, asked: records.Asked) -> Job:
+def _job(name: str, asked: Mapping[str, Kept]) -> Job:
     """What tracing a target asks for."""
-    arguments = {key: value for key, value in asked.changed().items() if key != "target"}
+    arguments = {key: value for key, value in asked.items() if key != "target"}
     try:
         with naming(name):
-            job = Job.of(locked, asked.target, (), arguments)
+            job = Job.of(locked, asked["target"], (), arguments)
             check_precisions(*job.precisions)
     except UnusedError as error:
         reason = f"{error.reason} (target {name!r})"
@@ -142,7 +142,7 @@ class _Builder:
         asked = self.settings.targets[name]
         models = [model_of(each, self.settings) for each in self.settings.executions_of(name)]
         self.many += [graph for graph in made.graphs.values() if graph.groups][:1]
-        self.libraries |= _libraries(asked.target, made.files)
+        self.libraries |= _libraries(str(asked["target"]), made.files)
         self.targets[name] = records.LockedTarget(
             asked=asked,
             sources=_relative(made.files, self.settings.folder),
@@ -167,7 +167,6 @@ class _Builder:
     def lock(self) -> records.Lock:
         """The lock of all targets that were added."""
         check_groups(lambda: self.many, [model_of(usual_execution(), self.settings)])
-        rules = self.settings.pricing.rules
         return records.Lock(
             made_from=records.MadeFrom(
                 rooftrace=metadata.version("rooftrace"),
@@ -177,8 +176,8 @@ class _Builder:
                 depth=self.settings.depth,
                 chips={chip.name: entries.chip_digest(chip) for chip in self.chips},
                 constants=self.constants,
-                rules={path: entries.file_digest(Path(path)) for path in rules},
-                pricing=self.settings.pricing,
+                rules={path: entries.file_digest(Path(path)) for path in self.settings.rules},
+                pricing=dict(self.settings.pricing),
             ),
             targets=self.targets,
         )

@@ -85,15 +85,8 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
         from rooftrace.reporting import estimate
 
         made = estimate(model, *args, **{**usual, **named})
-        costs = StepCosts(
-            flops=made.flops,
-            bytes=made.bytes_hbm,
-            time=made.t_est,
-            memory=made.memory.peak,
-            params=int(made.graph.model.get("params", 0)),
-            kernels=made.kernels,
-            estimate=made,
-        )
+        totals: dict[str, Any] = made.totals
+        costs = StepCosts(**totals, estimate=made)
         called.append(costs)
         _hold(costs, limits)
         return costs
@@ -105,8 +98,8 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
 
 def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
-    from rooftrace.costmodels.locks.budgets import BudgetError, most
     from rooftrace.errors import hint
+    from rooftrace.reporting.locks.budgets import BudgetError, most
     from rooftrace.tracer.changes.metrics import TOTALS
 
     limits: dict[str, Limit] = {}
@@ -134,7 +127,7 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
 
 def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
     """Fail the test if a cost is over its limit."""
-    from rooftrace.costmodels.locks.budgets import in_full
+    from rooftrace.reporting.locks.budgets import in_full
 
     lines = [
         f"{name} is {in_full(name, getattr(costs, name))}, expected {limit.text}"

@@ -25,7 +25,7 @@ from rooftrace.reporting.gates.words import (
 from rooftrace.reporting.view import as_page, model as view, units
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import GateOutcome, Shift
+    from rooftrace.reporting.locks.checking import GateOutcome, Shift
 
 MARKER = "<!-- rooftrace check -->"
 """The first line of a comment, by which it is known again."""
@@ -152,7 +152,7 @@ def _where(shift: Shift) -> str:
 
 def _line(result: GateOutcome, head: str) -> int:
     """The line of a table in the lock, 1 where it has none."""
-    from rooftrace.costmodels.locks import files
+    from rooftrace.reporting.locks import files
 
     lines = files.lock_text(result.before).split("\n")
     return lines.index(head) + 1 if head in lines else 1

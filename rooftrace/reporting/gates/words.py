@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.locks.records import WAITING
 from rooftrace.hardware.units import listed, plural
+from rooftrace.reporting.locks.records import WAITING
 from rooftrace.reporting.view import model as view, units
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import GateOutcome, ModuleShift, Shift
+    from rooftrace.reporting.locks.checking import GateOutcome, ModuleShift, Shift
 
 _MODULES = 4
 """Modules that are named behind a budget that is passed."""

@@ -15,7 +15,7 @@ from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip
 from rooftrace.reporting.pages.files import check_formats, write_report
 from rooftrace.reporting.sections import Results
 from rooftrace.tracer.graph import OpGraph
@@ -81,8 +81,7 @@ def conditions(
     Raises what loading them raises, and RequestError for none, or one that is there twice.
     """
     models = [execution_model(execution) for execution in executions]
-    named = [ExecutionModel.usual_chip(models)] if chips is None else chips
-    targets = [load_chip(chip) for chip in named]
+    targets = [ExecutionModel.chip_of(c, models) for c in ([None] if chips is None else chips)]
     _check_unique("chip", [chip.name for chip in targets])
     _check_unique("execution", [model.name for model in models])
     return targets, models

@@ -1,8 +1,8 @@
 from rooftrace.reporting.requests import (
     calls as calls,
+    kept as kept,
     options as options,
     pricing as pricing,
-    readers as readers,
     traces as traces,
 )
 from rooftrace.reporting.requests.steps import StepRequest as StepRequest

@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
-from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import Option, options_of
 from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
 from rooftrace.reporting.requests.questions import (
     CalibrateArguments,
+    CheckArguments,
     ExplainArguments,
     ExploreArguments,
+    InventoryArguments,
+    LockArguments,
+    MeasureArguments,
     MeasuredArguments,
     RunArguments,
     SensitivityArguments,
@@ -47,21 +51,36 @@ class TakenArguments:
     one_phase: bool = True
     without: tuple[str, ...] = ()  # options of its records that it has not
     listed: tuple[str, ...] = ()  # sizes that may have several values
+    alone: tuple[str, ...] = ()  # options that it has of a workload, where that is none of records
 
     def options(self) -> Iterator[Option]:
         """The options of all its records."""
         for record in self.records:
             for each in options_of(record):
                 if each.name in self.listed:
-                    read = partial(readers.size_list, each.spelled)
+                    read = partial(options.size_list, each.spelled)
                     yield replace(each, kind=str, metavar="LIST", read=read)
                 elif each.name not in self.without:
                     yield each
+        yield from (each for each in options_of(Workload) if each.name in self.alone)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it runs or prices what rules of the user may change."""
+        return not {Workload, ExecutionOptions}.isdisjoint(self.records)
 
 
 _PRICED = (Workload, PrecisionOptions, ExecutionOptions)
 _GRID = ("chip", "system", "execution", "dtype", "kv_dtype")
 _LISTED = (Workload, LengthOptions, PrecisionOptions, ExecutionOptions)
+_REPORTED = TakenArguments(
+    records=_LISTED,
+    several=("chip", "system", "execution"),
+    usual=("naive", USUAL),
+    one_phase=False,
+)
+_SWEPT = TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID)
+_TRACED = TakenArguments(records=(Workload, LengthOptions), without=("phases",))
 CALLS: Mapping[str, TakenArguments] = {
     "best_mesh": TakenArguments(usual=(SERVED,)),
     "calibrate": TakenArguments(
@@ -80,17 +99,19 @@ CALLS: Mapping[str, TakenArguments] = {
     ),
     "graph_breaks": TakenArguments(usual=("compiled",)),
     "largest_batch": TakenArguments(several=("chip", "system"), one_phase=False),
-    "report": TakenArguments(
-        records=_LISTED,
-        several=("chip", "system", "execution"),
-        usual=("naive", USUAL),
-        one_phase=False,
-    ),
+    "form": _TRACED,
+    "report": _REPORTED,
+    "reports": _REPORTED,
     "roofline": TakenArguments(
         several=("chip", "system"), one_phase=False, listed=("batch", "seq", "kv")
     ),
     "sensitivity": TakenArguments(records=(SensitivityArguments, *_PRICED)),
-    "lock": TakenArguments(several=("chip", "execution"), one_phase=False),
+    "check": TakenArguments(records=(CheckArguments,)),
+    "inventory": TakenArguments(records=(InventoryArguments,), alone=("trust_remote_code",)),
+    "lock": TakenArguments(
+        records=(*_PRICED, LockArguments), several=("chip", "execution"), one_phase=False
+    ),
+    "measure_suite": TakenArguments(records=(MeasureArguments,), alone=("phases", "batch", "seq")),
     "run": TakenArguments(records=(RunArguments, ExecutionOptions)),
     "scaling": TakenArguments(usual=(SERVED,)),
     "profile": TakenArguments(records=(Workload, PrecisionOptions), usual=("eager",)),
@@ -99,7 +120,9 @@ CALLS: Mapping[str, TakenArguments] = {
     "validate": TakenArguments(
         records=(MeasuredArguments, *_PRICED), usual=("eager",), one_phase=False
     ),
-    "sweep": TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID),
+    "sweep": _SWEPT,
+    "sweep_fleet": _SWEPT,
+    "trace": _TRACED,
     "priced_graphs": TakenArguments(
         records=(Workload, LengthOptions, PrecisionOptions), one_phase=False
     ),
@@ -145,7 +168,7 @@ def only_prices(function: Callable[..., Any], named: Mapping[str, Any]) -> Prici
 
 
 def takes(function: Function) -> Function:
-    """A function of ours whose signature shows the arguments that CALLS says it takes."""
+    """A function of ours, once its signature shows the arguments that CALLS says it takes."""
     signature = inspect.signature(function)
     mine = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]

@@ -23,7 +23,7 @@ from rooftrace.costmodels.knobs import Knobs
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System, load_system
-from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import option
 from rooftrace.reporting.requests.workload import PrecisionOptions
 
@@ -46,16 +46,16 @@ class ExecutionOptions:
 
     chip: str | Chip | Sequence[str | Chip] | None = option(
         help="Chips by name or TOML path.",
-        metavar="LIST", read=readers.words, shown=f"({USUAL_CHIP})",
+        metavar="LIST", read=options.words, shown=f"({USUAL_CHIP})",
     )  # fmt: skip
     system: str | System | Sequence[str | System] | None = option(
         help="How chips are joined, for --mesh: systems by name or TOML path, in place of --chip "
         "(rooftrace systems list).",
-        metavar="LIST", read=readers.words,
+        metavar="LIST", read=options.several,
     )  # fmt: skip
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = option(
         help="naive, eager, compiled, mixed, efficient, serving, seed-naive, seed-efficient.",
-        metavar="LIST", read=readers.words,
+        metavar="LIST", read=options.words,
     )  # fmt: skip
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = option(
         TYPICAL,
@@ -67,7 +67,7 @@ class ExecutionOptions:
         (),
         help="What a server runs in place of the module, in every execution model: "
         f"{', '.join(REWRITES)}.",
-        flag="--rewrite", metavar="LIST", read=readers.words,
+        flag="--rewrite", metavar="LIST", read=options.words,
     )  # fmt: skip
     tf32: bool | None = option(help="Run fp32 matrix products on the matrix engine.", kind=bool)
     exchange: str | None = option(
@@ -79,7 +79,7 @@ class ExecutionOptions:
         help="What slows a step of many processes: interference (share by which computing slows "
         "beside an exchange), stragglers (spread of chips, over the mean), expert-imbalance "
         "(tokens of the busiest, over the mean).",
-        metavar="NAME=NUMBER,...", read=readers.what_ifs,
+        metavar="NAME=NUMBER,...", read=options.what_ifs,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
             joined = each_of("system", self.system, (str, System, os.PathLike))
             chips = [load_system(system).joined_chip for system in joined]
         elif self.chip is None:
-            chips = [load_chip(ExecutionModel.usual_chip(models))]
+            chips = [ExecutionModel.chip_of(None, models)]
         else:
             named = each_of("chip", self.chip, (str, Chip, os.PathLike))
             chips = [load_chip(each) for each in named]

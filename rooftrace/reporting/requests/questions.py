@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import option
 
 
@@ -17,12 +17,12 @@ class SweepArguments:
 
     over: Mapping[str, Any] | Sequence[str] = option(
         help="A size and its values.  Repeatable.",
-        metavar="NAME[=VALUES]", repeats=True, read=readers.ranges, required=True,
+        metavar="NAME[=VALUES]", repeats=True, read=options.ranges, required=True,
     )  # fmt: skip
     vary: Mapping[str, Sequence[Any]] | None = option(
         help="Several values of a field of the config (config.num_experts_per_tok=2,4,8) or of a "
         "keyword; each is traced by itself.  Repeatable.",
-        metavar="NAME=VALUES", repeats=True, read=readers.variants,
+        metavar="NAME=VALUES", repeats=True, read=options.variants,
     )  # fmt: skip
     most: int = option(100, help="Traces of one form at most.", kind=int, shown="100")
 
@@ -45,7 +45,7 @@ class ExploreArguments:
     over: Mapping[str, Any] | None = option(
         help="devices=1,2,64 (default: 1..64:x2), kv=2048..16384:x2, or batch=... (of one "
         "device).  Repeatable.",
-        metavar="NAME=VALUES", repeats=True, read=readers.levels,
+        metavar="NAME=VALUES", repeats=True, read=options.levels,
     )  # fmt: skip
     link: str | float | None = option(
         help="In place of the chip's fastest: '50 GB/s'.", metavar="BANDWIDTH"
@@ -64,11 +64,11 @@ class SensitivityArguments:
 
     over: Mapping[str, int | None] | Sequence[str] | None = option(
         help="A size to look at, and its value; default: batch, and kv or seq.  Repeatable.",
-        metavar="NAME[=VALUE]", repeats=True, read=readers.sizes,
+        metavar="NAME[=VALUE]", repeats=True, read=options.sizes,
     )  # fmt: skip
     grid: Mapping[str, Any] | None = option(
         help="A factor and its levels: every combination is priced.  Repeatable.",
-        metavar="NAME=V1,V2,...", repeats=True, read=readers.grid,
+        metavar="NAME=V1,V2,...", repeats=True, read=options.grid,
     )  # fmt: skip
     response: str = option(
         "t_est",
@@ -107,15 +107,15 @@ class SolveArguments:
     chips: int | Sequence[int] | None = option(
         help="How many chips together; default: as few as hold the limits; for scaling 1 to "
         "1,024.",
-        metavar="N,...", read=readers.counts,
+        metavar="N,...", read=options.counts,
     )  # fmt: skip
     price: float | Mapping[str, float] | None = option(
         help="Dollars per hour of a chip, in place of that of its file.  Repeatable.",
-        metavar="[CHIP=]DOLLARS", repeats=True, read=partial(readers.by_chip, "--price"),
+        metavar="[CHIP=]DOLLARS", repeats=True, read=partial(options.by_chip, "--price"),
     )  # fmt: skip
     power: float | Mapping[str, float] | None = option(
         help="Watts of a chip, in place of that of its file.  Repeatable.",
-        metavar="[CHIP=]WATTS", repeats=True, read=partial(readers.by_chip, "--power"),
+        metavar="[CHIP=]WATTS", repeats=True, read=partial(options.by_chip, "--power"),
     )  # fmt: skip
     kept_free: float = option(
         0.0, help="The share of the memory that stays free.", kind=float, shown="0.0"
@@ -155,7 +155,7 @@ class RunArguments:
     )
     assume: Mapping[str, Any] | None = option(
         help="What is taken for unknown values, as value=2.5.  Repeatable.",
-        metavar="KIND[@MODULE|@FILE:LINE]=VALUE", repeats=True, read=readers.assumptions,
+        metavar="KIND[@MODULE|@FILE:LINE]=VALUE", repeats=True, read=options.assumptions,
     )  # fmt: skip
 
 
@@ -195,6 +195,66 @@ class CalibrateArguments:
         'dispatch, layout, tiling.split and its like, or the share of a class, such as '
         '"mm.compute".  Default: as many as lower the error on what is left out by more than '
         "chance.",
-        metavar="LIST", read=readers.words,
+        metavar="LIST", read=options.words,
     )  # fmt: skip
     title: str = option("", help="What to call the result.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureArguments:
+    """What is measured of this machine, and for how long."""
+
+    chip_only: bool = option(
+        False, help="Measure this machine's rates and write them as a chip.", kind=bool
+    )
+    device: str | None = option(help="cpu or cuda; default: cuda where there is one.")
+    budget_s: float | None = option(
+        help="Seconds to spend; default 480, --quick 90, --chip-only 20.",
+        flag="--budget", kind=float,
+    )  # fmt: skip
+    quick: bool = option(False, help="A trial of the whole suite, in about a minute.", kind=bool)
+    collectives: bool = option(
+        False, help="Time collectives of gloo between processes instead.", kind=bool
+    )
+    ranks: int | None = option(help="How many processes, for --collectives; default 2.", kind=int)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InventoryArguments:
+    """What is read of a model."""
+
+    weights: bool | None = option(
+        help="Read the values too: statistics and histograms.  Code is built with its weights.",
+        kind=bool,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateArguments:
+    """What the gate of a repository does."""
+
+    dry_run: bool = option(
+        False, help="List the code that would run, and the lock; run nothing.", kind=bool
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockArguments(GateArguments):
+    """What is written down of costs."""
+
+    depth: int | None = option(
+        help="Names of modules down to which costs are locked.  Default: 3.",
+        kind=int, least=1, most=99,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckArguments(GateArguments):
+    """What a check of costs does."""
+
+    update: bool = option(False, help="Write the lock anew; exit 0.", kind=bool)
+    strict: bool = option(
+        False,
+        help="Exit 1 unless the lock is what a new one would be, to the byte.",
+        kind=bool,
+    )

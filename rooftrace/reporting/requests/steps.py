@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.requests.calls import CALLS, conditions_of
@@ -41,8 +42,8 @@ class StepRequest:
     ) -> StepRequest:
         """What a call of `function`, one of ours, asks.  traced: what runs, in place of the source.
 
-        Raises RequestError for arguments that nothing takes, and what loading chips and executions
-        raises.
+        Raises RequestError for arguments that nothing takes, what loading chips and executions
+        raises, and for precisions that there are not.
         """
         call = CALLS[function.__name__]
         taken = {each.name for each in call.options()}
@@ -59,7 +60,10 @@ class StepRequest:
         job = Job.of(function, source if traced is None else traced, args, others, **ours)
         if call.one_phase and len(job.phases or ()) > 1:
             raise RequestError(f"--phase {','.join(job.phases or ())}: expected one phase")
-        if "dtype" not in call.several:
+        if "dtype" in call.several:
+            pricing.conditions(models)
+        else:
+            check_precisions(*job.precisions)
             pricing = replace(pricing, **job.precisions._asdict())
         return StepRequest(job=job, pricing=pricing, models=models, chips=chips)
 

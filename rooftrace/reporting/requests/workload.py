@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rooftrace.reporting.requests import readers
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import option
 from rooftrace.tracer.asking.names import CHECKPOINTS
 from rooftrace.tracer.pipelines import SCHEDULES
@@ -19,26 +19,26 @@ class Workload:
 
     phases: Sequence[str] | None = option(
         help="forward, training, prefill, decode, requests; default: those that fit the model.",
-        flag="--phase", metavar="LIST", read=readers.words,
+        flag="--phase", metavar="LIST", read=options.words,
     )  # fmt: skip
     batch: int | None = option(help="Batch size; default 1, or the batch of the inputs.", kind=int)
     seq: int | None = option(help="Sequence (prompt) length in tokens.", kind=int)
     kv: int | None = option(help="Cached length before a decode step; default: --seq.", kind=int)
     inputs: Mapping[str, str] | None = option(
         help="An input by name, for example pixels=8,3,224,224:fp32.  Repeatable.",
-        flag="--input", metavar="NAME=SHAPE:DTYPE", repeats=True, read=readers.inputs,
+        flag="--input", metavar="NAME=SHAPE:DTYPE", repeats=True, read=options.inputs,
     )  # fmt: skip
     settings: Mapping[str, Any] | None = option(
         help="A field of the config (config.num_hidden_layers=8), a keyword of the function that "
         "TARGET names, or, where steps are priced, a field of every execution model, for example "
         "weight_residency.moe=2, utilization.b_sat=64 or kv_append=as-run.  Repeatable.",
-        flag="--set", metavar="NAME=VALUE", repeats=True, read=readers.settings,
+        flag="--set", metavar="NAME=VALUE", repeats=True, read=options.settings,
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
         help="Spread it over processes, for example dp=32,tp=8.  A Hugging Face model takes "
         "the plans of transformers (dp, dp_replicate, tp, ep); code shards itself in a "
         "function build(mesh).",
-        metavar="AXIS=N,...", read=readers.mesh,
+        metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
     checkpoint: str = option(
         "none",
@@ -60,7 +60,7 @@ class Workload:
     assume: Mapping[str, Any] | None = option(
         help="Decide what a trace cannot know, for example branch=true or "
         "routing@*.gate=skewed:1.0.  Repeatable.",
-        metavar="KIND[@MODULE]=VALUE", repeats=True, read=readers.assumptions,
+        metavar="KIND[@MODULE]=VALUE", repeats=True, read=options.assumptions,
     )  # fmt: skip
     repeats: bool = option(
         True,
@@ -84,11 +84,11 @@ class LengthOptions:
     cached: Any = option(
         help="A step of requests of different lengths: positions in the cache of each, for "
         "example 8x4096,100,0.",
-        metavar="LIST", read=partial(readers.lengths, "--cached"),
+        metavar="LIST", read=partial(options.lengths, "--cached"),
     )  # fmt: skip
     new: Any = option(
         help="New tokens of each of these requests, or of all; default 1.",
-        metavar="LIST", read=partial(readers.lengths, "--new"),
+        metavar="LIST", read=partial(options.lengths, "--new"),
     )  # fmt: skip
 
 
@@ -98,9 +98,9 @@ class PrecisionOptions:
 
     dtype: str | Sequence[str | None] | None = option(
         help="Price the model's own floats in this precision (fp8, bf16, int4 ...).",
-        read=readers.several,
+        read=options.several,
     )
     weights_dtype: str | None = option(help="Price weights in this precision.")
     kv_dtype: str | Sequence[str | None] | None = option(
-        help="Price the KV cache in this precision.", read=readers.several
+        help="Price the KV cache in this precision.", read=options.several
     )

@@ -8,12 +8,10 @@ import tempfile
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.hardware import load_chip
+from rooftrace.hardware.chip import USUAL
 from rooftrace.hardware.systems import load_system
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import Assumption, OpGraph
-
-CHIP = "h200-sxm"
-"""What a script sees if nobody says."""
 
 
 def script_graphs(job: Job) -> dict[str, OpGraph]:
@@ -28,7 +26,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     joined = None if asked.system is None else load_system(asked.system)
     if joined is not None and asked.chip is not None:
         raise RequestError(f"target {job.name!r}: --chip beside --system, which has its own chip")
-    chip = load_chip(asked.chip or CHIP) if joined is None else joined.joined_chip
+    chip = load_chip(asked.chip or USUAL) if joined is None else joined.joined_chip
     tell(f"running {asked.where}")
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         request = ScriptRequest(
@@ -62,7 +60,7 @@ def _said(graph: OpGraph, asked: names.ScriptCommand) -> OpGraph:
     """The graph, which says what its script saw where nobody chose it."""
     if asked.chip or asked.system:
         return graph
-    text = f"the script saw an {CHIP}, whatever chip is priced; run:--chip NAME shows it another"
+    text = f"the script saw an {USUAL}, whatever chip is priced; run:--chip NAME shows it another"
     number = max((item.id for item in graph.assumptions), default=-1) + 1
-    seen = Assumption(id=number, kind="device", where="", text=text, value=CHIP)
+    seen = Assumption(id=number, kind="device", where="", text=text, value=USUAL)
     return graph.replace(assumptions=(*graph.assumptions, seen))

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.locks.budgets import (
+from rooftrace.hardware.units import plural
+from rooftrace.reporting.locks.budgets import (
     SAME,
     Budget,
     BudgetError,
@@ -18,9 +19,8 @@ from rooftrace.costmodels.locks.budgets import (
     matching,
     module_value,
 )
-from rooftrace.costmodels.locks.records import BY_MODULE, ROOT, Lock, LockedCosts, StepKey
-from rooftrace.costmodels.locks.settings import FAILS, Settings
-from rooftrace.hardware.units import plural
+from rooftrace.reporting.locks.records import BY_MODULE, ROOT, Lock, LockedCosts, StepKey
+from rooftrace.reporting.locks.settings import FAILS, Settings
 from rooftrace.tracer.changes import Change, Limit
 from rooftrace.tracer.changes.aligning import union
 from rooftrace.tracer.changes.metrics import TOTALS
@@ -314,12 +314,12 @@ def _stale(before: Lock, after: Lock) -> Iterator[str]:
         yield f"{name!r} is a target, and not locked yet"
     shared = before.targets.keys() & after.targets.keys()
     for name in sorted(shared):
-        first, second = (lock.targets[name].asked.changed() for lock in (before, after))
+        first, second = (lock.targets[name].asked for lock in (before, after))
         yield from (f"{name!r}: {text}" for text in _asked_otherwise(first, second))
     if before.made_from.depth != after.made_from.depth:
         now, locked = after.made_from.depth, before.made_from.depth
         yield f"modules are asked to a depth of {now}, locked is {locked}"
-    pricing = [lock.made_from.pricing.changed() for lock in (before, after)]
+    pricing = [lock.made_from.pricing for lock in (before, after)]
     yield from _asked_otherwise(*pricing)
     places = [
         {place for place in lock.places() if place.target in shared} for lock in (before, after)

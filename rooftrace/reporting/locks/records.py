@@ -7,11 +7,12 @@ unit ("738.1235 us"), as many digits as every machine agrees on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from decimal import ROUND_HALF_EVEN, Decimal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rooftrace.hardware import units
+from rooftrace.reporting.requests.kept import Kept
 
 FORMAT = "rooftrace.lock/1"
 DEPTH = 3
@@ -35,40 +36,44 @@ class LockError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModule:
-    """The costs of a module, or of all modules whose paths differ only in numbers."""
+class _Locked:
+    """Costs that are locked: a time as text, and whole numbers."""
 
     time: str
+
+    def __post_init__(self) -> None:
+        """Raise LockError for a number that no cost can have."""
+        units.parse(self.time, "second")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int) and value < 0:
+                raise LockError(f"{item.name}={value}: expected a whole number of at least 0")
+
+    def value(self, metric: str) -> float:
+        """A metric, in SI units."""
+        value: float = getattr(self, metric)
+        return units.parse(self.time, "second") if metric == "time" else value
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModule(_Locked):
+    """The costs of a module, or of all modules whose paths differ only in numbers: BY_MODULE."""
+
     flops: int = 0
     bytes: int = 0
     kernels: int = 0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def value(self, metric: str) -> float:
-        """A metric of BY_MODULE, in SI units."""
-        return _value(self, metric)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockedCosts:
+class LockedCosts(_Locked):
     """The totals of a step on a chip under an execution model, and its modules."""
 
-    time: str
     flops: int
     bytes: int  # through HBM
     memory: int  # at the peak
     params: int
     kernels: int
     modules: Mapping[str, LockedModule] = field(default_factory=dict)  # by starred path
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def value(self, metric: str) -> float:
-        """A metric, in SI units."""
-        return _value(self, metric)
 
 
 Ops = dict[str, dict[str, int]]
@@ -83,42 +88,11 @@ class LockedPhase:
     costs: dict[str, dict[str, LockedCosts]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a target is, and at which sizes it is run."""
-
-    target: str
-    batch: int | None = None
-    seq: int | None = None
-    kv: int | None = None
-    inputs: dict[str, str] = field(default_factory=dict)  # "shape:dtype" by name
-    dtype: str | None = None
-    weights_dtype: str | None = None
-    kv_dtype: str | None = None
-    optimizer: str | None = None
-    settings: dict[str, bool | int | float | str] = field(default_factory=dict)  # of the target
-    phases: list[str] | None = None  # None: those that fit the model
-    mesh: dict[str, int] = field(default_factory=dict)  # processes along each axis
-    checkpoint: str = "none"
-    schedule: str | None = None
-    microbatches: int | None = None
-    assume: dict[str, str | bool | int | float] = field(default_factory=dict)
-    repeats: bool = True
-    torch: str | None = None  # the release that runs it
-    trust_remote_code: bool = False
-
-    def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        plain = Asked(target="")
-        mine = {item.name: getattr(self, item.name) for item in fields(Asked)}
-        return {name: value for name, value in mine.items() if value != getattr(plain, name)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTarget:
     """What a target was asked at, the digests of its source files, and its phases."""
 
-    asked: Asked
+    asked: dict[str, Kept]  # `target`, and values of SIZES
     sources: dict[str, str] = field(default_factory=dict)  # by path, relative to the lock
     phases: dict[str, LockedPhase] = field(default_factory=dict)
 
@@ -127,26 +101,6 @@ class LockedTarget:
         """The executions that it is priced as."""
         by_chip = (costs for step in self.phases.values() for costs in step.costs.values())
         return tuple(dict.fromkeys(name for costs in by_chip for name in costs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pricing:
-    """How every target is priced."""
-
-    knobs: str = "typical"
-    tf32: bool = False
-    rewrites: list[str] = field(default_factory=list)
-    system: str | None = None  # how chips are joined, in place of chips
-    exchange: str | None = None
-    what_if: dict[str, float] = field(default_factory=dict)
-    # Fields of every execution model, by name.
-    factors: dict[str, bool | int | float | str] = field(default_factory=dict)
-    rules: list[str] = field(default_factory=list)  # files of the user with rules
-
-    def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        plain = asdict(Pricing())
-        return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +114,7 @@ class MadeFrom:
     chips: dict[str, str] = field(default_factory=dict)  # digests of their numbers
     constants: dict[str, str] = field(default_factory=dict)  # digests of knobs, by their title
     rules: dict[str, str] = field(default_factory=dict)  # digests of the files of `pricing`
-    pricing: Pricing = field(default_factory=Pricing)
+    pricing: dict[str, Kept] = field(default_factory=dict)  # how every target is priced
 
 
 class StepKey(NamedTuple):
@@ -216,17 +170,3 @@ class TimeScale:
         """Rounded seconds as text: "738.1235 us"."""
         number = seconds.scaleb(-self.power)
         return f"{number:f} {self.unit}"
-
-
-def _value(record: LockedModule | LockedCosts, metric: str) -> float:
-    value = getattr(record, metric)
-    return units.parse(value, "second") if metric == "time" else value
-
-
-def _check(record: LockedModule | LockedCosts) -> None:
-    """Raise LockError for a number that no cost can have."""
-    units.parse(record.time, "second")
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if isinstance(value, int) and value < 0:
-            raise LockError(f"{item.name}={value}: expected a whole number of at least 0")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rooftrace._reading import FileKind, check_name, record_of, text_of, toml_of
-from rooftrace.costmodels.locks.budgets import DEFAULT, Budget, Said, read_budgets
-from rooftrace.costmodels.locks.files import NAME
-from rooftrace.costmodels.locks.records import DEPTH, Asked, Lock, Pricing
 from rooftrace.costmodels.planning import usual_execution
 from rooftrace.errors import RequestError
+from rooftrace.reporting.locks.budgets import DEFAULT, Budget, Said, read_budgets
+from rooftrace.reporting.locks.files import NAME
+from rooftrace.reporting.locks.records import (
+    DEPTH,
+    Lock,
+)
+from rooftrace.reporting.requests.kept import PRICES, Kept, PricesTable, TargetTable, said
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.launching import understood
 
@@ -28,23 +32,21 @@ class SettingsError(ValueError):
 _KIND = FileKind("pyproject.toml", SettingsError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetSettings(Asked):
-    """A table of [tool.rooftrace.targets]: a target, its sizes, and budgets of its own."""
-
-    budgets: dict[str, Said] = field(default_factory=dict)
-
-    @property
-    def asked(self) -> Asked:
-        """The target and its sizes alone."""
-        return Asked(**{item.name: getattr(self, item.name) for item in fields(Asked)})
+TargetSettings = make_dataclass(
+    "TargetSettings",
+    [("budgets", dict[str, Said], field(default_factory=dict))],
+    bases=(TargetTable,),
+    frozen=True,
+    kw_only=True,
+)
+"""A table of [tool.rooftrace.targets]: a target, its sizes, and budgets of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolTable(Pricing):
+class ToolTable:
     """The keys of [tool.rooftrace]."""
 
-    targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
+    targets: list[str] | dict[str, str | dict[str, Any]] = field(default_factory=list)
     lock: str = NAME
     chips: list[str] | None = None  # None: the chip of `knobs`, else h200-sxm
     executions: list[str] | None = None  # None: the usual one of each target
@@ -71,13 +73,14 @@ class Settings:
 
     folder: Path
     root: Path  # of the project: what is named is run, read as a lock and written only inside of it
-    targets: Mapping[str, Asked] = field(default_factory=dict)  # by name; empty: those of the lock
+    # By name, as `said` keeps them; empty: those of the lock.
+    targets: Mapping[str, dict[str, Kept]] = field(default_factory=dict)
     lock: str = NAME
     chips: tuple[str, ...] | None = None  # None: the chip of the knobs, else h200-sxm
     executions: tuple[str, ...] | None = None  # None: `locked`, else the usual one of a target
     locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by target, as in a lock
     depth: int = DEPTH
-    pricing: Pricing = field(default_factory=Pricing)
+    pricing: Mapping[str, Kept] = field(default_factory=dict)  # as `said` keeps it
     budgets: Mapping[str, tuple[Budget, ...]] = field(default_factory=dict)  # by target
     usual: tuple[Budget, ...] = DEFAULT  # of targets without budgets of their own
     improvements: str = TOLD
@@ -100,14 +103,19 @@ class Settings:
         rows = [
             row
             for targets in (self.targets, old)
-            for row in code_of(self.root, self.folder, targets, self.pricing.rules)
+            for row in code_of(self.root, self.folder, targets, self.rules)
         ]
         return list(dict.fromkeys(rows))
+
+    @property
+    def rules(self) -> list[str]:
+        """Files of the user with rules."""
+        return cast(list[str], self.pricing.get("rules", []))
 
     def executions_of(self, target: str) -> tuple[str, ...]:
         """How a target is priced, by its name."""
         named = self.executions or self.locked.get(target)
-        return named or (usual_execution(self.targets[target].target),)
+        return named or (usual_execution(self.targets[target]["target"]),)
 
     def budgets_of(self, target: str) -> tuple[Budget, ...]:
         """The budgets of a target, by its name."""
@@ -119,10 +127,11 @@ class Settings:
             return self
         made = lock.made_from
         priced = [step.costs for t in lock.targets.values() for step in t.phases.values()]
+        chips = tuple(dict.fromkeys(chip for by_chip in priced for chip in by_chip))
         return replace(
             self,
             targets={name: target.asked for name, target in lock.targets.items()},
-            chips=tuple(dict.fromkeys(chip for by_chip in priced for chip in by_chip)),
+            chips=None if "system" in made.pricing else chips,
             executions=None,
             locked={name: target.executions for name, target in lock.targets.items()},
             depth=made.depth,
@@ -149,15 +158,22 @@ def read_settings(data: Any, folder: Path) -> Settings:
     where = str(folder / FILE)
     if not isinstance(data, dict):
         raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
-    section = record_of(ToolTable, data, where, _KIND, SECTION)
+    table = make_dataclass("PricedToolTable", [], bases=(ToolTable, PricesTable), frozen=True)
+    section: ToolTable = record_of(table, data, where, _KIND, SECTION)
     inside(folder, folder / section.lock, f"{where}: {SECTION}.lock = {section.lock!r}")
     named = section.targets
     listed = named if isinstance(named, dict) else {name: name for name in named}
-    targets = {
-        name: target if isinstance(target, TargetSettings) else TargetSettings(target=target)
+    place = f"{where}: {SECTION}"
+    targets: dict[str, Any] = {
+        name: record_of(
+            TargetSettings,
+            {"target": target} if isinstance(target, str) else target,
+            where,
+            _KIND,
+            f"{SECTION}.targets.{name}",
+        )
         for name, target in listed.items()
     }
-    place = f"{where}: {SECTION}"
     usual = read_budgets(section.budgets, f"{place}.budgets")
     budgets = {
         name: (*usual, *read_budgets(each.budgets, f"{place}.targets.{name}.budgets"))
@@ -169,14 +185,14 @@ def read_settings(data: Any, folder: Path) -> Settings:
         folder=folder,
         root=folder,
         targets={
-            name: replace(each.asked, phases=each.phases or phases)
+            name: said({**vars(each), "phases": each.phases or phases, "budgets": None})
             for name, each in targets.items()
         },
         lock=section.lock,
         chips=None if section.chips is None else tuple(section.chips),
         executions=None if section.executions is None else tuple(section.executions),
         depth=section.depth,
-        pricing=Pricing(**{each.name: getattr(section, each.name) for each in fields(Pricing)}),
+        pricing=said({name: getattr(section, name) for name in PRICES}),
         budgets=budgets,
         usual=usual or DEFAULT,
         improvements=section.improvements,
@@ -234,7 +250,7 @@ def inside(root: Path, path: Path, named: str) -> Path:
 
 
 def code_of(
-    root: Path, folder: Path, targets: Mapping[str, Asked], rules: Sequence[str]
+    root: Path, folder: Path, targets: Mapping[str, Mapping[str, Kept]], rules: Sequence[str]
 ) -> list[tuple[str, str]]:
     """What code targets and rules run: as it is named, and by what.
 
@@ -245,25 +261,25 @@ def code_of(
     for path in rules:
         inside(root, folder / path, f"rules {path!r}")
     for name, asked in targets.items():
-        said = f"target {name}"
+        by = f"target {name}"
         for path in _files_of(asked, folder):
-            inside(root, folder / path, f"{said} = {asked.target!r}")
-        if names.names_code(asked.target) or asked.trust_remote_code:
-            remote = ", with code of its repository" * asked.trust_remote_code
-            code.append((asked.target, f"{said}{remote}"))
+            inside(root, folder / path, f"{by} = {asked['target']!r}")
+        target, trusted = str(asked["target"]), "trust_remote_code" in asked
+        if names.names_code(target) or trusted:
+            code.append((target, f"{by}{', with code of its repository' * trusted}"))
     return code
 
 
-def _files_of(asked: Asked, folder: Path) -> Iterator[str]:
+def _files_of(asked: Mapping[str, Kept], folder: Path) -> Iterator[str]:
     """Files of the project whose code a target runs, as far as its name says so."""
-    target = asked.target
+    target = str(asked["target"])
     if names.is_script(target):
         launch = understood(names.ScriptCommand.of(target).words, folder)
         yield from _module(launch.program, folder) if launch.module else [launch.program]
     elif names.names_code(target):
         where = names.where_of(target)
         yield from [where] if where.endswith(".py") else _module(where, folder)
-    elif asked.trust_remote_code and not target.startswith("hf:"):
+    elif "trust_remote_code" in asked and not target.startswith("hf:"):
         yield target
 
 

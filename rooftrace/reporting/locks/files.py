@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rooftrace._escapes import to_toml, toml_key
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._writing import write_bytes
-from rooftrace.costmodels.locks.records import (
+from rooftrace.reporting.locks.records import (
     BY_MODULE,
     FORMAT,
     Lock,
@@ -23,6 +24,7 @@ from rooftrace.costmodels.locks.records import (
     LockError,
     MadeFrom,
 )
+from rooftrace.reporting.requests.kept import Kept, PricesTable, TargetTable, said
 from rooftrace.tracer.changes.metrics import TOTALS
 
 NAME = "costs.lock"
@@ -57,6 +59,7 @@ def load_lock(path: Path) -> Lock:
         raise _KIND.refused(where, f"{said}: this release reads {FORMAT!r}")
     count = data.pop("steps", None)
     lock = record_of(Lock, data, where, _KIND)
+    lock = _checked(lock, where)
     places = lock.places()
     if count != len(places):
         reason = f"it says steps = {count!r:.60} and holds {len(places)}: it was cut off or edited"
@@ -66,6 +69,21 @@ def load_lock(path: Path) -> Lock:
         if problem:
             raise _KIND.refused(where, f"{place}: {problem}: it was cut off or edited")
     return lock
+
+
+def _checked(lock: Lock, where: str) -> Lock:
+    """A lock whose options are those that there are, each of its type."""
+
+    def read(table: type, values: Mapping[str, Any], place: str) -> dict[str, Kept]:
+        return said(vars(record_of(table, values, where, _KIND, place)))
+
+    made = lock.made_from
+    targets = {
+        name: replace(each, asked=read(TargetTable, each.asked, f"targets.{name}.asked"))
+        for name, each in lock.targets.items()
+    }
+    pricing = read(PricesTable, made.pricing, "made_from.pricing")
+    return replace(lock, targets=targets, made_from=replace(made, pricing=pricing))
 
 
 def _sums_differ(costs: LockedCosts) -> str:
@@ -110,14 +128,14 @@ def _made_from(made: MadeFrom) -> Iterator[str]:
         "chips": made.chips,
         "constants": made.constants,
         "rules": made.rules,
-        "pricing": made.pricing.changed(),
+        "pricing": made.pricing,
     }
     for name, table in tables.items():
         yield from _table(f"made_from.{name}", table)
 
 
 def _target(where: str, target: LockedTarget) -> Iterator[str]:
-    yield from _table(f"{where}.asked", target.asked.changed())
+    yield from _table(f"{where}.asked", target.asked)
     yield from _table(f"{where}.sources", target.sources)
     for name, phase in sorted(target.phases.items()):
         yield from _phase(f"{where}.phases.{toml_key(name)}", phase)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from rooftrace.costmodels.locks.records import BY_MODULE, WAITING, LockedCosts
 from rooftrace.errors import hint
+from rooftrace.reporting.locks.records import BY_MODULE, WAITING, LockedCosts
 from rooftrace.tracer.changes import Limit
 from rooftrace.tracer.changes.limits import amount_of
 from rooftrace.tracer.changes.metrics import TOTALS

@@ -1,4 +1,4 @@
-from rooftrace.costmodels.locks import (
+from rooftrace.reporting.locks import (
     budgets as budgets,
     checking as checking,
     entries as entries,

@@ -1,0 +1,231 @@
+"""Commands on steps of a target: what they consist of, what limits them, and what answers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+import rooftrace as rt
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.asking import asks
+from rooftrace.reporting.cli.options import TARGET_HELP
+from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.outputs import Output
+from rooftrace.reporting.cli.shared import once, progress
+from rooftrace.reporting.cli.written import Written, results
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("target")
+@click.option(
+    "--align",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    metavar="BYTES",
+    help="Sizes are odd whose rows in memory are no multiple of so many bytes.",
+)
+@asks("estimate")
+@results("data", "rows", timeline=True)
+def census(target: str, align: int, written: Written, asked: dict[str, Any]) -> None:
+    """Matrix products of TARGET by M, N, K: FLOPs, time, how they fill tiles, odd sizes.
+
+    The products and the attention kernels add up to the matrix FLOPs of the step.
+    """
+    with once():
+        estimate = rt.estimate(target, **asked)
+    written.write(estimate.census(align), of=estimate)
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("target")
+@asks("estimate")
+@results("data", "rows", timeline=True)
+def nodes(target: str, written: Written, asked: dict[str, Any]) -> None:
+    """Kernels of TARGET with the weights, inputs and outputs that each moves.
+
+    They add up to the HBM bytes and the FLOPs of the step.
+    """
+    with once():
+        estimate = rt.estimate(target, **asked)
+    written.write(estimate.by_node(), of=estimate)
+
+
+_BREAKS = f"""{TARGET_HELP}
+
+Dynamo, the front end of torch.compile, runs on the module without a compiler and without its
+weights; the result says what each line costs at which it ends a graph."""
+
+
+@click.command(epilog=_BREAKS)
+@click.argument("target")
+@asks("graph_breaks")
+@results("data", "rows")
+def breaks(target: str, written: Written, asked: dict[str, Any]) -> None:
+    """Graph breaks of torch.compile on TARGET: line, reason, how often, and what each costs."""
+    with progress():
+        result = rt.graph_breaks(target, **asked)
+    written.write(result)
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("target")
+@asks(
+    "explain",
+    chip="Chips by name or TOML path; the first is explained, the sweep has all.",
+)
+@results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True)
+def explain(target: str, written: Written, asked: dict[str, Any]) -> None:
+    """FLOPs and bytes of TARGET as formulas, what limits it, and tests that would confirm that.
+
+    Formulas are in the sizes of the step: batch, and seq or kv.  Without --op the whole step is a
+    worked example, with the least batch that computing limits and a sweep.
+    """
+    with progress():
+        result = rt.explain(target, plot=written.plot, **asked)
+    written.write(result, drawn="sweep drawn")
+
+
+_ROOFLINE = f"""{TARGET_HELP}
+
+--batch, --seq and --kv take several values of one of them (1,2,4,8); a line joins their points."""
+
+
+@click.command(epilog=_ROOFLINE)
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@asks(
+    "roofline",
+    chip="Chips by name or TOML path; each has its roof, and a point for each step.",
+)
+@results("data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True)
+def roofline(targets: tuple[str, ...], written: Written, asked: dict[str, Any]) -> None:
+    """Steps of several TARGETs under the roofs of several chips: a table, and one figure."""
+    if written.style != "screen" and written.plot is None and written.format != "tex":
+        raise RequestError(
+            f"--style {written.style}: it is of figures and LaTeX: add --plot FILE.pdf or "
+            "--format tex"
+        )
+    with progress():
+        result = rt.roofline(list(targets), **asked)
+        if written.plot is not None:
+            rt.plot_roofline(result, written.plot, style=written.style)
+    written.write(result)
+
+
+_EXPLORE = f"""{TARGET_HELP}  Or a form over batch and kv that `rooftrace sweep --save-form` wrote.
+
+Each device brings its own batch and holds a share of the routed experts; everything else is on all
+of them.  Computing, HBM and link overlap perfectly at the rates of the datasheet: a lower bound."""
+
+
+@click.command(epilog=_EXPLORE)
+@click.argument("target")
+@asks("explore")
+@results("data", "rows", plot="Draw the least batches.")
+def explore(target: str, written: Written, asked: dict[str, Any]) -> None:
+    """The least batch at which computing limits decode, over devices and lengths of the cache."""
+    with progress():
+        result = rt.explore(target, plot=written.plot, **asked)
+    written.write(result)
+
+
+_SENSITIVITY = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
+
+--grid NAME=V1,V2: batch, seq, kv; config.FIELD, or a keyword of the function that TARGET names;
+chip, execution, dtype, weights_dtype, kv_dtype; a number of the chip (chip.memory_bandwidth,
+chip.matrix.bf16, chip.link.intra.bandwidth; chip.matrix is all of them) or a knob
+(knobs.share.mm.memory, execution.weight_residency).  Values are numbers, quantities ("4.8 TB/s") or
+factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
+
+
+@click.command(epilog=_SENSITIVITY)
+@click.argument("target")
+@asks("sensitivity")
+@click.option(
+    "--points",
+    type=Output(table=True),
+    metavar="FILE.csv",
+    help="With --grid: write every point there.",
+)
+@results("data", "rows", plot="Draw a tornado.", timeline=True)
+def sensitivity(target: str, points: str | None, written: Written, asked: dict[str, Any]) -> None:
+    """What moves a step of TARGET most: its sizes, facts of the chip, knobs; or factors of a grid.
+
+    Without --grid: elasticities of FLOPs, bytes, memory and time, ranked, and finite steps that
+    show cliffs.  With it: main effects and interactions of pairs, as shares of the variance.
+    """
+    from rooftrace._writing import write_bytes
+
+    if points is not None and "grid" not in asked:
+        raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
+    if written.timeline is not None and "grid" in asked:
+        raise RequestError(
+            f"--timeline {written.timeline}: a grid is many steps; leave --grid out for the "
+            "timeline of one"
+        )
+    with progress():
+        result: Any = rt.sensitivity(target, plot=written.plot, **asked)
+    if points is not None:
+        write_bytes(Path(points), result.frame().to_csv(index=False).encode())
+    step = {name: value for name, value in asked.items() if name not in _OF_NUMBERS}
+    if written.write(result, source=target, **step) and points is not None:
+        say(f"\npoints written to {points}")
+
+
+_OF_NUMBERS = ("over", "grid", "log", "response")
+
+
+_SOLVE = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
+
+--find SIZE: the largest batch, kv, seq (or another size, with its values in --over) within the
+limits.  cheapest, energy, throughput, latency: the best deployment within them.  rates: the HBM
+bandwidth, FLOP rate and link at which computing would limit.  passing: the length at which
+attention takes longer than the MLP.  chips: how many by capacity.  mesh: which mesh of --chips
+chips of a --system has most items per chip of those that fit (sizes of the axes that --mesh names).
+scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with that of all."""
+
+
+@click.command(epilog=_SOLVE)
+@click.argument("target")
+@asks(
+    "solve",
+    chip="Chips by name or TOML path; default: h200-sxm, for cheapest all with a price.",
+    execution="naive, eager, compiled, mixed, efficient, serving, seed-naive, seed-efficient; "
+    "default: serving for prefill and decode, else efficient.",
+)
+@results("data", plot="Draw speed of a user against speed of a chip.", timeline=True)
+def solve(target: str, written: Written, asked: dict[str, Any]) -> None:
+    """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
+    find = asked.get("find", "batch")
+    if written.timeline is not None and find in _WITHOUT_STEP:
+        raise RequestError(
+            f"--timeline {written.timeline} with --find {find}: its answer is no step that a "
+            "timeline could show; leave it out"
+        )
+    with progress():
+        if find in _MESHES:
+            result = getattr(rt, _MESHES[find])(target, **_meshed(find, asked))
+        else:
+            result = rt.solve(target, **asked)
+        if written.plot is not None:
+            rt.plot_answer(result, written.plot)
+    written.write(result)
+    if getattr(result, "rows", True) == ():
+        raise click.exceptions.Exit(1)
+
+
+_WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling")
+_MESHES = {"mesh": "best_mesh", "scaling": "scaling"}
+_FOR_SERVICE = ("ttft", "mix", "apart", "power")
+
+
+def _meshed(find: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Options as `rt.best_mesh` and `rt.scaling` take them.  Raises RequestError for others."""
+    for name in (*_FOR_SERVICE, *(("over", "step", "tpot") if find == "scaling" else ())):
+        if name in asked:
+            raise RequestError(f"--{name} with --find {find}: it has no use for it; leave it out")
+    if find == "mesh" and "chips" not in asked:
+        raise RequestError("--find mesh: say how many chips, as --chips 64")
+    return {name: value for name, value in asked.items() if name != "find"}
