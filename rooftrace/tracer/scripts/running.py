@@ -165,7 +165,7 @@ class RunWatch:
         presenting.show_saved()
         presenting.compare_checkpoints()
         self.optimizers.watch(
-            lambda: self.stage.recorder,
+            self.stage.recorder,
             finder.before_step,
             finder.stepped,
             lambda: finder.learnt,
