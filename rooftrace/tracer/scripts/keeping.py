@@ -14,9 +14,9 @@ from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.lengths import LengthForms, Seen
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
-from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
 
 _ALIKE = 2
@@ -26,14 +26,14 @@ _ALIKE = 2
 class TurnKeeper:
     """The open turn, and those before it.
 
-    stage: has the recorder.
+    recorder: of the whole run.
     """
 
-    def __init__(self, stage: RecorderStage, shapes: Shapes, optimizers: Optimizers) -> None:
+    def __init__(self, recorder: ScriptRecorder, shapes: Shapes, optimizers: Optimizers) -> None:
         self.book = Book()
         self.lengths = LengthForms(self.book)
         self.clock: HostClock = HostClock()
-        self._stage, self._optimizers = stage, optimizers
+        self._recorder, self._optimizers = recorder, optimizers
         self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
         self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
@@ -54,9 +54,9 @@ class TurnKeeper:
         self.clock.began()
         self._optimizers.steps.clear()
         if turn.kind == TRAINING:
-            self._stage.recorder.values.begin_step()
+            self._recorder.values.begin_step()
         self._results = []
-        recorder = self._stage.recorder
+        recorder = self._recorder
         if turn.recorded or not recorder.entries.unread or recorder.is_long:
             self._renew(named=turn.recorded)
             recorder.entries.unread = not turn.recorded
@@ -82,12 +82,12 @@ class TurnKeeper:
         named: which knows the modules, the states of optimizers, and what else there is.
         """
         if named:
-            self._stage.recorder.renew(prepare=self._name)
+            self._recorder.renew(prepare=self._name)
         else:
-            self._stage.recorder.renew()
+            self._recorder.renew()
 
     def _name(self) -> None:
-        recorder = self._stage.recorder
+        recorder = self._recorder
         steps.enter_modules(recorder, self._roots.container)
         self._optimizers.enter(recorder)
         recorder.stand_in()
@@ -97,7 +97,7 @@ class TurnKeeper:
         self._kinds.settle(turn)
         key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
-        self._stage.recorder.log = None
+        self._recorder.log = None
         if not turn.recorded and turn.by_form is not None:
             self.lengths.followed(turn.by_form, turn.after)
             self._add(turn, turn.by_form.stretch(self.book), run=0)
@@ -175,7 +175,7 @@ class TurnKeeper:
 
         named: see `_renew`.
         """
-        root, recorder = self._roots.container, self._stage.recorder
+        root, recorder = self._roots.container, self._recorder
         with recorder.lock:
             stepping.note_gradients(recorder, root, turn.learnt)
             turn.brought += recorder.brought_bytes

@@ -26,7 +26,6 @@ from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Script
-from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.standing import DeviceTensors
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.scripts.watching import watch, watch_marks
@@ -102,9 +101,9 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     program.at_end = finder.prove
     if simulated:
         finder.clock = SimulatedClock(
-            Prices(seconds, finder.book.graphs), lambda: run.stage.leads, finder.elapsed
+            Prices(seconds, finder.book.graphs), lambda: finder.leads, finder.elapsed
         )
-    emulate(device, RecordedMemory(run.stage), finder.clock, where.local_rank, say, finder.told)
+    emulate(device, RecordedMemory(run.recorder), finder.clock, where.local_rank, say, finder.told)
     if isinstance(finder.clock, SimulatedClock):
         finder.clock.tell()
 
@@ -143,16 +142,15 @@ class RunWatch:
         self.shown = torch.device("cuda", index)
         self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
-        recorder = ScriptRecorder(
+        self.recorder = ScriptRecorder(
             self.values,
             self.shown,
             self.shapes,
             self.device_tensors,
             lambda: self.finder.differentiated(),
         )
-        self.stage = RecorderStage(recorder, lambda: self.finder.end())
         self.finder = GraphFinder(
-            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
+            self.recorder, self.shapes, self.optimizers, wanted, stop, boundary=boundary
         )
 
     def begin(self) -> None:
@@ -165,12 +163,12 @@ class RunWatch:
         presenting.show_saved()
         presenting.compare_checkpoints()
         self.optimizers.watch(
-            self.stage.recorder,
+            self.recorder,
             finder.before_step,
             finder.stepped,
             lambda: finder.learnt,
         )
-        self.stage.recorder.__enter__()
+        self.recorder.__enter__()
 
     def end(self) -> None:
         """The script has ended."""
@@ -190,7 +188,7 @@ class RunWatch:
             code=ended.code,
             seconds=perf_counter() - began,
             said=dict(said),
-            outside=self.stage.recorder.unrecorded,
+            outside=self.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
             failure=failure_of(ended, chosen),
@@ -220,13 +218,13 @@ class RecordedMemory:
     the largest answer since the last reset.  The report has the peaks of the steps.
     """
 
-    def __init__(self, stage: RecorderStage) -> None:
-        self._stage = stage
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self._recorder = recorder
         self._peak = 0
 
     def allocated(self) -> int:
         """Bytes alive now."""
-        now = self._stage.recorder.alive_bytes()
+        now = self._recorder.alive_bytes()
         self._peak = max(self._peak, now)
         return now
 
@@ -306,12 +304,12 @@ class GraphFinder(BoundaryFinder):
         elif not turn.recorded:
             self._record_rest(turn)
         turn.calls.append(look)
-        self._seen = len(self._stage.recorder.graph.nodes)
+        self._seen = len(self._recorder.graph.nodes)
 
     def _replayed_steps(self) -> set[str]:
         """The classes of the optimizers whose ops were replayed."""
         names = set()
-        for place, node in enumerate(self._stage.recorder.graph.nodes):
+        for place, node in enumerate(self._recorder.graph.nodes):
             noted = node.meta.get(META_KEY)
             if place < self._seen or not isinstance(noted, Recorded):
                 continue
