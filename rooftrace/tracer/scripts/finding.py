@@ -26,7 +26,6 @@ from rooftrace.tracer.scripts.keeping import TurnKeeper
 from rooftrace.tracer.scripts.kinds import weighs
 from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
 from rooftrace.tracer.scripts.turns import OpenTurn
@@ -165,13 +164,13 @@ class Finder(TurnsOfThreads):
     def __init__(
         self,
         recorder: ScriptRecorder,
-        shapes: Shapes,
         optimizers: Optimizers,
         wanted: int | None,
         stop: Callable[[], None],
     ) -> None:
-        super().__init__(recorder, shapes, optimizers)
+        super().__init__(recorder, optimizers)
         self._wanted, self._stop = wanted, stop
+        recorder.differentiated = self.differentiated
 
     # -- what the script does ----------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.lengths import LengthForms, Seen
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
@@ -29,12 +28,12 @@ class TurnKeeper:
     recorder: of the whole run.
     """
 
-    def __init__(self, recorder: ScriptRecorder, shapes: Shapes, optimizers: Optimizers) -> None:
+    def __init__(self, recorder: ScriptRecorder, optimizers: Optimizers) -> None:
         self.book = Book()
         self.lengths = LengthForms(self.book)
         self.clock: HostClock = HostClock()
         self._recorder, self._optimizers = recorder, optimizers
-        self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
+        self._kinds, self._roots = Kinds(optimizers), Roots(recorder.device_tensors.shapes)
         self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
         self._steady: dict[Any, SteadyTurns] = {}
