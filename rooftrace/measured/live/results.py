@@ -33,9 +33,7 @@ class Figures:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None  # tokens that were run, padding included
     expected: float | None = None  # s of such a step, predicted: mean over these steps
-    interval: tuple[float, float] | None = (
-        None  # s; of nine in ten such steps; None: no knobs
-    )
+    interval: tuple[float, float] | None = None  # s; of nine in ten such steps; None: no knobs
     expected_mfu: float | None = None
 
     @property
