@@ -8,7 +8,7 @@ that stores new entries in the cache, which is a row of class "gather" here.  Fo
 library, 200 rows of each file are fitted to and the rest predicted, for five seeds: nine numbers
 for both phases together (`FREE`).  Rows of another kernel (FlashAttention 4, which serves heads of
 width 512) are left out.  The last column is the mean error over all rows with the numbers that come
-along (`attention_libraries`), and with a launch and a store that are the same for all GPUs.
+along (`attention_rows`), and with a launch and a store that are the same for all GPUs.
 
 The cache of L40S is so large that it holds what most rows touch, over and over: such rows are warm
 there, and how much faster the cache is than the memory is a tenth number.
@@ -28,9 +28,13 @@ from points import Point, write_points
 
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.kernels.attention_libraries import attention_knobs
-from rooftrace.costmodels.kernels.attention_rows import NO_ATTENTION, columns, products_of
-from rooftrace.costmodels.kernels.tables import table
+from rooftrace.costmodels.kernels.attention_rows import (
+    NO_ATTENTION,
+    attention_knobs,
+    columns,
+    products_of,
+)
+from rooftrace.costmodels.kernels.seconds import table
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, errors, predict

@@ -36,7 +36,7 @@ from points import Point, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
-from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.measured.fit.cases import Case, predict

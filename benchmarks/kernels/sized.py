@@ -13,7 +13,7 @@ from cases import documents, pairs
 
 from rooftrace.costmodels.costs.cost import AttentionSizes
 from rooftrace.costmodels.kernels.attention_rows import columns, products_of
-from rooftrace.costmodels.kernels.tables import table
+from rooftrace.costmodels.kernels.seconds import table
 from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, predict

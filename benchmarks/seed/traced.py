@@ -17,7 +17,7 @@ import formulas
 
 import rooftrace as rt
 from rooftrace.costmodels.costs import COMPUTED, Cost
-from rooftrace.costmodels.kernels.tables import peak_seconds
+from rooftrace.costmodels.kernels.seconds import peak_seconds
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.hardware.precisions import bytes_per_element
 

@@ -369,3 +369,8 @@ def few(words: Sequence[str], most: int = 3) -> str:
     """ "a, b and 3 more": the first of several words."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return f"{', '.join(words[:most])}{more}"
+
+
+def arrow(*sides: object) -> str:
+    """ "2 -> 4": what two sides have; what is the same on both, or on one alone, stands once."""
+    return " -> ".join(dict.fromkeys(filter(None, map(str, sides))))

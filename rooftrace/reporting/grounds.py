@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.sweeping import Form
+from rooftrace.hardware import Chip
 from rooftrace.reporting.questions import Question
 
 
@@ -18,9 +19,11 @@ def grounds_of(
     yield f"execution {models}; {_knobs(asked)}"
     if several:
         yield (
-            "several chips: each product split evenly, and an all-reduce after each attention and "
-            "each MLP that nothing overlaps, inside nodes of 8 chips by their own link"
+            "several chips: the step of one of them, traced over a mesh; "
+            f"{'; '.join(dict.fromkeys(map(_joined, asked.chips)))}"
         )
+    if asked.counts is None and not asked.job.request.mesh and asked.known is None:
+        yield "as few chips as hold the limits; name other numbers of them with --chips 1,2,4,8"
     if service.mix is not None:
         yield (
             f"decode steps with the mean cache of the requests, {service.mix.kv:,} tokens; "
@@ -42,6 +45,13 @@ def grounds_of(
         yield f"formulas proven for {line}"
     if any(regime.form.example.unrecorded for regime in form.regimes):
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
+
+
+def _joined(chip: Chip) -> str:
+    """How chips of a kind are joined."""
+    if chip.system is not None:
+        return f"joined as {chip.system.name}"
+    return "joined by the datasheet's link, at any number of them; a --system has fitted times"
 
 
 def _knobs(asked: Question) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rooftrace._progress import tell
 from rooftrace.costmodels.answers.workloads import Limits
-from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.meshing import (
     MeshAnswer,
     MeshRow,
@@ -17,7 +17,6 @@ from rooftrace.costmodels.meshing import (
     meshes_of,
     row_of,
 )
-from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.units import format_time
@@ -161,11 +160,8 @@ def _estimates(
     )
     job = replace(asked.job, request=request, phases=(asked.phase,), explicit=())
     graphs = SizedSource(job, ()).graphs(())
-    precisions = asked.job.precisions
-    return {
-        phase: estimate_graph(reprice(graph, *precisions), asked.chip, asked.model)
-        for phase, graph in graphs.items()
-    }
+    conditions = asked.conditions[0]
+    return {phase: estimate(conditions.plan(graph), asked.chip) for phase, graph in graphs.items()}
 
 
 def _holds(asked: MeshQuestion, row: MeshRow) -> bool:

@@ -179,6 +179,8 @@ def check(asked: Question) -> None:
         raise RequestError("mix: a saved form has one phase and no prefill; name the model itself")
     if service.mix is not None and asked.job.request.kv is not None:
         raise RequestError("kv: the mix says how long caches are; leave one of them out")
+    if asked.counts is not None:
+        asked.job.refuse(("mesh",), "chips= splits the step over meshes; leave one of them out")
     opened = asked.open
     if opened in asked.job.explicit and not (find in OTHERS and opened == "batch"):
         asked.job.refuse(

@@ -79,19 +79,19 @@ def sensitivity(
             job = StepRequest.of(sensitivity, source, args, kwargs).job
             step = _JobStep(job, over, model)
         check_precisions(*step.precisions)
+        conditions = Conditions(model, *step.precisions)
         result: Elasticities | grids.GridEffects
         if grid is None:
             for name, changed in (("response", response != "t_est"), ("log", log)):
                 if changed:
                     raise RequestError(f"{name}: it is of a grid; name some factors with grid")
-            conditions = Conditions(model, *step.precisions)
             first, *others = step.forms()
             tell("changing one number after the other")
             result = elasticities(
                 first, step.sizes, used, conditions, others, _refusals(step.job is not None)
             )
         else:
-            result = _grid(step, _with_executions(grid, pricing), used, model, response, log)
+            result = _grid(step, _with_executions(grid, pricing), used, conditions, response, log)
         if plot is not None:
             draw(result, Path(plot))
     return result
@@ -256,11 +256,11 @@ def _grid(
     step: _Step,
     grid: Mapping[str, Any],
     chip: Chip,
-    execution: ExecutionModel,
+    conditions: Conditions,
     response: str,
     log: bool,
 ) -> grids.GridEffects:
-    factors = factors_of(grid, step.sizes, chip, execution, step.job, step.is_size)
+    factors = factors_of(grid, step.sizes, chip, conditions.execution, step.job, step.is_size)
     levels: dict[str, Sequence[int]] = {}
     for factor in factors:
         if factor.kind == grids.SIZE:
@@ -269,14 +269,9 @@ def _grid(
     if not levels:
         name, size = next(iter(step.sizes.items()))
         levels = {name: (size,)}
-    base = grids.GridBase(
-        sizes={n: v for n, v in step.sizes.items() if step.job is None or n in levels},
-        chip=chip,
-        execution=execution,
-        precisions=dict(zip(grids.PRECISIONS, step.precisions, strict=True)),
-    )
+    sizes = {n: v for n, v in step.sizes.items() if step.job is None or n in levels}
     return grids.grid_effects(
-        factors, base, lambda settings: step.form(settings, levels), response, log
+        factors, sizes, chip, conditions, lambda chosen: step.form(chosen, levels), response, log
     )
 
 

@@ -22,6 +22,7 @@ from rooftrace.costmodels.answers import (
 from rooftrace.costmodels.meshing import ScalingAnswer
 from rooftrace.costmodels.sweeping import Form, SweepCase
 from rooftrace.errors import RequestError, hint
+from rooftrace.hardware import units
 from rooftrace.reporting import questions as asking
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.grounds import grounds_of
@@ -111,28 +112,33 @@ def _answer(asked: Question) -> Answer:
 
 
 def _serving(asked: Question) -> serving.ServingAnswer:
+    from rooftrace.tracer.source import TraceError
+
     form = open_form(asked)
     asked = asking.settled(asked, form)
-    fixed = fixed_sizes(asked, form)
-    prefill = prefill_form(asked) if asked.service.mix is not None else None
-    cases = tuple(SweepCase(form, conditions, {}) for conditions in asked.conditions)
-    prefills = tuple(
-        None if prefill is None else SweepCase(prefill, conditions, {})
-        for conditions in asked.conditions
-    )
-    candidates = tables.Candidates(cases, prefills, asked.chips, asked.service, asked.open, fixed)
+    first = split_of(asked, form)
+    every = every_size(asked, form)
+
+    def split_over(count: int) -> tables.Split:
+        job = over_chips(asked, count, form.phase)
+        request = replace(asked.request, job=job)
+        try:
+            return split_of(replace(asked, request=request, values=every))
+        except TraceError as error:
+            raise RequestError(str(error)) from error
+
+    candidates = tables.Candidates(
+        first=first, split_over=split_over, conditions=asked.conditions, chips=asked.chips,
+        service=asked.service, name=asked.open, at=fixed_sizes(asked, form),
+    )  # fmt: skip
+    counts = asked.counts or ((first.chips,) if first.chips > 1 else None)
     objective = asked.find if asked.find in serving.OBJECTIVES else "largest"
     tell("evaluating all candidates")
-    every = every_size(asked, form)
     levels = levels_of(every)
-    left_out = tuple(
-        f"{chip.name}, {case.labels['dtype']}: {reason.split(';')[0]}"
-        for place, case in enumerate(cases)
-        for chip in asked.chips
-        if (reason := candidates.missing(place, chip))
-    )
     users = form.phase == "decode" and asked.open == "batch"
-    search = serving.Search.over(candidates, every, levels, asked.counts, asked.limits, objective)
+    search = serving.Search.over(candidates, every, levels, counts, asked.limits, objective)
+    if not search.lines:
+        raise RequestError(f"no candidate can be priced: {'; '.join(candidates.left_out)}")
     best = search.best()
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(
@@ -154,14 +160,12 @@ def _serving(asked: Question) -> serving.ServingAnswer:
                 asked,
                 form,
                 several=any(x.chips > 1 for x in search.lines),
-                first=[x.chip.name for x, _, _ in best],
+                first=[x.configuration.chip.name for x, _, _ in best],
             )
         ),
         evaluated=sum(len(line.sizes) for line in search.lines),
         sizes=(int(levels[0]), int(levels[-1])),
-        left_out=left_out,
-        cases=cases,
-        chips=tuple(asked.chips),
+        left_out=tuple(candidates.left_out),
     )
 
 
@@ -294,6 +298,25 @@ def open_form(asked: Question) -> Form:
         return form_of(job, {asked.open: values}, asked.most)
 
     return decoding_first(asked.job, build, must_decode=decoding)
+
+
+def split_of(asked: Question, form: Form | None = None) -> tables.Split:
+    """The step of a question as each of its chips runs it.  form: the step, where it is there."""
+    prefill = prefill_form(asked) if asked.service.mix is not None else None
+    return tables.Split(form or open_form(asked), prefill)
+
+
+def over_chips(asked: Question, count: int, phase: str) -> Job:
+    """The job over a mesh of so many chips.  Raises RequestError for what takes no mesh."""
+    if asked.known is not None:
+        raise RequestError(
+            f"a saved form is of {units.plural(asked.known.example.processes, 'chip')}; name the "
+            "model itself"
+        )
+    request = replace(asked.job.request, mesh={"tp": count} if count > 1 else {})
+    job = replace(asked.job, request=request, phases=(phase,), explicit=("mesh",))
+    job.check_source()
+    return job
 
 
 def prefill_form(asked: Question) -> Form:

@@ -12,7 +12,6 @@ from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import estimate as estimate_source, priced_graphs
 from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions
@@ -92,35 +91,20 @@ def _best_line(sweep: Sweep) -> Iterator[tuple[str, Estimate]]:
     best = int(rates.argmax() if rates.max() > 0 else derived["items_per_s"].argmax())
     case, chip = sweep.cases[int(columns["case"][best])], sweep.chips[int(columns["chip"][best])]
     sizes = {name: int(columns[name][best]) for name in sweep.names}
-    yield _title(case.labels, sizes, chip), _at(case, chip, sizes)
+    step = estimate(case.conditions.plan(case.form.graph(**sizes)), chip)
+    yield _title(case.labels, sizes, chip.name), step
 
 
 def _answer(answer: ServingAnswer) -> Iterator[tuple[str, Estimate]]:
     """The step of the answer, or of what misses the limits by least."""
     best = answer.best or answer.nearest
-    if best is None:
-        return
-    if best.chips > 1:
-        raise RequestError(
-            f"the answer is a step on {best.chips} chips, of which one chip's part is a formula "
-            "without a timeline; ask for --chips 1, or trace it over a mesh (rooftrace report "
-            "--mesh)"
-        )
-    for case in answer.cases:
-        chip = next((chip for chip in answer.chips if chip.name == best.chip), None)
-        if case.labels == best.labels and chip is not None:
-            yield _title(best.labels, best.sizes, chip), _at(case, chip, best.sizes)
-            return
+    if best is not None:
+        yield _title(best.labels, best.sizes, best.chip), best.estimate
 
 
-def _at(case: Any, chip: Chip, sizes: Mapping[str, int]) -> Estimate:
-    sizes = {name: size for name, size in sizes.items() if name in case.form.names}
-    return estimate(case.conditions.plan(case.form.graph(**sizes)), chip)
-
-
-def _title(labels: Mapping[str, Any], sizes: Mapping[str, int], chip: Chip) -> str:
+def _title(labels: Mapping[str, Any], sizes: Mapping[str, int], chip: str) -> str:
     shown = [f"{name} {size:,}" for name, size in sizes.items()]
-    return ", ".join([str(labels.get("phase", "step")), *shown, chip.name])
+    return ", ".join([str(labels.get("phase", "step")), *shown, chip])
 
 
 def steps_at(

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.works import KernelAmounts, SizedKernel, Works, kernels_of
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.costmodels.timing.steps import Part, StepAmounts
-from rooftrace.costmodels.timing.steptimes import EntrySeconds, Headline, StepRun, times_of
-from rooftrace.costmodels.timing.timings import StepTimes, Timing
+from rooftrace.costmodels.timing.steps import Part, StepAmounts, times_of
+from rooftrace.costmodels.timing.steptimes import step_of
+from rooftrace.costmodels.timing.streams import Walk
+from rooftrace.costmodels.timing.timings import EntrySeconds, Headline, StepTimes, Timing
 from rooftrace.hardware.chip import Chip
 from rooftrace.tracer.graph.graph import OpGraph
 
@@ -107,7 +107,7 @@ def planned(graphs: list[OpGraph], execution: Any) -> list[Plan]:
 
 def stack(plans: Sequence[Plan], chip: Chip | None = None) -> StepAmounts:
     """A step over plans of equal structure, a point for each."""
-    steps = [StepAmounts.of(plan, chip) for plan in plans]
+    steps = [step_of(plan, chip) for plan in plans]
     first, points = steps[0], len(steps)
     starts = np.cumsum([0, *(len(step.kernels) for step in steps)])
     rows = np.stack([step.row + start for step, start in zip(steps, starts, strict=False)])
@@ -125,7 +125,6 @@ def stack(plans: Sequence[Plan], chip: Chip | None = None) -> StepAmounts:
         works=moved("works"),
         attention=moved("attention"),
     )
-    graph, costs = plans[0].graph, plans[0].op_costs
     return replace(
         first,
         points=points,
@@ -133,11 +132,7 @@ def stack(plans: Sequence[Plan], chip: Chip | None = None) -> StepAmounts:
         row=rows.T.ravel(),
         times=np.stack([step.times for step in steps]).T.ravel(),
         parts=[
-            replace(
-                part,
-                where=slice(number * points, (number + 1) * points),
-                spread_kind=group_class(graph, plans[0].groups[number].ops, costs=costs),
-            )
+            replace(part, where=slice(number * points, (number + 1) * points))
             for number, part in enumerate(first.parts)
         ],
         counts=[np.array(counts) for counts in zip(*(s.counts for s in steps), strict=True)],
@@ -161,7 +156,10 @@ def bare_step(
             "kernels": kernels,
             "row": np.zeros(count * points, dtype=int),
             "times": np.ones(count * points),
-            "parts": [Part(where=slice(n * points, (n + 1) * points)) for n in range(count)],
+            "parts": [
+                Part(where=slice(n * points, (n + 1) * points), spread_kind="copy")
+                for n in range(count)
+            ],
             "order": range(count),
             "launches": tuple(launches),
             "products": {},
@@ -188,4 +186,4 @@ def times_of_kernels(
     step = replace(step, times=np.array(times or [1] * len(kernels), dtype=float))
     heads = Headline((1.0,), ("fp32",), np.zeros(1, dtype=np.int8))
     pair = seconds(kernels if fast is None else fast), seconds(kernels)
-    return times_of(step, pair, {}, StepRun(end), None, heads).at(0)
+    return times_of(step, pair, {}, Walk([], [], end), None, heads).at(0)

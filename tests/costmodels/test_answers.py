@@ -15,12 +15,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.answers.candidates import Exchange, exchanges
 from rooftrace.costmodels.answers.serving import undominated
 from rooftrace.costmodels.answers.workloads import Limits, Mix, RequestKind
-from rooftrace.costmodels.planforms import Conditions
 from rooftrace.errors import RequestError
-from rooftrace.hardware.chip import Fact
 
 WIDTH, LAYERS, HEADS = 128, 3, 4
 BATCHES, CACHES = range(1, 65), range(16, 3001)
@@ -233,59 +230,70 @@ def test_the_front_holds_what_no_other_is_at_least_equal_to(pairs: list[tuple[in
 # -- several chips ---------------------------------------------------------------------------------
 
 
-def test_a_decoder_sends_its_residual_stream_twice_a_layer(target: str) -> None:
-    graph = step(target, 6, 100)
-    (sent,) = exchanges(graph, Conditions.of("serving"))
-    assert sent == Exchange(2 * LAYERS, 6 * WIDTH * 2)  # bf16
-    (fp8,) = exchanges(graph, Conditions.of("serving", "fp8"))
-    assert fp8.size == sent.size // 2
+EXACT: dict[str, float] = {"rel": 1e-12, "abs": 0.0}
 
 
-def test_seconds_of_an_all_reduce_by_hand() -> None:
-    chip = rt.load_chip("h200-sxm")
-    link = chip.link("intra")
-    assert link is not None and link.latency is not None
-    seconds = Exchange(10, 4_000_000).seconds(chip, 4)
-    moved = 2 * 3 / 4 * 4_000_000 / link.bandwidth.value
-    assert seconds == pytest.approx(10 * (moved + 4 * link.latency.value))
-    assert Exchange(10, 4_000_000).seconds(chip, 1) == 0
-    assert Exchange(1, 1).seconds(chip, 16) > Exchange(1, 1).seconds(chip, 8)
-    assert Exchange(1, 1).seconds(replace(chip, links=()), 2) == math.inf
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "sizes"), [("decode", {"kv": 500}), ("training", {"seq": 64})])
+def test_several_chips_are_the_step_over_a_mesh(
+    target: str, phase: str, sizes: dict[str, int]
+) -> None:
+    chip, system = "h100-sxm", None if phase == "decode" else "dgx-h100"
+    joined: dict[str, Any] = {"system": system} if system else {"chip": chip}
+    execution = "serving" if phase == "decode" else "efficient"
+    answer = rt.solve(
+        target, find="throughput", phase=phase, chips=[1, 2], over=(4, 8), **joined, **sizes
+    )
+    assert sorted(row.chips for row in answer.rows) == [1, 2]
+    for row in answer.rows:
+        graph = rt.trace(target, phase=phase, mesh={"tp": row.chips}, **row.sizes)
+        told = rt.estimate(graph, execution=execution, **joined)
+        assert row.step == pytest.approx(told.t_est, **EXACT)
+        assert row.sent == pytest.approx(told.times.t_exposed, **EXACT)
+        assert row.per_chip == pytest.approx(told.items_per_s_per_chip, **EXACT)
+        assert (row.memory, row.limiter) == (told.memory.peak, told.times.regime)
+        assert row.estimate.t_est == told.t_est
 
 
-def test_a_step_with_a_backward_pass_is_not_split() -> None:
+def test_a_mesh_says_how_many_chips(target: str) -> None:
+    answer = rt.solve(
+        target, find="throughput", phase="decode", kv=500, over=(4, 8), mesh={"dp": 2}, chip="l4"
+    )
+    graph = rt.trace(target, phase="decode", kv=500, batch=8, mesh={"dp": 2})
+    told = rt.estimate(graph, chip="l4", execution="serving")
+    assert answer.best is not None and answer.best.chips == 2
+    assert answer.best.rate == pytest.approx(told.items_per_s, **EXACT)
+    with pytest.raises(RequestError, match="over meshes; leave one of them out"):
+        rt.solve(target, phase="decode", kv=500, mesh={"dp": 2}, chips=2)
+
+
+def test_what_cannot_be_split_says_why(target: str, form: rt.Form) -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.empty(4, 64)
-    graph = rt.trace(model, x, phase="training")
-    assert exchanges(graph, Conditions.of("efficient")) == ()
     answer = rt.solve(model, x, find="batch", phase="training", over=range(1, 65), chips=[1, 2])
     assert {row.chips for row in answer.rows} == {1}
+    (reason,) = answer.left_out
+    assert reason.startswith("2 chips: ") and "built already" in reason
+    heads = rt.solve(target, find="throughput", kv=500, over=(4,), chips=[1, 8])
+    assert {row.chips for row in heads.rows} == {1}
+    assert "does not divide" in heads.left_out[0]
+    with pytest.raises(RequestError, match="2 chips: a saved form is of 1 chip"):
+        rt.solve(form, find="batch", kv=500, chips=2)
 
 
-def test_two_chips_are_a_chip_of_twice_the_rates_and_an_exchange(
-    target: str, form: rt.Form
-) -> None:
-    answer = rt.solve(form, find="batch", kv=500, over=(10, 20), chips=[2])
-    assert answer.best is not None and answer.best.chips == 2
-    one = rt.load_chip("h200-sxm")
-
-    def double(fact: Fact) -> Fact:
-        return replace(fact, value=2 * fact.value)
-
-    assert one.l2_capacity is not None and one.sm_count is not None
-    both = replace(
-        one,
-        peaks=tuple(replace(peak, rate=double(peak.rate)) for peak in one.peaks),
-        memory_bandwidth=double(one.memory_bandwidth),
-        memory_capacity=double(one.memory_capacity),
-        l2_capacity=double(one.l2_capacity),
-        sm_count=double(one.sm_count),
-    )
-    batch = answer.best.sizes["batch"]
-    (sent,) = exchanges(step(target, batch, 500), Conditions.of("serving"))
-    expected = decode(target, batch, 500, both).t_est + sent.seconds(one, 2)
-    assert answer.best.step == pytest.approx(expected, rel=1e-9)
-    assert answer.best.sent == pytest.approx(sent.seconds(one, 2))
+def test_as_few_chips_as_hold_the_limits(target: str) -> None:
+    peaks = [
+        rt.estimate(
+            rt.trace(target, phase="decode", kv=600, batch=4, mesh=mesh), chip="h200-sxm"
+        ).memory.peak
+        for mesh in ({}, {"tp": 2})
+    ]
+    asked: dict[str, Any] = {"find": "throughput", "kv": 600, "over": (4, 5)}
+    small = slow("h200-sxm", memory_capacity=(peaks[0] + peaks[1]) / 2)
+    answer = rt.solve(target, chip=[small], **asked)
+    assert [row.chips for row in answer.rows] == [2] and answer.rows[0].memory >= peaks[1]
+    least = decode(target, 5, 600).t_est * 1.01
+    assert [row.chips for row in rt.solve(target, tpot=least, **asked).rows] == [1]
 
 
 # -- rates, lengths, capacity ----------------------------------------------------------------------

@@ -10,21 +10,21 @@ from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import ATTENTION_LIBRARIES, execution_model
-from rooftrace.costmodels.kernels.attention_libraries import (
+from rooftrace.costmodels.kernels.attention_rows import (
     AMPERE,
+    COLUMNS,
     HOPPER,
     OLD_INSTRUCTIONS,
     library_on,
+    products_of,
 )
-from rooftrace.costmodels.kernels.attention_rows import COLUMNS, products_of
 from rooftrace.costmodels.kernels.attention_time import (
     IDEAL,
     LIBRARIES,
     attention_engine,
     attention_seconds,
 )
-from rooftrace.costmodels.kernels.kerneltables import KernelTable
-from rooftrace.costmodels.kernels.tables import kernel_table
+from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import (
     AttentionKnobs,

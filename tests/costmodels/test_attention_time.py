@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.kernels.attention_libraries import (
+from rooftrace.costmodels.kernels.attention_rows import (
     AMPERE,
     GEFORCE,
     HOPPER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,15 +14,15 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Work
-from rooftrace.costmodels.estimating.estimates import interval_of
-from rooftrace.costmodels.estimating.rows import row_of
 from rooftrace.costmodels.execution.executions import PRESETS, execution_model
+from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.works import Works
 from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_plan, time_step
-from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.costmodels.timing.steps import time_step
+from rooftrace.costmodels.timing.steptimes import PlanTimes, time_plan
+from rooftrace.costmodels.timing.timings import REGIMES, TimesOverPoints
 from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.conftest import in_turn, mostly_heavy
@@ -36,6 +37,19 @@ def steps(waits: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[OpGr
     return [decode(batch, kv, waits=waits, dtype=dtype) for batch, kv in SIZES]
 
 
+def interval_by_hand(plan: Plan, alone: PlanTimes) -> tuple[float, float] | None:
+    """The mean of the variances of kernels, each with its share of the time."""
+    knobs, step = alone.knobs, alone.step
+    if knobs is None:
+        return None
+    variance = 0.0
+    for group, timing in zip(plan.groups, alone.groups, strict=True):
+        spread = knobs.share(group_class(plan.graph, group.ops, costs=plan.op_costs)).spread
+        variance += timing.t_device / step.t_serial * (spread or knobs.spread) ** 2
+    low, high = (step.t_est * math.exp(end * math.sqrt(variance)) for end in knobs.ends())
+    return (max(step.t_bound, low), high) if variance else None
+
+
 def assert_equal(times: TimesOverPoints, plans: list[Plan], chip: Chip) -> None:
     """Every number of every point is that of the plan alone."""
     for point, plan in enumerate(plans):
@@ -47,10 +61,9 @@ def assert_equal(times: TimesOverPoints, plans: list[Plan], chip: Chip) -> None:
         for name in REGIMES:
             expected = pytest.approx(step.regime_seconds[name], rel=1e-11, abs=1e-12 * step.t_est)
             assert times.regime_seconds[name][point] == expected, (name, point)
-        assert times.peak[point] == alone.peak
-        assert times.peak_precisions[times.peak_place[point]] == alone.peak_precision
-        rows = [row_of(plan, i, timing) for i, timing in enumerate(alone.groups)]
-        interval = interval_of(plan, rows, step, alone.knobs)
+        assert times.heads.peak[point] == alone.peak
+        assert times.heads.precisions[times.heads.place[point]] == alone.peak_precision
+        interval = interval_by_hand(plan, alone)
         if interval is None:
             assert times.interval is None or np.isnan(times.interval[0][point])
         else:
@@ -156,7 +169,7 @@ def test_the_engine_of_the_headline_may_follow_the_point(execution: str) -> None
 
     plans = planned([graph(8, 100), graph(100, 8), graph(300, 200), graph(8, 200)], execution)
     times = time_step(stack(plans), on)
-    assert set(times.peak_precisions) == {"bf16", "fp32"}
+    assert set(times.heads.precisions) == {"bf16", "fp32"}
     assert_equal(times, plans, on)
 
 

@@ -81,4 +81,4 @@ def test_only_memory_differs_where_a_list_of_layers_becomes_a_sequential(folder)
     assert there.rows == ()
     (held,) = there.held
     assert held.bytes.delta == there.totals["memory"].delta == 2 * 512 * 256 * 2
-    assert held.op == "aten.add"
+    assert held.held.op == "aten.add"

@@ -11,7 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution import ExecutionError
-from rooftrace.costmodels.timing.disturbed import slowest_of
+from rooftrace.costmodels.timing.streams import slowest_of
 from tests.tracer.sharded_models import WAYS, Net
 
 

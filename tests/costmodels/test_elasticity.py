@@ -164,6 +164,7 @@ def test_slopes_of_named_functions_are_those_of_small_steps(
             "largest": t * c / reached,
             "balanced": min(t * c, v),
             "balanced largest": t * c / v,
+            "rows": c * (1 - math.pow(1 - 1 / v, t)) + 1 - math.pow(c / v, t),
         }[name]
 
     if name == "balanced" and rows * chosen == classes:
@@ -307,13 +308,8 @@ def test_the_beginning_of_names_is_all_of_them() -> None:
 # -- grids -----------------------------------------------------------------------------------------
 
 
-def base() -> grids.GridBase:
-    return grids.GridBase(
-        sizes={"0.0": BATCH, "0.1": LENGTH},
-        chip=CHIP,
-        execution=rt.execution_model(ROUGH),
-        precisions={},
-    )
+def base() -> tuple[dict[str, int], rt.Chip, Conditions]:
+    return {"0.0": BATCH, "0.1": LENGTH}, CHIP, Conditions(rt.execution_model(ROUGH))
 
 
 def factors() -> list[grids.Factor]:
@@ -335,7 +331,7 @@ def factors() -> list[grids.Factor]:
 
 
 def test_every_cell_of_a_grid_is_an_estimate_of_its_own() -> None:
-    result = grids.grid_effects(factors(), base(), lambda settings: form())
+    result = grids.grid_effects(factors(), *base(), lambda settings: form())
     assert len(result) == 32
     for line in result.frame().to_dict("records"):
         named = NamedNumbers.of(rt.load_chip(line["chip"]), rt.execution_model(ROUGH))
@@ -356,7 +352,7 @@ def test_every_cell_of_a_grid_is_an_estimate_of_its_own() -> None:
 
 
 def test_flops_do_not_depend_on_a_chip_and_shares_add_up() -> None:
-    result = grids.grid_effects(factors(), base(), lambda settings: form(), "flops", log=True)
+    result = grids.grid_effects(factors(), *base(), lambda settings: form(), "flops", log=True)
     assert result.effects.of("chip").share == 0
     assert result.effects.of("0.0").share == pytest.approx(1)
 
@@ -394,7 +390,7 @@ def test_a_chip_without_a_rate_is_told() -> None:
 )
 def test_a_grid_that_is_none_is_told(many: list[grids.Factor], response: str, message: str) -> None:
     with pytest.raises(rt.RequestError, match=message):
-        grids.grid_effects(many, base(), lambda settings: form(), response)
+        grids.grid_effects(many, *base(), lambda settings: form(), response)
 
 
 @pytest.mark.parametrize("text", ["", "fast", "x", "-1", "nan", "x0", "4.8 TB"])

@@ -14,8 +14,9 @@ import rooftrace as rt
 from rooftrace.costmodels.execution.rewritenames import REWRITES
 from rooftrace.costmodels.guiding.records import LEVERS, WhatIf
 from rooftrace.costmodels.guiding.whatifs import ACTIONS, LEAST
-from rooftrace.costmodels.kernels.utilization import matrix_engine, tile_efficiency
+from rooftrace.costmodels.kernels.engines import matrix_engine
 from rooftrace.tracer.graph.graph import OpGraph
+from tests.costmodels.tile_support import tile_efficiency
 
 CHIP = "h200-sxm"
 
@@ -263,12 +264,12 @@ def test_guidance_as_a_frame_and_as_text(decode: OpGraph) -> None:
 def test_a_padded_product_takes_no_fewer_tiles() -> None:
     """Why no what-if pads a size: by the model of tiles it cannot gain."""
     chip = rt.load_chip(CHIP)
-    engine = matrix_engine(chip, chip.peak("matrix", "bf16"))
+    engine, rate = matrix_engine(chip), chip.peak("matrix", "bf16")
     assert engine is not None
     for rows, columns, inner in ((8184, 50257, 768), (8, 50257, 768), (250, 1000, 2048)):
         wide = -(-columns // 128) * 128
         times = [
-            rows * size * inner / tile_efficiency(rows, size, inner, 1, (2, 2), engine)
+            rows * size * inner / tile_efficiency((rows, size, inner), engine, rate)
             for size in (columns, wide)
         ]
         assert times[0] <= times[1] * (1 + 1e-9)

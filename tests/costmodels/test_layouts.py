@@ -6,7 +6,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels.opclass import op_class
-from rooftrace.costmodels.kernels.tables import kernel_table
+from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.costmodels.knobs.knobs import load_knobs
 from rooftrace.costmodels.planning.plans import Plan, plan

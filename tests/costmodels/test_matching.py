@@ -51,7 +51,7 @@ def test_every_run_is_in_one_pair_or_left_over(first, second):
     graphs = first[0], second[0]
     flows = [Flow(graph) for graph in graphs]
     matching = match(*flows)
-    for number, left in enumerate((matching.removed, matching.added)):
+    for number, left in enumerate(matching.left):
         runs = Counter(left)
         for pair in matching.pairs:
             runs[(pair.before, pair.after)[number]] += pair.times
@@ -84,7 +84,7 @@ def test_kernels_that_do_not_read_each_other_may_change_places(made):
     ops = list(graph.ops)
     ops[at : at + 2] = replace(b, id=at), replace(a, id=at + 1)
     matching = match(Flow(graph), Flow(graph.replace(ops=tuple(ops)).verify()))
-    assert matching.removed == {} and matching.added == {}
+    assert matching.left == ({}, {})
 
 
 def test_a_layer_more_leaves_the_others_matched():
@@ -93,5 +93,6 @@ def test_a_layer_more_leaves_the_others_matched():
         return rt.trace(model, torch.zeros(4, 8))
 
     matching = match(Flow(traced(3)), Flow(traced(5)))
-    assert matching.removed == {}
-    assert sum(matching.added.values()) == 2 * 2
+    removed, added = matching.left
+    assert removed == {}
+    assert sum(added.values()) == 2 * 2

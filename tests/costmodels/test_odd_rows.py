@@ -11,9 +11,8 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.kernels.loads import ACCESS, LONG, misaligned
-from rooftrace.costmodels.kernels.tables import kernel_table
-from rooftrace.costmodels.kernels.utilization import SPLITS, TILES, tile_terms
+from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
+from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip

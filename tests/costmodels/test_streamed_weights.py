@@ -9,13 +9,13 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Work
 from rooftrace.costmodels.execution.executions import ExecutionModel, execution_model
-from rooftrace.costmodels.kernels.engines import stored_widths
-from rooftrace.costmodels.kernels.utilization import matrix_engine, tile_efficiency
+from rooftrace.costmodels.kernels.engines import matrix_engine, stored_widths
 from rooftrace.costmodels.knobs.knobs import load_knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.conftest import in_turn
+from tests.costmodels.tile_support import tile_efficiency
 
 STORED = ("bf16", "mxfp8", "fp8", "int8", "mxfp6", "nvfp4", "mxfp4", "int4", "int3", "int2")
 """By falling size; equal ones take equally long."""
@@ -84,12 +84,13 @@ def test_the_operands_are_fed_as_they_are_stored() -> None:
     plain = Work("matmul", "bf16", 16, columns=64, inner=64)
     assert stored_widths(plain) == (2, 2)
     chip: Chip = load_chip("b200-sxm")
-    engine = matrix_engine(chip, chip.peak("matrix", "bf16"))
+    engine, rate = matrix_engine(chip), chip.peak("matrix", "bf16")
     assert engine is not None
-    shares = [tile_efficiency(16, 4096, 8192, 1, (2, b), engine) for b in (2, 1, 0.5)]
+    shares = [tile_efficiency((16, 4096, 8192), engine, rate, widths=(2, b)) for b in (2, 1, 0.5)]
     assert shares[0] < shares[1] < shares[2]
     # With as many rows as columns it does not matter which side is the narrow one.
-    sides = [tile_efficiency(64, 64, 8192, 1, pair, engine) for pair in ((2, 0.5), (0.5, 2))]
+    pairs = ((2, 0.5), (0.5, 2))
+    sides = [tile_efficiency((64, 64, 8192), engine, rate, widths=pair) for pair in pairs]
     assert sides[0] == sides[1]
 
 

@@ -11,30 +11,29 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import ExecutionError, ExecutionModel, Utilization
-from rooftrace.costmodels.kernels import utilization
+from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.kernels.attention_rows import COLUMNS
-from rooftrace.costmodels.kernels.kerneltables import KernelTable
-from rooftrace.costmodels.kernels.utilization import (
+from rooftrace.costmodels.kernels.engines import (
     SPLITS,
     TILES,
     MatrixEngine,
     matrix_engine,
-    tile_efficiency,
     tile_shares,
 )
+from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.hardware.chipfile import load_chip
+from tests.costmodels.tile_support import tile_efficiency
 
 FREE = MatrixEngine(
-    132, 1e15, float("inf"), float("inf")
+    132, float("inf"), float("inf")
 )  # tiles are fed, and partial results written, at no cost
 SIZES = st.integers(1, 3000)
 
 
 def h100() -> MatrixEngine:
-    chip = load_chip("h100-sxm")
-    found = matrix_engine(chip, chip.peak("matrix", "bf16"))
+    found = matrix_engine(load_chip("h100-sxm"))
     assert found is not None
     return found
 
@@ -60,30 +59,29 @@ def test_waves_are_those_of_blocks_placed_one_by_one(shape: tuple[int, int, int]
     rows, columns, inner = shape
     useful = rows * columns * inner / FREE.units
     expected = useful / placed(rows, columns, inner, FREE.units)
-    assert tile_efficiency(*shape, 1, (2, 2), FREE) == pytest.approx(min(1, expected))
+    assert tile_efficiency(shape, FREE) == pytest.approx(min(1, expected))
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64), st.sampled_from([0.5, 1, 2, 4]))
 def test_it_is_a_share(rows: int, columns: int, inner: int, products: int, size: float) -> None:
-    found = tile_efficiency(rows, columns, inner, products, (size, size), h100())
+    numbers = {"products": products, "widths": (size, size)}
+    found = tile_efficiency((rows, columns, inner), h100(), **numbers)
     assert 0 < found <= 1
-    assert found <= tile_efficiency(rows, columns, inner, products, (size, size), FREE) * (
-        1 + 1e-12
-    )
+    assert found <= tile_efficiency((rows, columns, inner), FREE, **numbers) * (1 + 1e-12)
 
 
 def test_whole_tiles_in_whole_waves_lose_nothing() -> None:
-    assert tile_efficiency(12 * 256, 11 * 128, 4096, 1, (2, 2), FREE) == 1
-    assert tile_efficiency(8192, 8192, 8192, 1, (2, 2), h100()) > 0.95
+    assert tile_efficiency((12 * 256, 11 * 128, 4096), FREE) == 1
+    assert tile_efficiency((8192, 8192, 8192), h100()) > 0.95
 
 
 def test_one_row_uses_a_sixteenth_of_a_tile_at_most() -> None:
-    assert tile_efficiency(1, 4096, 4096, 1, (2, 2), h100()) <= 1 / 16
+    assert tile_efficiency((1, 4096, 4096), h100()) <= 1 / 16
 
 
 def test_many_small_products_fill_the_chip_where_one_cannot() -> None:
-    one = tile_efficiency(128, 128, 64, 1, (2, 2), h100())
-    many = tile_efficiency(128, 128, 64, 1320, (2, 2), h100())
+    one = tile_efficiency((128, 128, 64), h100())
+    many = tile_efficiency((128, 128, 64), h100(), products=1320)
     assert one < 0.2 < many
 
 
@@ -105,8 +103,8 @@ def test_it_never_beats_the_peak_and_can_be_left_out() -> None:
 
 def test_a_chip_without_an_sm_count_has_no_tiles() -> None:
     chip = load_chip("h100-sxm")
-    assert matrix_engine(replace(chip, sm_count=None), 1e15) is None
-    assert matrix_engine(replace(chip, kind="cpu"), 1e15) is None
+    assert matrix_engine(replace(chip, sm_count=None)) is None
+    assert matrix_engine(replace(chip, kind="cpu")) is None
 
 
 def test_the_knob_is_checked() -> None:
@@ -134,15 +132,15 @@ def test_no_product_takes_less_for_more(
     alike = [np.broadcast_to(number, grown.shape) for number in (products, 2, 2, 1)]
     product = (rows, columns, inner, *alike)
     zero, one = np.zeros_like(grown), np.ones_like(grown)
-    data = dict(zip(utilization.SIZES, product, strict=True))
+    data = dict(zip(engines.SIZES, product, strict=True))
     data |= {"bytes": a + b + c, "warm": a * warm, "flop": flop, "rate": one * rate}
     data |= dict.fromkeys(("moved", "vector", "matrix", "unit", "odd"), zero)
     data |= {f"attention {name}": zero for name in COLUMNS}
     kernels = KernelTable(chip, np.full(len(grown), CLASSES.index("mm")), data)
     device = kernels.seconds(Knobs.typical(chip, compiled=False), False).device
-    engine = matrix_engine(chip, rate)
+    engine = matrix_engine(chip)
     assert engine is not None
-    arrays = dict(zip(utilization.SIZES, product, strict=True))
+    arrays = dict(zip(engines.SIZES, product, strict=True))
     ideal = flop / tile_shares(arrays, one * rate, engine)
     for seconds in (device, ideal):
         assert (np.diff(seconds) >= -1e-9 * seconds[1:]).all()

@@ -12,9 +12,9 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.intervals.residuals import Residuals
+from rooftrace.costmodels.kernels.engines import p_norm
 from rooftrace.costmodels.kernels.opclass import group_class, op_class
-from rooftrace.costmodels.kernels.tables import kernel_table
-from rooftrace.costmodels.kernels.utilization import p_norm
+from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.knobs import numbers
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import Knobs, Share

@@ -4,6 +4,8 @@ import html
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 import jsonschema
@@ -15,8 +17,7 @@ from rooftrace.costmodels.registry.lookup import own_rules
 from rooftrace.reporting.sections.builders import SectionError
 from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.text.dispatch import view_of
-from rooftrace.reporting.text.results import as_markdown, as_text
+from rooftrace.reporting.text.results import VIEWS, as_markdown, as_text, view_of
 from rooftrace.reporting.view import as_page, model as view, units
 from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
 from tests.reporting.report_support import made_report
@@ -161,6 +162,19 @@ def test_a_new_output_is_one_function_of_a_view() -> None:
     page = as_html(view_of(report, "page"))
     assert page.startswith("<h1>DeepSeek-V3, 671.0 B parameters, fp8</h1>")
     assert "<th>FLOP/byte" in page and "<th>FLOP/B\n" not in page
+
+
+@pytest.mark.parametrize(("kind", "where"), VIEWS.items())
+def test_the_function_of_each_view_takes_what_it_stands_for(kind: str, where: str) -> None:
+    module, _, name = where.partition(":")
+    function = getattr(import_module(f"rooftrace.reporting.{module}"), name)
+    result, output = signature(function).parameters.values()
+    assert str(result.annotation).rpartition(".")[2] == kind and output.name == "output"
+
+
+def test_a_result_without_a_view_is_named() -> None:
+    with pytest.raises(TypeError, match="int: VIEWS names no view of this class"):
+        view_of(3, "page")
 
 
 # -- columns and cells -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def ended_of(
 
 def _launch(ask: Any, words: Any, folder: Any, world: Any, rank: int, how: Any) -> bytes:
     line = understood(words, folder)
-    return pickle.dumps(launched(line, Ranks.of(line, world, rank), **how)())
+    return launched(line, Ranks.of(line, world, rank), **how)(pickle.dumps)
 
 
 def recorded_of(
@@ -34,24 +34,26 @@ def _record(ask: Any, words: Any, folder: Any, world: Any, rank: int) -> bytes:
     line = understood(words, folder)
     recorder = Recorder(own_step=True, roll_loops=False)
     program = launched(line, Ranks.of(line, world, rank))
+
+    def made(ended: Ended) -> bytes:
+        nodes = recorder.graph.nodes
+        return pickle.dumps((ended, [str(n.target) for n in nodes if n.op == "call_function"]))
+
     with recorder:
-        ended = program()
-    names = [str(node.target) for node in recorder.graph.nodes if node.op == "call_function"]
-    return pickle.dumps((ended, names))
+        return program(made)
 
 
-def stopped_at(words: Sequence[str], call: int) -> tuple[Ended, int, bool]:
+def stopped_at(words: Sequence[str], call: int) -> tuple[Ended, int]:
     """A program is stopped at a call of `step` of the module `rooftrace_hook`, and at later ones.
 
-    How it ended, how often it called, and whether it left a trace function.
+    How it ended, and how often it called.
     """
-    made: tuple[Ended, int, bool] = pickle.loads(call_apart(_stop, words, call))
+    made: tuple[Ended, int] = pickle.loads(call_apart(_stop, words, call))
     return made
 
 
 def _stop(ask: Any, words: Any, call: int) -> bytes:
     steps: list[int] = []
-    traced = sys.gettrace()
     program = launched(understood(words))
     hook = type(sys)("rooftrace_hook")
 
@@ -62,5 +64,4 @@ def _stop(ask: Any, words: Any, call: int) -> bytes:
 
     vars(hook).update(step=step, going=lambda: len(steps) < 100)
     sys.modules["rooftrace_hook"] = hook
-    ended = program()
-    return pickle.dumps((ended, len(steps), sys.gettrace() is not traced))
+    return program(lambda ended: pickle.dumps((ended, len(steps))))

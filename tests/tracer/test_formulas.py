@@ -137,6 +137,15 @@ def test_expected_classes_are_the_mean_over_all_draws(rows: int, chosen: int, cl
     assert functions.expected_distinct(rows, chosen, classes) == pytest.approx(mean, rel=1e-12)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+@pytest.mark.parametrize(("own", "classes"), [(0, 3), (1, 3), (3, 4), (3, 3), (2, 5)])
+def test_expected_rows_are_the_mean_over_all_draws(rows: int, own: int, classes: int) -> None:
+    draws = list(itertools.product(range(classes), repeat=rows))
+    reached = [len({min(number, own) for number in draw}) for draw in draws]  # the rest share `own`
+    mean = sum(reached) / len(reached)
+    assert functions.expected_rows(rows, own, classes) == pytest.approx(mean, rel=1e-12)
+
+
 @given(st.integers(0, 60), st.integers(1, 8), st.integers(1, 40))
 def test_balanced_draws_deal_classes_like_cards(rows: int, chosen: int, classes: int) -> None:
     chosen = min(chosen, classes)

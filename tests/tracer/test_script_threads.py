@@ -224,6 +224,34 @@ def test_a_script_that_trains_in_a_thread_ends_after_its_steps(way: str) -> None
     assert (cost.script.ended, sum(row.turns for row in cost.rows)) == ("stopped", 2)
 
 
+GRAPHED = """
+def all():
+    model, _ = build()
+    x = torch.randn(8, 32, device="cuda")
+    with torch.no_grad():
+        model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(x)
+        for _ in range(3):
+            graph.replay()
+            out.add_(1)
+
+"""
+
+
+def test_a_cuda_graph_that_a_thread_replays_is_what_it_is_in_the_main_one() -> None:
+    main, thread = (
+        [
+            [(op.target, op.module, op.part) for op in graph.ops]
+            for graph in cost_of("main", text=GRAPHED + way).script.graphs
+        ]
+        for way in ("all()", "threading.Thread(target=all).start()")
+    )
+    assert main == thread
+    assert any("addmm" in target and module for target, module, _ in thread[-1])
+
+
 FORKS = """
 import multiprocessing, sys
 import torch

@@ -104,6 +104,29 @@ def test_a_question_for_each_weight_is_no_endless_loop_and_a_place_ruled_out_is_
     assert len(said) == 1
 
 
+DRAWN = """
+import random
+
+def drawn():
+    return random.random(), torch.rand(1).item()
+
+def seed():
+    random.seed(3)
+    torch.manual_seed(3)
+
+seed()
+wanted = [drawn() for _ in range(4)]
+seed()
+for there in wanted:
+    assert drawn() == there
+    step()
+"""
+
+
+def test_what_the_host_draws_goes_on_from_turn_to_turn(tmp_path: Path) -> None:
+    assert trained(ours(written(tmp_path, DRAWN))) == 4
+
+
 MASKED = """
 x = torch.ones(1, 1, int(sys.argv[2]), 8)
 mask = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.tracer.inputs.calls import random_tokens
 from rooftrace.tracer.values import distinct
 from rooftrace.tracer.values.choices import uniform
 from rooftrace.tracer.values.values import MAX_SAME_BRANCH
@@ -289,6 +290,30 @@ def test_an_unknown_number_is_zero_where_the_code_fails_with_one(
 def test_an_embedding_knows_how_many_rows_it_reads() -> None:
     graph = rt.trace(nn.Embedding(100, 8), torch.tensor([[5, 7, 5], [7, 9, 5]]))
     assert graph.ops[0].facts == {"rows_touched": 3}
+
+
+def test_a_part_of_a_vocabulary_reads_as_many_rows_as_are_expected(
+    module: Callable[..., nn.Module],
+) -> None:
+    def part(ids: Tensor) -> Tensor:
+        outside = (ids < 10) | (ids >= 40)
+        own = ids.clone() - 10
+        own[outside] = 0
+        return own
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(part(ids), torch.empty(30, 8, device=ids.device))
+
+    def apart(self: Any, ids: Tensor, others: Tensor) -> Tensor:
+        rows = part(ids) + part(others)
+        return nn.functional.embedding(rows, torch.empty(60, 8, device=ids.device))
+
+    ids = random_tokens((2, 6), 105)  # of 100 classes, 5 to 104
+    (op,) = (op for op in rt.trace(module(forward), ids).ops if op.name == "aten.embedding")
+    assert op.facts == {"uniform_over": 100, "own_rows": 29}  # 11 to 39; all others read row 0
+    graph = rt.trace(module(apart), ids, random_tokens((2, 6), 105))
+    (op,) = (op for op in graph.ops if op.name == "aten.embedding")
+    assert list(op.facts) == ["rows_touched"]  # two draws have no classes in common
 
 
 def test_attention_counts_the_pairs_that_its_mask_leaves(module: Callable[..., nn.Module]) -> None:

@@ -1,130 +1,161 @@
-"""All candidates of a question in arrays: each size, number of chips and condition."""
+"""What a step costs on some chips in time, memory, money and energy: one way, or many in arrays."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.answers.deployments import Deployment, together
+from rooftrace._plain import Plain
 from rooftrace.costmodels.answers.workloads import Limits, Mix
-from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.pricing import price_ops, with_families
-from rooftrace.costmodels.registry import find_rule
-from rooftrace.costmodels.rewriting import reprice
 from rooftrace.costmodels.sweeping import Form, SweepCase, evaluated
 from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
-from rooftrace.hardware.precisions import bytes_per_element
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.hardware.systems.records import SystemSizeError
+from rooftrace.tracer.collectives import replicas_of
 
-# -- splitting -------------------------------------------------------------------------------------
-# What several chips send to each other when the products of a step are split over them.
-
-
-NODE = 8
-"""Chips that the link inside a node joins; more of them also use the one between nodes."""
-_MIXERS = ("attention",)
-_CHANNELS = ("dense", "moe")
+Array = np.ndarray[Any, np.dtype[Any]]
+Way = tuple[Conditions, Chip]
+"""How a step is priced, and on which chip."""
+HOUR = 3600.0
+MILLION = 1e6
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """All-reduces of a step: so many, of so many bytes each on every chip."""
-
-    times: int
-    size: int
-
-    def seconds(self, chip: Chip, count: int) -> float:
-        """Seconds for `count` chips: 2 (n - 1) / n of the bytes and 2 log2(n) messages.
-
-        A ring moves that many bytes over each link, and a tree needs that many messages one after
-        the other; collective libraries choose by size, and nothing is faster than both (Thakur,
-        Rabenseifner and Gropp, 2005).  inf where the chip has no link.
-        """
-        if count == 1:
-            return 0.0
-        link = chip.link("intra" if count <= NODE else "inter")
-        if link is None:
-            return math.inf
-        messages = 2 * math.ceil(math.log2(count))
-        latency = link.latency.value if link.latency is not None else 0.0
-        moved = 2 * (count - 1) / count * self.size / link.bandwidth.value
-        return self.times * (moved + messages * latency)
+# -- deployments -----------------------------------------------------------------------------------
 
 
-def exchanges(graph: OpGraph, conditions: Conditions) -> tuple[Exchange, ...]:
-    """The all-reduces of a step whose products are split over chips, as in Megatron-LM.
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A step as each of several chips runs it, from a trace over a mesh of so many processes.
 
-    One after each attention and one after each MLP or mixture of experts, of what its first product
-    reads: the residual stream.  Empty for steps without such blocks, and for those with a backward
-    pass: how they split is not known here.
+    prefill: that of one prompt, where requests are asked for.
     """
-    priced = reprice(graph, conditions.dtype, conditions.weights_dtype, conditions.kv_dtype)
-    costs, _ = price_ops(priced)
-    classified = with_families(priced, costs)
-    firsts = list(_firsts(classified, costs))
-    if not firsts or any(op.part != "forward" for op in graph.ops):
-        return ()
-    width = min(bytes_per_element(classified.values[value].dtype) for _, value in firsts)
-    sizes: dict[int, int] = {}
-    for op, value in firsts:
-        size = int(classified.values[value].elements * width)
-        sizes[size] = sizes.get(size, 0) + _times(classified, op)
-    return tuple(Exchange(times, size) for size, times in sizes.items())
+
+    form: Form
+    prefill: Form | None = None
+
+    @cached_property
+    def chips(self) -> int:
+        """Chips that run the step together."""
+        return self.form.example.processes
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many batches they work on at a time; 1 where the mesh does not say."""
+        return replicas_of(self.form.example.mesh) or 1
 
 
-def _firsts(graph: OpGraph, costs: Sequence[Cost]) -> Iterator[tuple[Op, int]]:
-    """The first product with weights of each block, and the activation that it reads."""
-    before: tuple[str, tuple[int, ...]] | None = None
-    for op in graph.ops:
-        block = _block(op, costs[op.id])
-        if not block:
-            continue
-        activation = _activation(graph, op)
-        if activation is None:
-            continue
-        if (block, op.repeats) != before:
-            yield op, activation
-        before = block, op.repeats
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Configuration:
+    """What tells deployments from others, their sizes apart.
+
+    case: the step of one of the chips, and how it is priced.  capacity: bytes of one chip that may
+    be used.
+    """
+
+    split: Split
+    case: SweepCase
+    chip: Chip
+    capacity: float
+
+    @property
+    def price(self) -> float | None:
+        """Dollars per hour of one chip; None where it is not known."""
+        return None if self.chip.price is None else self.chip.price.value
+
+    @property
+    def power(self) -> float | None:
+        """Watts of one chip; None where they are not known."""
+        return None if self.chip.power is None else self.chip.power.value
 
 
-def _block(op: Op, cost: Cost) -> str:
-    """The kind of block that a product is in; empty for other ops."""
-    if op.kind != "kernel":
-        return ""
-    rule = find_rule(op.target)
-    if rule is None or rule.kind_of(cost) != "mm":
-        return ""
-    if op.family in _MIXERS:
-        return "attention"
-    return "mlp" if op.family in _CHANNELS else ""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Deployment(Plain):
+    """One way to run a step: on so many chips, at these sizes, in these precisions.
 
+    Seconds: step (low, high: between which 90 % of such steps are, None without knobs), sent (of
+    the step, in which chips send to each other and do nothing else), tpot (per
+    output token, with the prefills in between; the step, where no requests are given), ttft (to the
+    first token of the longest prompt; None where no requests are given).  memory: bytes of one chip
+    at the fullest moment.  rate: tokens or samples per second of all chips.
+    """
 
-def _activation(graph: OpGraph, op: Op) -> int | None:
-    """What a product of an activation and weights reads besides the weights."""
-    values = graph.values
-    roles = [values[values[value].storage].role for value in op.inputs]
-    if "weights" not in roles:
-        return None
-    others = [v for v, role in zip(op.inputs, roles, strict=True) if role != "weights"]
-    return others[0] if others else None
+    configuration: Configuration
+    sizes: Mapping[str, int]
+    step: float
+    low: float | None
+    high: float | None
+    sent: float
+    tpot: float
+    ttft: float | None
+    memory: int
+    rate: float
+    limiter: str
 
+    KEYS = (
+        "chip chips **labels **sizes step step_low=low step_high=high sent tpot ttft memory "
+        "capacity rate rate_per_chip=per_chip rate_per_user=per_user dollars_per_million=dollars "
+        "joules_each=joules limiter price=configuration.price power=configuration.power"
+    )
 
-def _times(graph: OpGraph, op: Op) -> int:
-    return math.prod(graph.repeats[repeat].count for repeat in op.repeats)
+    @property
+    def chip(self) -> str:
+        """The name of the chip."""
+        return self.configuration.chip.name
+
+    @property
+    def chips(self) -> int:
+        """Chips that run the step together."""
+        return self.configuration.split.chips
+
+    @property
+    def labels(self) -> Mapping[str, Any]:
+        """The phase, the execution and the precisions."""
+        return self.configuration.case.labels
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of one chip that may be used."""
+        return self.configuration.capacity
+
+    @property
+    def per_chip(self) -> float:
+        """Tokens or samples per second of one chip."""
+        return self.rate / self.chips
+
+    @property
+    def per_user(self) -> float:
+        """Tokens per second of one sequence."""
+        return 1 / self.tpot
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars per million tokens or samples; None without a price."""
+        price = self.configuration.price
+        return None if price is None else price / HOUR / self.per_chip * MILLION
+
+    @property
+    def joules(self) -> float | None:
+        """Joules per token or sample with the chips at their full power: at most that many."""
+        power = self.configuration.power
+        return None if power is None else power / self.per_chip
+
+    @property
+    def estimate(self) -> Estimate:
+        """The step of one of the chips, priced again by itself."""
+        case = self.configuration.case
+        own = {name: size for name, size in self.sizes.items() if name in case.form.names}
+        return estimate(case.conditions.plan(case.form.graph(**own)), self.configuration.chip)
 
 
 # -- candidates ------------------------------------------------------------------------------------
-
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +175,7 @@ class Service:
 class Line:
     """Candidates that differ in one size only, by rising size: arrays of length P."""
 
-    case: SweepCase
-    chip: Chip
-    chips: int
+    configuration: Configuration
     name: str  # of the size
     at: Mapping[str, int]  # the other sizes
     sizes: Array
@@ -156,15 +185,24 @@ class Line:
     sent: Array  # seconds of the step in which the chips send to each other
     tpot: Array
     ttft: Array  # nan without requests
-    memory: Array
+    memory: Array  # of one chip
     rate: Array
     regime: Array
-    kept_free: float
 
     @property
-    def capacity(self) -> float:
-        """Bytes that the chips may use."""
-        return float(self.chip.room(self.kept_free) * self.chips)
+    def chips(self) -> int:
+        """Chips that run the step together."""
+        return self.configuration.split.chips
+
+    @property
+    def way(self) -> Way:
+        """How its steps are priced, and on which chip."""
+        return self.configuration.case.conditions, self.configuration.chip
+
+    @property
+    def fits(self) -> Array:
+        """The places of the candidates that each chip holds its part of."""
+        return np.flatnonzero(self.memory <= self.configuration.capacity)
 
     def over(self, limits: Limits, steps: Array | None = None) -> dict[str, Array]:
         """What each candidate takes of each limit: at most 1 where it holds; memory too.
@@ -173,7 +211,7 @@ class Line:
         """
         more = 0.0 if steps is None else steps - self.step
         taken = {name: (getattr(self, name) + more) / value for name, value in limits}
-        return {**taken, "memory": self.memory / self.capacity}
+        return {**taken, "memory": self.memory / self.configuration.capacity}
 
     def holds(self, limits: Limits, steps: Array | None = None) -> Array:
         """Which candidates hold all limits and fit."""
@@ -193,11 +231,8 @@ class Line:
             value = float(column[place])
             return None if np.isnan(value) else value
 
-        price, power = self.chip.price, self.chip.power
         return Deployment(
-            chip=self.chip.name,
-            chips=self.chips,
-            labels=self.case.labels,
+            configuration=self.configuration,
             sizes={**self.at, self.name: int(self.sizes[place])},
             step=float(self.step[place]),
             low=known(self.low),
@@ -206,128 +241,92 @@ class Line:
             tpot=float(self.tpot[place]),
             ttft=known(self.ttft),
             memory=int(self.memory[place]),
-            capacity=self.capacity,
             rate=float(self.rate[place]),
-            limiter=self._limiter(place),
-            price=None if price is None else price.value,
-            power=None if power is None else power.value,
+            limiter=REGIMES[int(self.regime[place])],
         )
-
-    def _limiter(self, place: int) -> str:
-        if 2 * self.sent[place] > self.step[place]:
-            return "network"
-        return REGIMES[int(self.regime[place])]
 
     @cached_property
     def dollars(self) -> Array:
         """Dollars per million, nan without a price."""
-        price = self.chip.price
-        per_hour = np.nan if price is None else price.value
-        return per_hour / 3600 * self.chips / self.rate * 1e6
+        price = self.configuration.price
+        return (np.nan if price is None else price / HOUR) * self.chips / self.rate * MILLION
 
     @cached_property
     def joules(self) -> Array:
         """Joules each, nan without a power."""
-        power = self.chip.power
-        return (np.nan if power is None else power.value) * self.chips / self.rate
+        power = self.configuration.power
+        return (np.nan if power is None else power) * self.chips / self.rate
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Candidates:
-    """The lines of a question, and from where they can be evaluated anew at other sizes."""
+    """The steps of a question on any number of chips, and what each takes at sizes.
 
-    cases: tuple[SweepCase, ...]
-    prefills: tuple[SweepCase | None, ...]  # of each case, where requests are given
+    first: the step as it was asked for.  split_over: traces it over so many chips, and raises
+    RequestError where it cannot.  left_out: what has no candidates, with the reason.
+    """
+
+    first: Split
+    split_over: Callable[[int], Split]
+    conditions: tuple[Conditions, ...]
     chips: tuple[Chip, ...]
     service: Service
     name: str
     at: Mapping[str, int]
-    _missing: dict[tuple[int, str], str] = field(default_factory=dict)
-    _sent: dict[tuple[int, ...], tuple[Exchange, ...]] = field(default_factory=dict)
+    left_out: dict[str, None] = field(default_factory=dict)
 
-    def lines(self, sizes: Sequence[int], counts: Mapping[str, Sequence[int]]) -> Iterator[Line]:
-        """A line for each case, chip and number of it.  counts: of chips, by the chip's name."""
-        for place in range(len(self.cases)):
-            pairs = [
-                (chip, n)
-                for chip in self.chips
-                for n in counts.get(chip.name, ())
-                if not self.missing(place, chip) and (n == 1 or self.splits(place))
-            ]
-            if pairs:
-                yield from self._lines(place, np.asarray(sizes, dtype=np.int64), pairs)
+    @property
+    def ways(self) -> list[Way]:
+        """All conditions on all chips."""
+        return [(conditions, chip) for conditions in self.conditions for chip in self.chips]
+
+    def split(self, count: int) -> Split | None:
+        """The step over so many chips; None where it cannot be traced."""
+        if count == self.first.chips:
+            return self.first
+        try:
+            return self.split_over(count)
+        except RequestError as error:
+            self.left_out[f"{count} chips: {str(error).splitlines()[0]}"] = None
+            return None
+
+    def lines(self, split: Split, ways: Sequence[Way], sizes: Sequence[int]) -> Iterator[Line]:
+        """A line for each of the ways that can run the step."""
+        for conditions in dict.fromkeys(conditions for conditions, _ in ways):
+            case = SweepCase(split.form, conditions, {})
+            own = [chip for of, chip in ways if of is conditions]
+            able = [chip for chip in own if self._is_able(case, chip, sizes)]
+            if able:
+                yield from self._lines(split, case, able, np.asarray(sizes, dtype=np.int64))
 
     def again(self, line: Line, sizes: Sequence[int]) -> Line:
         """A line at other sizes, all else equal."""
-        place = self.cases.index(line.case)
-        pairs = [(line.chip, line.chips)]
-        return next(self._lines(place, np.asarray(sizes, dtype=np.int64), pairs))
+        made, case = line.configuration, line.configuration.case
+        return next(self._lines(made.split, case, [made.chip], np.asarray(sizes, dtype=np.int64)))
 
-    def splits(self, place: int) -> bool:
-        """Whether it is known how the products of a case are split over several chips."""
-        return bool(self._exchanges(self.cases[place], self._lowest(place)))
-
-    def _lowest(self, place: int) -> dict[str, int]:
-        form = self.cases[place].form
-        lows = [min(regime.low[i] for regime in form.regimes) for i in range(len(form.names))]
-        return dict(zip(form.names, lows, strict=True)) | {
-            name: size for name, size in self.at.items() if name in form.names
-        }
-
-    def _exchanges(self, case: SweepCase, sizes: Mapping[str, int]) -> tuple[Exchange, ...]:
-        """The all-reduces of a step at one place, counted once."""
-        key = (id(case), *sizes.values())
-        if key not in self._sent:
-            self._sent[key] = exchanges(case.form.graph(**sizes), case.conditions)
-        return self._sent[key]
-
-    def _sending(self, case: SweepCase, own: Mapping[str, Array], chip: Chip, count: int) -> Array:
-        """Seconds of the all-reduces at sizes: of the ends, and on the line between them.
-
-        Bytes are proportional to tokens, and tokens to the size that is open.
-        """
-        length = len(next(iter(own.values())))
-        if count == 1:
-            return np.zeros(length)
-        names = case.form.names
-        ends = [{n: int(own[n][place]) for n in names} for place in (0, -1)]
-        first, last = (
-            sum(e.seconds(chip, count) for e in self._exchanges(case, sizes)) for sizes in ends
-        )
-        along = next((own[n] for n in names if own[n][0] != own[n][-1]), None)
-        if along is None:
-            return np.full(length, first)
-        share = (along - along[0]) / (along[-1] - along[0])
-        seconds: Array = first + share * (last - first)
-        return seconds
-
-    def missing(self, place: int, chip: Chip) -> str:
-        """Why a case cannot run on a chip; empty where it can."""
-        if (place, chip.name) not in self._missing:
-            self._missing[place, chip.name] = self._trouble(self.cases[place], chip)
-        return self._missing[place, chip.name]
-
-    def _trouble(self, case: SweepCase, chip: Chip) -> str:
-        low = self._lowest(self.cases.index(case))
-        try:
-            evaluated(case.form, _points(case.form, low), [chip], case.conditions)
-        except MissingPeakError as error:
-            return str(error)
-        return ""
-
-    def _lines(self, place: int, sizes: Array, pairs: Sequence[tuple[Chip, int]]) -> Iterator[Line]:
-        case = self.cases[place]
+    def _points(self, case: SweepCase, sizes: Array) -> Points:
         own = {n: np.full(len(sizes), v) for n, v in self.at.items()} | {self.name: sizes}
-        points = Points({n: own[n] for n in case.form.names})
-        chips = [together(chip, n) for chip, n in pairs]
-        table = evaluated(case.form, points, chips, case.conditions)
+        return Points({n: own[n] for n in case.form.names})
+
+    def _is_able(self, case: SweepCase, chip: Chip, sizes: Sequence[int]) -> bool:
+        """Whether a chip, and the system that it is joined by, can run a case."""
+        try:
+            evaluated(case.form, self._points(case, np.array(sizes[:1])), [chip], case.conditions)
+        except (MissingPeakError, SystemSizeError) as error:
+            reason = str(error).split(";")[0]
+            self.left_out[f"{chip.name}, {case.labels['dtype']}: {reason}"] = None
+            return False
+        return True
+
+    def _lines(
+        self, split: Split, case: SweepCase, chips: Sequence[Chip], sizes: Array
+    ) -> Iterator[Line]:
+        table = evaluated(case.form, self._points(case, sizes), chips, case.conditions)
         mix, count = self.service.mix, len(sizes)
-        prefills = self._prefills(place, pairs)
-        for number, (chip, n) in enumerate(pairs):
+        prefills = self._prefills(split, case.conditions, chips)
+        for number, chip in enumerate(chips):
             part = {k: column[number * count : (number + 1) * count] for k, column in table.items()}
-            sent = self._sending(case, own, chip, n)
-            step = part["t_est"] + sent
-            memory = np.asarray(part["peak_memory"], dtype=float)
+            step, memory = part["t_est"], np.asarray(part["peak_memory"], dtype=float)
             if mix is None:
                 tpot, rate, ttft = step, part["items"] / step, np.full(count, np.nan)
             else:
@@ -341,33 +340,28 @@ class Candidates:
                 if not self.service.apart:
                     memory = np.maximum(memory, float(np.max(peaks)) + part["kv_memory"])
             yield Line(
-                case=case, chip=chip, chips=n, name=self.name, at=self.at, sizes=sizes,
-                step=step, low=part["t_low"] + sent, high=part["t_high"] + sent, sent=sent,
-                tpot=tpot, ttft=ttft, memory=memory, rate=rate, regime=part["regime"],
-                kept_free=self.service.kept_free,
+                configuration=Configuration(
+                    split=split, case=case, chip=chip, capacity=chip.room(self.service.kept_free)
+                ),
+                name=self.name, at=self.at, sizes=sizes,
+                step=step, low=part["t_low"], high=part["t_high"], sent=part["t_exposed"],
+                tpot=tpot, ttft=ttft, memory=memory, rate=rate * split.replicas,
+                regime=part["regime"],
             )  # fmt: skip
 
-    def _prefills(self, place: int, pairs: Sequence[tuple[Chip, int]]) -> tuple[Array, Array]:
+    def _prefills(
+        self, split: Split, conditions: Conditions, chips: Sequence[Chip]
+    ) -> tuple[Array, Array]:
         """Seconds and peaks of memory of the prefill of each kind: arrays [chips, kinds]."""
-        mix, prefill = self.service.mix, self.prefills[place]
+        mix, prefill = self.service.mix, split.prefill
         if mix is None or prefill is None:
-            return np.zeros((len(pairs), 0)), np.zeros((len(pairs), 0))
+            return np.zeros((len(chips), 0)), np.zeros((len(chips), 0))
         prompts = np.array([kind.prompt for kind in mix.kinds], dtype=np.int64)
         points = Points({name: prompts if name == "seq" else np.ones_like(prompts)
-                         for name in prefill.form.names})  # fmt: skip
-        chips = [together(chip, n) for chip, n in pairs]
-        table = evaluated(prefill.form, points, chips, prefill.conditions)
-        shape = (len(pairs), len(prompts))
-        sent = [
-            [float(self._sending(prefill, {"seq": prompts[i : i + 1]}, chip, n)[0])
-             for i in range(len(prompts))]
-            for chip, n in pairs
-        ]  # fmt: skip
-        return (
-            table["t_est"].reshape(shape) + np.array(sent),
-            np.asarray(table["peak_memory"], dtype=float).reshape(shape),
+                         for name in prefill.names})  # fmt: skip
+        table = evaluated(prefill, points, chips, conditions)
+        seconds, peaks = (
+            np.asarray(table[name], dtype=float).reshape(len(chips), len(prompts))
+            for name in ("t_est", "peak_memory")
         )
-
-
-def _points(form: Form, sizes: Mapping[str, int]) -> Points:
-    return Points({name: np.array([sizes[name]], dtype=np.int64) for name in form.names})
+        return seconds, peaks

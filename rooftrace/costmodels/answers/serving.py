@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.answers.candidates import Array, Candidates, Line, Service
-from rooftrace.costmodels.answers.deployments import Deployment, doublings
+from rooftrace.costmodels.answers.candidates import (
+    Array,
+    Candidates,
+    Deployment,
+    Line,
+    Service,
+    Way,
+)
 from rooftrace.costmodels.answers.workloads import Limits
-from rooftrace.costmodels.sweeping import SweepCase
-from rooftrace.hardware import Chip
 
 MOST_CHIPS = 64
 _DOUBLINGS = 4
@@ -79,10 +83,7 @@ class ServingAnswer(Plain, Shown):
     rests: tuple[str, ...]
     evaluated: int  # candidates
     sizes: tuple[int, int]  # the least and the largest that were looked at
-    left_out: tuple[str, ...] = field(default=())
-    # What the candidates were made of, for the step of one of them.
-    cases: tuple[SweepCase, ...] = field(default=(), repr=False)
-    chips: tuple[Chip, ...] = field(default=(), repr=False)
+    left_out: tuple[str, ...]
 
     KEYS = (
         "question limits best margins=_margins breaks span rows nearest front rests_on=rests "
@@ -108,7 +109,7 @@ class ServingAnswer(Plain, Shown):
 
     def margins(self, of: Deployment) -> dict[str, float]:
         """The share of each limit that a deployment leaves free; below 0 where it misses it."""
-        free = {name: 1 - of.uses()[name][0] / value for name, value in self.limits}
+        free = {name: 1 - getattr(of, name) / value for name, value in self.limits}
         return {**free, "memory": 1 - of.memory / of.capacity}
 
 
@@ -125,7 +126,6 @@ class Search:
     lines: tuple[Line, ...]
     limits: Limits
     objective: str
-    asked_counts: bool  # whether numbers of chips were asked for
 
     @classmethod
     def over(
@@ -138,26 +138,21 @@ class Search:
         objective: str,
     ) -> Search:
         """Evaluate all.  counts: numbers of chips; None: as few as hold the limits, doubling."""
-        tried = {chip.name: list(counts) if counts is not None else [] for chip in candidates.chips}
         if counts is None:
-            ones = {chip.name: [1] for chip in candidates.chips}
-            needed: dict[str, float] = {}
-            for line in candidates.lines(sizes[:1], ones):
-                least = needed.get(line.chip.name, np.inf)
-                needed[line.chip.name] = min(least, float(line.memory[0]))
-            for chip in candidates.chips:
-                if chip.name in needed:
-                    least = chip.count_holding(needed[chip.name], candidates.service.kept_free)
-                    tried[chip.name] = list(doublings(least, MOST_CHIPS))[:_DOUBLINGS]
-        lines = tuple(candidates.lines(sizes, tried))
-        return cls(candidates, every, sizes, lines, limits, objective, counts is not None)
+            lines = tuple(_as_few_as_hold(candidates, sizes, limits))
+        else:
+            splits = filter(None, map(candidates.split, counts))
+            lines = tuple(
+                line for split in splits for line in candidates.lines(split, candidates.ways, sizes)
+            )
+        return cls(candidates, every, sizes, lines, limits, objective)
 
     # -- the best ----------------------------------------------------------------------------------
 
     def best(self) -> list[tuple[Line, int, float]]:
         """The best of each configuration: its line, place and cost; best first."""
         chosen = []
-        for line in self._wanted():
+        for line in self.lines:
             place = self._best_of(line, line.holds(self.limits))
             if place is None:
                 continue
@@ -167,27 +162,7 @@ class Search:
                 line, place = finer, fine
             chosen.append((line, place, float(self._cost(line)[place])))
         chosen.sort(key=lambda entry: (entry[2], entry[0].dollars[entry[1]]))
-        if self.asked_counts:
-            return chosen
-        firsts: dict[Any, tuple[Line, int, float]] = {}
-        for entry in chosen:
-            firsts.setdefault((id(entry[0].case), entry[0].chip.name), entry)
-        return list(firsts.values())
-
-    def _wanted(self) -> Iterator[Line]:
-        """The lines to choose from.
-
-        More chips always hold more: of numbers of them that nobody asked for, the largest size is
-        looked for on the first that holds the limits.
-        """
-        seen = set()
-        for line in sorted(self.lines, key=lambda line: line.chips):
-            key = (id(line.case), line.chip.name)
-            if not self.asked_counts and self.objective == "largest":
-                if key in seen or not line.holds(self.limits).any():
-                    continue
-                seen.add(key)
-            yield line
+        return chosen
 
     def _cost(self, line: Line) -> Array:
         return OBJECTIVES[self.objective].cost(line)
@@ -241,7 +216,7 @@ class Search:
     def curves(self) -> Iterator[Curve]:
         """A curve for each line that fits anywhere."""
         for line in self.lines:
-            fits = np.flatnonzero(line.memory <= line.capacity)
+            fits = line.fits
             if len(fits):
                 yield Curve(line.deployment(int(fits[0])), line.sizes[fits],
                             1 / line.tpot[fits], line.rate[fits] / line.chips)  # fmt: skip
@@ -250,12 +225,40 @@ class Search:
         """Candidates that fit and that no other beats in both speeds, fastest for a user first."""
         points = []
         for number, line in enumerate(self.lines):
-            for place in np.flatnonzero(line.memory <= line.capacity):
+            for place in line.fits:
                 points.append((1 / line.tpot[place], line.rate[place] / line.chips, number, place))
         front = list(undominated(points))
         step = max(1, -(-len(front) // _FRONT))
         kept = front[::step] + (front[-1:] if (len(front) - 1) % step else [])
         return tuple(self.lines[number].deployment(int(place)) for _, _, number, place in kept)
+
+
+def _as_few_as_hold(candidates: Candidates, sizes: Sequence[int], limits: Limits) -> Iterator[Line]:
+    """Lines on 1, 2, 4, ... chips, of each way until one holds the limits.
+
+    The first number is the least whose memory may do: what one chip needs at the smallest size,
+    split evenly.  Where that is more than one chip, the line of one has this size alone.
+    """
+    first, needed = candidates.first, dict[Way, int]()
+    for line in candidates.lines(first, candidates.ways, sizes[:1]):
+        memory, chip = float(line.memory[0]) * first.chips, line.configuration.chip
+        needed[line.way] = chip.count_holding(memory, candidates.service.kept_free)
+        if needed[line.way] > first.chips:
+            yield line
+        if needed[line.way] > MOST_CHIPS:
+            candidates.left_out[f"{chip.name}: up to {MOST_CHIPS} chips hold too little"] = None
+    tried, count = dict.fromkeys(needed, 0), first.chips
+    while tried and count <= MOST_CHIPS:
+        ways = [way for way in tried if needed[way] <= count]
+        split = candidates.split(count) if ways else first
+        if split is None:
+            return
+        for line in candidates.lines(split, ways, sizes):
+            yield line
+            tried[line.way] += 1
+            if line.holds(limits).any() or tried[line.way] == _DOUBLINGS:
+                del tried[line.way]
+        count *= 2
 
 
 def undominated(points: Iterable[tuple[float, float, Any, Any]]) -> Iterator[Any]:

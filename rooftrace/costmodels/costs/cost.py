@@ -18,6 +18,8 @@ MATRIX = ("matmul", "convolution")
 """The operations that a matrix engine can run."""
 COMPUTED = ("useful", "masked_executed", "recompute")
 """The counts that take time; "masked" is what a kernel skips."""
+DENSE = ("useful", "masked", "masked_executed")
+"""The counts of the dense count, without what is computed again."""
 
 
 class AttentionSizes(Struct, frozen=True):
@@ -86,6 +88,11 @@ class Work(Struct, frozen=True):
     attention: AttentionSizes | None = None
     widths: tuple[float, float] | None = None
     lined: str = ""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is in the dense count, as in `Cost.flops`."""
+        return self.count in DENSE
 
     @property
     def shape(self) -> tuple[float, int, float] | None:
@@ -180,7 +187,7 @@ class Cost(Struct, frozen=True):
     def flops(
         self,
         operations: Iterable[str] = OPERATIONS,
-        counts: Iterable[str] = ("useful", "masked", "masked_executed"),
+        counts: Iterable[str] = DENSE,
     ) -> int:
         """FLOPs of these operations; by default the dense count without recomputation."""
         operations, counts = tuple(operations), tuple(counts)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.factorial import Factorial, factorial
 from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
@@ -105,16 +104,6 @@ class Factor:
         return Factor(name, kind, (name,), tuple((v,) for v in levels), tuple(labels or levels))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GridBase:
-    """What a grid changes from: sizes, chip, execution and precisions where no factor says them."""
-
-    sizes: Mapping[str, int]
-    chip: Chip
-    execution: ExecutionModel
-    precisions: Mapping[str, str | None]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GridEffects(Plain, Shown):
     """The effects of the factors of a grid on one response, ranked, and the grid itself.
@@ -180,14 +169,17 @@ class GridEffects(Plain, Shown):
 
 def grid_effects(
     factors: Sequence[Factor],
-    base: GridBase,
+    sizes: Mapping[str, int],
+    chip: Chip,
+    conditions: Conditions,
     form_of: Callable[[Mapping[str, Any]], Form],
     response: str = "t_est",
     log: bool = False,
 ) -> GridEffects:
     """Main effects and interactions of pairs over every combination of the factors' levels.
 
-    form_of: gives the form under settings of the source.  response: one of RESPONSES; log: effects
+    sizes, chip, conditions: those where no factor says them.  form_of: gives the form under
+    settings of the source.  response: one of RESPONSES; log: effects
     of its logarithm, so that what multiplies has no interactions.
     Raises RequestError for no factor, a response that there is not, and a grid too large.
     """
@@ -199,9 +191,9 @@ def grid_effects(
     form: Form | None = None
     for settings in _combined(by_kind[SETTING]):
         form = form_of(settings)
-        points = _points(form, base.sizes, by_kind[SIZE])
-        for conditions, chip in _cases(base, by_kind):
-            table = evaluated(form, points, [chip], conditions)
+        points = _points(form, sizes, by_kind[SIZE])
+        for there, used in _cases(conditions, chip, by_kind):
+            table = evaluated(form, points, [used], there)
             for name, parts in columns.items():
                 parts.append(np.asarray(table[name], dtype=float))
     assert form is not None
@@ -217,8 +209,8 @@ def grid_effects(
     return GridEffects(
         title=form.title,
         phase=form.phase,
-        chip=base.chip.name,
-        execution=base.execution.name,
+        chip=chip.name,
+        execution=conditions.execution.name,
         response=response,
         log=log,
         levels=levels,
@@ -263,19 +255,18 @@ def _combined(factors: Sequence[Factor]) -> Iterator[dict[str, Any]]:
 
 
 def _cases(
-    base: GridBase, by_kind: Mapping[str, Sequence[Factor]]
+    usual: Conditions, chip: Chip, by_kind: Mapping[str, Sequence[Factor]]
 ) -> Iterator[tuple[Conditions, Chip]]:
     """Every combination of execution, precisions, chip and numbers."""
     kinds = (EXECUTION, DTYPE, CHIP)
     for chosen in _combined([factor for kind in kinds for factor in by_kind[kind]]):
-        execution = chosen.get("execution", base.execution)
-        chip = chosen.get("chip", base.chip)
-        precisions = [chosen.get(name, base.precisions.get(name)) for name in PRECISIONS]
+        used = chosen.pop("chip", chip)
+        conditions = replace(usual, **chosen)
         for changes in _combined(by_kind[NUMBER]):
             if not changes:
-                yield Conditions(execution, *precisions), chip
+                yield conditions, used
                 continue
-            own = NamedNumbers.of(chip, execution)
+            own = NamedNumbers.of(used, conditions.execution)
             values = {
                 name: change.of(own.values[name])
                 for asked, change in changes.items()
@@ -283,7 +274,8 @@ def _cases(
             }
             other = own.changed(values)
             knobs_too = any(not name.startswith("chip.") for name in values)
-            yield Conditions(other.execution if knobs_too else execution, *precisions), other.chip
+            there = replace(conditions, execution=other.execution) if knobs_too else conditions
+            yield there, other.chip
 
 
 def _points(form: Form, sizes: Mapping[str, int], factors: Sequence[Factor]) -> Points:

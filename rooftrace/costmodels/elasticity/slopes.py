@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rooftrace.costmodels.planforms import planform
 from rooftrace.costmodels.planforms.kernelforms import Amount, Traffic
 from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.tracer.formulas import Formula
@@ -70,10 +69,10 @@ ZERO = Dual(Fraction(0), Fraction(0))
 def flops_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
     """Elasticity of the FLOPs of a plan by the size at `place`, at these sizes."""
     pairs = (
-        (kernel.times, flop)
+        (kernel.times, work.flop)
         for kernel in plan.kernels
-        for work, flop in zip(kernel.numbers.work, kernel.flops, strict=True)
-        if planform.counted(kernel.numbers, work)
+        for work in kernel.works
+        if work.key.is_dense
     )
     return _summed(pairs, numbers, place)
 
@@ -203,11 +202,24 @@ def _balanced_largest(rows: float, chosen: float, classes: float) -> Slopes:
     return chosen / classes, rows / classes, -rows * chosen / classes**2
 
 
+def _rows(rows: float, own: float, classes: float) -> Slopes:
+    """Slopes of a (1 - (1 - 1/V)^T) + 1 - (a/V)^T by T, a and V."""
+    if own >= classes:
+        return _distinct(rows, 1, classes)
+    if rows <= 0 or own <= 0:
+        return 0.0, 0.0, 0.0
+    part = own / classes
+    by_rows, _, by_classes = _distinct(rows, 1, classes)
+    by_own = 1 - (1 - 1 / classes) ** rows - rows / classes * part ** (rows - 1)
+    return part * by_rows - math.log(part) * part**rows, by_own, part * (by_classes - by_own)
+
+
 SLOPES = {
     "distinct": _distinct,
     "drawn": _distinct,
     "largest": _largest,
     "balanced": _balanced,
     "balanced largest": _balanced_largest,
+    "rows": _rows,
 }
 """By the names of functions in formulas; slopes by rows, chosen and classes."""

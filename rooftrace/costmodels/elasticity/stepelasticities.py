@@ -88,6 +88,11 @@ def elasticities(
 _RATIOS = ("t_est", "t_bound", "bytes_hbm")
 
 
+def _totals(step: Estimate) -> dict[str, float]:
+    more = {"flops": step.flops, "peak_memory": step.memory.peak}
+    return {name: getattr(step, name) for name in _RATIOS} | more
+
+
 # -- finite steps ----------------------------------------------------------------------------------
 
 
@@ -167,13 +172,7 @@ def _by_size(
         del wanted["x1.1"]
     if size % 2 == 0:
         wanted["x0.5"] = size // 2
-    before = {
-        "t_est": step.t_est,
-        "t_bound": step.t_bound,
-        "bytes_hbm": step.bytes_hbm,
-        "flops": step.flops,
-        "peak_memory": step.memory.peak,
-    }
+    before = _totals(step)
 
     def after(value: float) -> Totals:
         points = {
@@ -259,20 +258,15 @@ def _by_number(study: Study, name: str, value: float, note: str) -> Elasticity:
     note: why nothing changes, where that is known before a step is made.
     """
     step = study.step
-    before = {"t_est": step.t_est, "t_bound": step.t_bound, "bytes_hbm": step.bytes_hbm}
 
     def after(number: float) -> Totals:
         planned, chip = study.planned(Variant(numbers={name: number}))
         times = time_plan(planned, chip).step
-        return {
-            "t_est": times.t_est,
-            "t_bound": times.t_bound,
-            "bytes_hbm": planned.bytes.total,
-        }
+        return dict(zip(_RATIOS, (times.t_est, times.t_bound, planned.bytes.total), strict=True))
 
     refusals = (UnknownNumberError, MissingPeakError, OverflowError)
     values = {} if note else _values(value, study.numbers.is_count(name))
-    steps = tuple(s for s, _ in _finite_steps(values, before, after, str, refusals))
+    steps = tuple(s for s, _ in _finite_steps(values, _totals(step), after, str, refusals))
     nothing = Slope(0.0, Fraction(0))
     moved = _central(steps, "bytes", value)
     return Elasticity(

@@ -89,12 +89,28 @@ class Together:
         return replicas_of(self.graph.mesh)
 
     @property
+    def item(self) -> str:
+        """What a step produces: token or sample."""
+        return str(self.graph.workload.get("item", "sample"))
+
+    @property
+    def items(self) -> int:
+        """How many items (tokens or samples) one step produces."""
+        return int(self.graph.workload.get("items", 1))
+
+    @property
+    def items_per_s(self) -> float | None:
+        """Items per second of t_est, of all replicas; of one where the mesh does not say."""
+        seconds = self.times.t_est
+        return self.items * (self.replicas or 1) / seconds if seconds else None
+
+    @property
     def items_per_s_per_chip(self) -> float | None:
         """Items per second of t_est of all processes, divided by their number."""
-        items, seconds = int(self.graph.workload.get("items", 1)), self.times.t_est
+        seconds = self.times.t_est
         if self.replicas is None or not seconds:
             return None
-        return items * self.replicas / (seconds * self.processes)
+        return self.items * self.replicas / (seconds * self.processes)
 
     @property
     def exposed_axis(self) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.intervals.residuals import LEVEL
 from rooftrace.costmodels.itemising import Census, NodeTable, census, node_table
-from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Coverage, Plan, Unsupported, plan
@@ -273,7 +271,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     def t_interval(self) -> tuple[float, float] | None:
         """Seconds between which 90 % of such steps were measured; None without knobs.
 
-        The width comes from steps that no fit had seen; see `interval_of`.
+        The width comes from steps that no fit had seen; see `StepTimes.within`.
         """
         return self.within()
 
@@ -282,7 +280,20 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
         Raises ResidualsError for a level that the knobs say nothing of (0.5 to 0.95 as a rule).
         """
-        return interval_of(self.plan, self.rows, self.times, self.knobs, level)
+        return self.times.within(self.knobs, level)
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """What diffs, budgets and locks hold to limits, by their names for it: second, FLOP, byte
+        through HBM, byte at the peak of memory, parameters, kernels."""
+        return {
+            "time": self.t_est,
+            "flops": self.flops,
+            "bytes": self.bytes_hbm,
+            "memory": self.memory.peak,
+            "params": int(self.graph.model.get("params", 0)),
+            "kernels": self.kernels,
+        }
 
     @property
     def mfu(self) -> float | None:
@@ -294,21 +305,6 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     def hfu(self) -> float | None:
         """Hardware FLOP utilization: mfu, with recomputation and masked blocks counted too."""
         return _ratio(self.plan.total.flops(MATRIX, COMPUTED), self.t_est * self.peak)
-
-    @property
-    def item(self) -> str:
-        """What a step produces: token or sample."""
-        return str(self.graph.workload.get("item", "sample"))
-
-    @property
-    def items(self) -> int:
-        """How many items (tokens or samples) one step produces."""
-        return int(self.graph.workload.get("items", 1))
-
-    @property
-    def items_per_s(self) -> float | None:
-        """Items per second of t_est, of all replicas; of one where the mesh does not say."""
-        return _ratio(self.items * (self.replicas or 1), self.t_est)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
@@ -397,44 +393,3 @@ def resting_notes(
         for (does, text), seconds in together.items()
         if seconds
     )
-
-
-# -- intervals -------------------------------------------------------------------------------------
-# The interval in which a measured step should lie, by the errors that knobs come with.
-
-
-def interval_of(
-    planned: Plan,
-    rows: Sequence[Row],
-    times: StepTimes,
-    knobs: Knobs | None,
-    level: float = LEVEL,
-) -> tuple[float, float] | None:
-    """Seconds between which this share of such steps are; None without knobs, or any spread.
-
-    Its ends are those of `Knobs.ends` times the standard deviation of the step's logarithm, and the
-    estimate is inside.  No step is faster than the bound.  Raises ResidualsError for a share that
-    the knobs have no ends for.
-    """
-    if knobs is None or not times.t_serial:
-        return None
-    low, high = knobs.ends(level)
-    deviation = deviation_of(planned, rows, times, knobs)
-    if not deviation:
-        return None
-    ends = times.t_est * math.exp(low * deviation), times.t_est * math.exp(high * deviation)
-    return max(times.t_bound, ends[0]), ends[1]
-
-
-def deviation_of(planned: Plan, rows: Sequence[Row], times: StepTimes, knobs: Knobs) -> float:
-    """The standard deviation of log(measured / predicted) of such a step.
-
-    Relative errors of kernels of a class go together, so that a step has the mean of their
-    variances, each with its share of the time.
-    """
-    variance = 0.0
-    for row in rows:
-        kind = group_class(planned.graph, row.ops, costs=planned.op_costs)
-        spread = knobs.share(kind).spread or knobs.spread
-        variance += row.timing.t_device / times.t_serial * spread**2
-    return math.sqrt(variance)

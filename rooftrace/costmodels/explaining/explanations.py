@@ -264,13 +264,13 @@ def _kernel(
     limiter = row.timing.regime
     flops = [
         place.quantity(
-            f"{work.operation} {engines.precision_on(base.chip, work.precision)}"
-            + ("" if work.count == "useful" else f" ({work.count.replace('_', ' ')})"),
-            amount,
+            f"{work.key.operation} {engines.precision_on(base.chip, work.key.precision)}"
+            + ("" if work.key.count == "useful" else f" ({work.key.count.replace('_', ' ')})"),
+            work.flop,
             "FLOP",
-            quantities.shapes_of_work(kernel, number, place.names),
+            quantities.shapes_of_work(work, place.names),
         )
-        for number, (work, amount) in enumerate(zip(numbers.work, kernel.flops, strict=True))
+        for work in kernel.works
     ]
     accesses = [
         place.quantity(

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, Traffic
-from rooftrace.costmodels.planforms.planform import counted
+from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, Traffic, WorkForm
 from rooftrace.tracer.formulas import Formula
 from rooftrace.tracer.graphforms import slots
 
@@ -156,24 +155,21 @@ def put_in(formula: Formula, values: Sequence[int]) -> str:
 # -- products of shapes ----------------------------------------------------------------------------
 
 
-def shapes_of_work(kernel: KernelForm, number: int, names: Sequence[str]) -> str:
+def shapes_of_work(work: WorkForm, names: Sequence[str]) -> str:
     """FLOP of a work as a product of its sizes, "2 x batch x 4,096 x 14,336"; "" for others.
 
     Source: C[M, N] = A[M, K] B[K, N] takes 2 M N K, and attention 2 (D + D_v) for each pair of a
     query and a key that a head looks at.
     """
-    sizes = kernel.attention[number]
-    if sizes is not None:
-        by_name = dict(zip(_ATTENTION, sizes, strict=False))
+    if work.attention:
+        by_name = dict(zip(_ATTENTION, work.attention, strict=False))
         widths = by_name["width"].formula, by_name["value_width"].formula
         each = Formula.total([(2, width) for width in widths])
         factors = [by_name[name].formula for name in ("batch", "heads", "visible")] + [each]
-        return _product(factors, kernel.flops[number].formula, names)
-    own = kernel.sizes[3 * number : 3 * number + 3]
-    plain = [size.formula for size in own if size is not None and size.draw is None]
-    if len(plain) < 3:
+        return _product(factors, work.flop.formula, names)
+    if not work.product:
         return ""
-    return _product([Formula.constant(2), *plain], kernel.flops[number].formula, names)
+    return _product([Formula.constant(2), *work.product], work.flop.formula, names)
 
 
 _ATTENTION = ("batch", "queries", "keys", "visible", "heads", "kv_heads", "width", "value_width")
@@ -183,14 +179,10 @@ def shapes_of_access(kernel: KernelForm, item: Traffic, names: Sequence[str]) ->
     """Bytes of an access as a product of two sizes of the kernel's only product; "" for others."""
     if item.amount.draw is not None:
         return ""
-    works = [n for n, work in enumerate(kernel.numbers.work) if work.rows is not None]
-    if len(works) != 1 or not item.amount.formula.terms:
+    products = [work.product for work in kernel.works if work.sizes[0] is not None]
+    if len(products) != 1 or not products[0] or not item.amount.formula.terms:
         return ""
-    own = kernel.sizes[3 * works[0] : 3 * works[0] + 3]
-    plain = [size.formula for size in own if size is not None and size.draw is None]
-    if len(plain) < 3:
-        return ""
-    rows, columns, inner = plain
+    rows, columns, inner = products[0]
     for first, second in ((inner, columns), (rows, inner), (rows, columns)):
         area = first * second
         for width in _WIDTHS:
@@ -231,9 +223,9 @@ def _factor(formula: Formula, names: Sequence[str]) -> str:
 def flops_of(kernels: Iterable[KernelForm], once: bool = False) -> Iterator[tuple[Amount, Amount]]:
     """The FLOP of works that a total counts, each with how often it is done."""
     for kernel in kernels:
-        for work, flop in zip(kernel.numbers.work, kernel.flops, strict=True):
-            if counted(kernel.numbers, work):
-                yield ONCE if once else kernel.times, flop
+        for work in kernel.works:
+            if work.key.is_dense:
+                yield ONCE if once else kernel.times, work.flop
 
 
 def bytes_of(
@@ -251,13 +243,11 @@ ONCE = Amount(slots.PLAIN, Formula.constant(1))
 
 def legend(kernel: KernelForm, place: SizedPlace) -> Mapping[str, str]:
     """The sizes of the largest product or attention of a kernel, by name, in symbols."""
-    for number, sizes in enumerate(kernel.attention):
-        if sizes is not None:
-            return {
-                name: place.symbols(size) for name, size in zip(_ATTENTION, sizes, strict=False)
-            }
-        own = kernel.sizes[3 * number : 3 * number + 3]
-        if all(size is not None for size in own):
-            named = zip(("M", "N", "K"), own, strict=True)
-            return {name: place.symbols(size) for name, size in named if size is not None}
+    for work in kernel.works:
+        if work.attention:
+            named = zip(_ATTENTION, work.attention, strict=False)
+            return {name: place.symbols(size) for name, size in named}
+        sizes = {n: size for n, size in zip("MNK", work.sizes, strict=True) if size is not None}
+        if len(sizes) == len(work.sizes):
+            return {name: place.symbols(size) for name, size in sizes.items()}
     return {}

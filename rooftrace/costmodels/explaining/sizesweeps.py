@@ -11,7 +11,7 @@ from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.hardware import Chip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SweepRow:
     """One value on one chip: FLOP, byte, seconds; items are tokens or samples of the step."""
 
@@ -81,25 +81,16 @@ def size_sweep(
     chosen = sorted({*values, *([] if marked is None else [marked])})
     levels = {n: [others[n]] if n != name else chosen for n in form.names}
     table = evaluated(form, points_of(form.names, levels), chips, conditions)
+    columns = ("chip", name, "items", "flops", "bytes_hbm", "t_comp", "t_hbm", "t_net", "t_est",
+               "regime", "regime_share")  # fmt: skip
+    lines = zip(*(table[column].tolist() for column in columns), strict=True)
     rows = tuple(
-        SweepRow(
-            chip=chips[int(table["chip"][i])].name,
-            value=int(table[name][i]),
-            items=int(table["items"][i]),
-            flops=int(table["flops"][i]),
-            bytes=int(table["bytes_hbm"][i]),
-            t_comp=float(table["t_comp"][i]),
-            t_hbm=float(table["t_hbm"][i]),
-            t_net=float(table["t_net"][i]),
-            t_est=float(table["t_est"][i]),
-            regime=REGIMES[int(table["regime"][i])],
-            regime_share=float(table["regime_share"][i]),
-        )
-        for i in range(len(table["t_est"]))
+        SweepRow(*(chips[chip].name, *numbers, REGIMES[regime], share))
+        for chip, *numbers, regime, share in lines
     )
     peaks: dict[str, float] = {}
-    for i, row in enumerate(rows):
-        peaks[row.chip] = max(peaks.get(row.chip, 0.0), float(table["peak"][i]))
+    for row, peak in zip(rows, table["peak"].tolist(), strict=True):
+        peaks[row.chip] = max(peaks.get(row.chip, 0.0), peak)
     return SizeSweep(
         title=form.title,
         phase=form.phase,

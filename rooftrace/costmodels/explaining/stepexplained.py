@@ -19,10 +19,8 @@ from rooftrace.costmodels.explaining.rates import Rate, rates_of
 from rooftrace.costmodels.explaining.scaling import ScalingTest
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
-from rooftrace.costmodels.planforms.planform import counted
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.costmodels.timing.steps import StepAmounts
-from rooftrace.costmodels.timing.steptimes import time_step
+from rooftrace.costmodels.timing.steps import StepAmounts, time_step
 from rooftrace.hardware import Chip
 
 
@@ -140,18 +138,18 @@ def step_of(
 
 def _flops(plan: PlanForm, place: SizedPlace, chip: Chip) -> Iterator[Quantity]:
     kinds = dict.fromkeys(
-        (work.operation, work.precision)
+        (work.key.operation, work.key.precision)
         for kernel in plan.kernels
-        for work in kernel.numbers.work
-        if counted(kernel.numbers, work)
+        for work in kernel.works
+        if work.key.is_dense
     )
     for operation, precision in kinds:
         parts = [
-            (kernel.times, flop)
+            (kernel.times, work.flop)
             for kernel in plan.kernels
-            for work, flop in zip(kernel.numbers.work, kernel.flops, strict=True)
-            if counted(kernel.numbers, work)
-            and (work.operation, work.precision) == (operation, precision)
+            for work in kernel.works
+            if work.key.is_dense
+            and (work.key.operation, work.key.precision) == (operation, precision)
         ]
         yield place.total(f"{operation} {engines.precision_on(chip, precision)}", parts, "FLOP")
     yield place.total(TOTAL, flops_of(plan.kernels), "FLOP")

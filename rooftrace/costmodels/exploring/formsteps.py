@@ -20,7 +20,7 @@ from rooftrace.costmodels.exploring.inputs import (
     ExploreError,
     Rates,
 )
-from rooftrace.costmodels.planforms import Conditions, PlanForm, Points, planform
+from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planforms.kernelforms import KernelForm
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.sweeping import Form, evaluated
@@ -95,7 +95,7 @@ _PARTS: Mapping[str, _Part] = {
         points, lambda group, access: access.wire == "hbm" and access.role == "kv"
     ),
     "routed_flops": lambda plan, points, routed: plan.flops(
-        points, lambda group, work: id(group) in routed and planform.counted(group, work)
+        points, lambda group, work: id(group) in routed and work.is_dense
     ),
     "routed_weights": lambda plan, points, routed: plan.bytes(
         points,
@@ -133,7 +133,7 @@ def last_products(plan: PlanForm) -> Iterator[Any]:
 
 def _turns(products: list[Any]) -> int:
     """After how many products the next layer begins: where sizes are those of the first again."""
-    shapes = [tuple((w.columns, w.inner) for w in numbers.work) for numbers in products]
+    shapes = [tuple((w.columns, w.inner) for w, _ in numbers.work) for numbers in products]
     for size in range(1, len(shapes) + 1):
         if len(shapes) % size == 0 and shapes == shapes[:size] * (len(shapes) // size):
             return size

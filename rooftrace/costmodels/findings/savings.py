@@ -63,14 +63,24 @@ class Saving:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Estimates before fusing (every op a kernel), after it, and with larger kernels beyond that.
+    """An estimate after fusing, before it (every op a kernel), and with larger kernels beyond that.
 
     The host dispatches in all three as the execution model says.
     """
 
-    before: Estimate
     after: Estimate
-    beyond: Estimate
+
+    @cached_property
+    def before(self) -> Estimate:
+        """The step with a kernel for every op."""
+        return estimate(self.after.plan.unfused, self.after.chip)
+
+    @cached_property
+    def beyond(self) -> Estimate:
+        """The step with the kernels that the joins that are off would make."""
+        plan = self.after.plan
+        groups = beyond(plan.graph, plan.groups, plan.op_costs, plan.costs)
+        return estimate(plan.regrouped(groups), self.after.chip)
 
     @cached_property
     def fused(self) -> tuple[Saving, ...]:
@@ -127,18 +137,12 @@ def headroom(
     """
     if isinstance(graph, Estimate):
         return headroom(graph.plan, graph.chip)
-    planned = graph if isinstance(graph, Plan) else plan(graph, execution)
-    planned = planned.by_rules
+    planned = (graph if isinstance(graph, Plan) else plan(graph, execution)).by_rules
     model = planned.execution
     if model.fusion != "detected":
         model = replace(model, fusion="detected", activation_fusion=1.0, elementwise=1.0)
         planned = replace(planned, execution=model).regrouped(fuse(planned.graph, model))
-    further = beyond(planned.graph, planned.groups, planned.op_costs, planned.costs)
-    return Headroom(
-        estimate(planned.unfused, chip),
-        estimate(planned, chip),
-        estimate(planned.regrouped(further), chip),
-    )
+    return Headroom(estimate(planned, chip))
 
 
 def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:

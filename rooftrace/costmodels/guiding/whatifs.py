@@ -12,7 +12,6 @@ from typing import Any
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import SUMMARIES, ExecutionModel, execution_model
 from rooftrace.costmodels.findings import Headroom
-from rooftrace.costmodels.fusion import beyond
 from rooftrace.costmodels.guiding.records import Guidance, WhatIf
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.pricing import price_ops, with_families
@@ -97,14 +96,10 @@ def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
     """The kernels that joins beyond those of a compiler would make, all at once."""
     if step.execution.fusion != "detected":
         return ()
-    before = by_rules(step)
-    planned = before.plan
-    groups = beyond(planned.graph, planned.groups, planned.op_costs, planned.costs)
-    after = estimate(planned.regrouped(groups), step.chip)
-    left = Headroom(before, before, after).left
-    if not left:
+    larger = Headroom(by_rules(step))
+    if not larger.left:
         return ()
-    first = left[0]
+    first = larger.left[0]
     where = f"{first.name}{f' in {first.module}' if first.module else ''}"
     what_if = WhatIf(
         lever="kernels",
@@ -112,8 +107,8 @@ def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
         option="rt.headroom(estimate).beyond",
         needs="kernels that a compiler does not make (epilogues of products, whole attention, "
         f"chains), first of all {where}",
-        before=before,
-        after=after,
+        before=larger.after,
+        after=larger.beyond,
         at_most=True,
     )
     return (what_if,)

@@ -1,7 +1,7 @@
 """The census of a step: every matrix product by its sizes, how it fills tiles, and odd sizes.
 
 Rows are exact: their FLOP and those of the attention kernels are the matrix FLOP of the step.
-What tiles and waves leave is what the kernel model says (`kernels.tables`), None where it models
+What tiles and waves leave is what the kernel model says (`itemising.tiles`), None where it models
 nothing.  A convolution stands as the product that it is when its windows are written out: M the
 positions of all images, N the output channels of a group, K the values that each of them sums.
 """
@@ -27,7 +27,7 @@ from rooftrace.tracer.graph import Op
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.kernels import tables
+    from rooftrace.costmodels.itemising import tiles
 
 ATTENTION = "attention"
 """The kind of ops whose products are inside of one kernel."""
@@ -79,7 +79,7 @@ def census(
     headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  align: bytes; sizes are
     odd whose rows in memory are no whole number of them.  Raises ValueError for less than 1 byte.
     """
-    from rooftrace.costmodels.kernels.tables import tiled_kernels  # loads numpy
+    from rooftrace.costmodels.itemising.tiles import tiled_kernels  # loads numpy
 
     if align < 1:
         raise ValueError(f"align={align}: expected bytes, 1 or more; usual are 16 and 128")
@@ -159,7 +159,7 @@ def _product(
     planned: Plan,
     chip: Chip,
     call: _Call,
-    kernel: tables.TiledKernel,
+    kernel: tiles.TiledKernel,
     more: tuple[int, float] | None,
     t_serial: float,
 ) -> Product:
@@ -184,8 +184,8 @@ def _product(
         parts=(call.op.part,),
         seconds=seconds,
         share=seconds / t_serial if t_serial else 0.0,
-        tile=None if use is None else (use.choice.rows, use.choice.columns),
-        split=None if use is None else use.choice.split,
+        tile=None if use is None else (use.rows, use.columns),
+        split=None if use is None else use.split,
         tile_efficiency=None if use is None else use.tile_efficiency,
         wave_efficiency=None if use is None else use.wave_efficiency,
         seconds_wasted=None if use is None else times * (kernel.seconds - kernel.untiled),

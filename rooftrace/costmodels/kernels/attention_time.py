@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.kernels.utilization import p_norm
+from rooftrace.costmodels.kernels.engines import p_norm
 from rooftrace.costmodels.knobs import AttentionKnobs, Knobs
 from rooftrace.hardware import Chip
 
@@ -76,7 +76,7 @@ FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True,
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
-For `vector` see `attention_libraries`."""
+For `vector` see `attention_rows`."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """Of flashinfer and of vLLM's Triton backend: heads of a group share a tile, keys are split."""

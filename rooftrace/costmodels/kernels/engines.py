@@ -1,17 +1,31 @@
-"""Which engine of a chip does which work, and how long it takes by the chip's peaks."""
+"""What an engine of a chip does with the work of a kernel: which engine that is, and its share.
+
+First which engine runs which work, and how rows are loaded; then how much of a matrix engine a
+product can use.  Seconds by these numbers are those of `seconds`.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.costs import Work
+from rooftrace._amounts import smaller
+from rooftrace.costmodels.costs import MATRIX, Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.utilization import LEAST
+from rooftrace.costmodels.knobs.classes import UNITS
+from rooftrace.costmodels.knobs.numbers import Tiling
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.hardware.units import format_traffic
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rooftrace._amounts import Amount, Array
 
 STREAMING = ("vector", "fp32")
 """The engine and precision of a product that streams one matrix past a few vectors."""
@@ -69,21 +83,63 @@ def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[s
     vectors.  It runs on the vector engine where that is faster than mostly empty instructions.
     """
     engine = engine_of(work, chip, execution)
-    if engine[0] == "vector" or work.operation != "matmul" or work.shape is None:
-        return engine
-    few = min(work.shape[:2])
-    return STREAMING if 0 < few < LEAST and few < streamed_below(engine, chip) else engine
+    return STREAMING if streams(work, work.shape, engine, chip) else engine
 
 
-def streamed_below(engine: tuple[str, str], chip: Chip) -> float:
-    """Below how many rows, or columns, a product of this matrix engine streams; 0: none does.
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """How products run on their engines: numbers, or arrays where that differs by their sizes.
+
+    rate: FLOP/s at the peak.  whole: 1 where a tile is computed whole, as on a matrix engine, else
+    0.  unit: the place in UNITS of the engine and the precision that it computes in.
+    """
+
+    rate: Any
+    whole: Any
+    unit: Any
+
+
+def running(
+    work: Work, shape: tuple[Any, Any, Any] | None, chip: Chip, execution: ExecutionModel
+) -> Running:
+    """What `product_engine` says of products, or `engine_of` of other work.
+
+    shape: M, N, K, numbers or arrays; None where they are not known.
+    """
+    import numpy as np
+
+    engine = engine_of(work, chip, execution)
+    numbers = chip.peak(*engine), float(engine[0] == "matrix"), unit_of(*engine)
+    streamed = streams(work, shape, engine, chip)
+    if not np.any(streamed):
+        return Running(*numbers)
+    others = chip.peak(*STREAMING), 0.0, unit_of(*STREAMING)
+    pairs = zip(others, numbers, strict=True)
+    return Running(*(np.where(streamed, there, here) for there, here in pairs))
+
+
+def unit_of(engine: str, name: str) -> int:
+    """The place in UNITS of an engine that computes in this precision."""
+    return UNITS.index(f"{engine} {compute_family(name)}")
+
+
+def streams(
+    work: Work, shape: tuple[Any, Any, Any] | None, engine: tuple[str, str], chip: Chip
+) -> Any:
+    """Whether a product that this engine runs streams one matrix past a few vectors instead.
+
+    shape: M, N, K of the product, numbers or arrays; None where they are not known.
 
     r vectors take as long as on the vector engine where its rate / r is the matrix engine's rate /
     LEAST; whole instructions hold LEAST or more.
     """
+    if engine[0] == "vector" or work.operation != "matmul" or shape is None:
+        return False
     if chip.kind != "gpu" or not chip.has_peak(*STREAMING):
-        return 0.0
-    return min(float(LEAST), LEAST * chip.peak(*STREAMING) / chip.peak(*engine))
+        return False
+    below = min(float(LEAST), LEAST * chip.peak(*STREAMING) / chip.peak(*engine))
+    few = smaller(*shape[:2])
+    return (few > 0) & (few < below)
 
 
 def stored_widths(work: Work) -> tuple[float, float]:
@@ -100,3 +156,245 @@ def link_bandwidth(moved: float, chip: Chip) -> float:
             "add a [[link]] to its TOML file"
         )
     return max((link.bandwidth.value for link in chip.links), default=math.inf)
+
+
+# -- how rows are loaded ---------------------------------------------------------------------------
+# A thread loads 16 bytes at once, where rows begin at multiples of that.  Elsewhere kernels load
+# smaller pieces: products cannot use the copies that feed a matrix engine best, and softmax over
+# more than 1,024 elements reads each row several times, where it would have kept it in shared
+# memory.  Sources: alignment of operands in cuBLAS ("Tensor Core Usage", cuBLAS documentation), the
+# 16 bytes of TMA and cp.async (CUDA C++ Programming Guide), the conditions of `host_softmax` in
+# SoftMax.cu of ATen.
+
+ACCESS = 16
+"""Bytes that a thread loads at once."""
+LONG = 1024
+"""Softmax keeps rows of at most so many elements in registers, wherever they begin."""
+
+
+def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
+    """1 where rows in memory begin at no multiple of `ACCESS` bytes, and that slows the kernel.
+
+    sizes: "M", "N" and "K" of the work, numbers or arrays of one length; those that are in
+    `work.lined` are needed.  A mean that is no whole number counts as aligned.
+    """
+    odd: Any = 0.0
+    width = min(work.widths or (float(precision(work.precision).bits / 8),))
+    least = 1 if work.operation in MATRIX else LONG
+    for name in work.lined:
+        size = sizes[name]
+        rest = size * width % ACCESS
+        odd = odd + (size > least) * (size % 1 == 0) * (rest != 0)
+    flags: Amount = 1.0 * (odd > 0)
+    return flags
+
+
+# -- tiles of products -----------------------------------------------------------------------------
+# How much of a matrix engine a product can use: whole tiles, in whole waves, fed by the cache.
+#
+# A kernel cuts C[M, N] = A[M, K] B[K, N] into tiles; each is one block's work on one SM, so
+#   tiles   are whole: M and N are padded to the tile's sizes (quantisation of tiles),
+#   waves   are whole: the last leaves SMs idle unless the tiles fill it (quantisation of waves),
+#   feeding a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow; the
+#           bytes are those of what is stored, which may be narrower than what is multiplied,
+#   walking over K takes a while however little is multiplied: a block has few loads on their way,
+#   splitting K over s blocks fills waves and shortens walks; s partial results go through HBM.
+# A library picks the tile and the split that suit the product; so does this, from a few usual ones.
+# See NVIDIA, "Matrix Multiplication Background User's Guide", on tile and wave quantization.
+
+TILES = (
+    (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64),
+    (128, 32), (32, 128), (64, 32), (32, 64), (64, 16), (16, 64), (16, 16),
+)  # fmt: skip
+"""Rows and columns of C that one block computes."""
+LEAST = 16
+"""Rows, and columns, of C in the smallest of them; a matrix instruction has about as many."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Blocks that share one tile's K."""
+FEED = 64
+"""Bytes that an SM takes from L2 in a clock (one port; microbenchmarks of V100 to H100 agree)."""
+_DEPTH = 32
+"""K goes through a tile in steps of this; parts of a split are whole numbers of them, the last ones
+may have none: a split that suits a longer K is open to a shorter one, as if K were padded."""
+VECTOR_STEPS = 1 / 16
+"""Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
+data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
+_PARTIAL = 4 + 4
+"""Bytes of an fp32 partial result, written and read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixEngine:
+    """A matrix engine as tiles see it."""
+
+    units: int  # SMs
+    cache: float  # byte/s from L2
+    memory: float  # byte/s from HBM
+
+
+def matrix_engine(chip: Chip) -> MatrixEngine | None:
+    """The matrix engine of a chip; None where its SM count or clock is not known."""
+    if chip.sm_count is None or chip.clock is None or chip.kind != "gpu":
+        return None
+    units = int(chip.sm_count.value)
+    cache = FEED * units * chip.clock.value
+    return MatrixEngine(units, cache, chip.memory_bandwidth.value)
+
+
+IDEAL = Tiling()
+TILED = 1024
+"""Products, or attention kernels, that are timed at once, each in all tiles or splits."""
+SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+"""What `tile_terms` asks of products."""
+
+
+def product_sizes(
+    work: Work, shape: tuple[Amount, Amount, Amount], flop: Amount, whole: Amount
+) -> dict[str, Amount]:
+    """What `tile_terms` asks of products of this shape, M, N, K, that take so many FLOP together.
+
+    whole: that of `running`.
+    """
+    import numpy as np
+
+    each = np.maximum(2 * math.prod(shape), 1.0)
+    products = np.maximum(1.0, np.rint(flop / each))
+    numbers = (*shape, products, *stored_widths(work), whole)
+    return dict(zip(SIZES, numbers, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class TileTerms:
+    """What every tile and split takes for some products: arrays [products, tiles x splits]."""
+
+    flop: Array  # of whole waves; infinite for tiles that a library does not take
+    feed: Array  # bytes from L2
+    spill: Array  # bytes of partial results through HBM
+    walk: Array  # bytes that HBM could move while a block walks over its part of K
+    split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
+
+
+def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -> TileTerms:
+    """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
+
+    sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
+    (bytes of a stored element of A and of B), whole (1 where a tile's arithmetic is done whole, as
+    on a matrix engine; 0 where rows and columns that C lacks are left out, as in matrix-vector
+    kernels of the vector engine).  What C lacks is never loaded.  units: SMs.
+    """
+    import numpy as np
+
+    a, b, split = _choices()  # [tiles, 1, 1] twice, [splits, 1]
+    rows, columns, inner, products, width_a, width_b, whole = (sizes[name] for name in SIZES)
+    shape = (len(a), len(split), len(rows))
+    is_split, depth = split > 1, np.ceil(inner / (split * _DEPTH)) * _DEPTH
+    depth = np.where(is_split, depth, inner)
+    loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
+    done = np.where(whole > 0, a * b, loaded_a * loaded_b)
+    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
+    walk = LEAST * (width_a + width_b) * depth * units / tiling.busy
+    # Only from here on do arrays hold every tile with every split: few passes over them.
+    flop = np.ceil(tiles * split / units)
+    flop *= 2 * units
+    flop *= done
+    flop *= depth + tiling.prologue * np.where(whole > 0, 1.0, VECTOR_STEPS)
+    if tiling.pick == "rows":
+        np.copyto(flop, np.inf, where=is_split | ~_by_rows(a, b, rows))
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
+    spill = np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0)
+    return TileTerms(
+        *(
+            np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
+            for term in (flop, feed, spill, walk, is_split)
+        )
+    )
+
+
+def _by_rows(a: Array, b: Array, rows: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which tiles a library takes that looks at the rows of C alone: [tiles, 1, products].
+
+    So do the fp8 kernels of CUTLASS in vLLM (csrc/quantization/cutlass_w8a8): 128 x 128 above 128
+    rows, 64 x 128 above 64, 64 x 64 below, or as narrow as 16 with operands swapped.
+    """
+    import numpy as np
+
+    small = np.minimum(a, b) <= 64
+    chosen: np.ndarray[Any, np.dtype[np.bool_]] = np.where(
+        rows > 128,
+        (a == 128) & (b == 128),
+        np.where(rows > 64, (a == 64) & (b == 128), small & (np.maximum(a, b) == 64)),
+    )
+    return chosen
+
+
+@cache
+def _choices() -> tuple[Array, Array, Array]:
+    import numpy as np
+
+    a, b = np.array(TILES, dtype=float).T[:, :, None, None]
+    return a, b, np.array(SPLITS, dtype=float)[:, None]
+
+
+def tile_shares(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Array:
+    """Share of the rate that the best tile leaves each product, in (0, 1]; no size may be 0.
+
+    sizes: those of `tile_terms`.  rate: FLOP/s for each product.
+    """
+    import numpy as np
+
+    cuts = [slice(at, at + TILED) for at in range(0, len(rate), TILED)]
+    parts = [({name: sizes[name][cut] for name in SIZES}, rate[cut]) for cut in cuts]
+    seconds = np.concatenate([tile_seconds(*part, on).min(axis=1) for part in parts])
+    rows, columns, inner, products = (sizes[name] for name in SIZES[:4])
+    useful = 2.0 * rows * columns * inner * products / rate
+    shares: Array = np.minimum(1.0, useful / seconds)
+    return shares
+
+
+def tile_seconds(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Array:
+    """Seconds [products, tiles x splits] of every tile and split, at the datasheet's rates."""
+    import numpy as np
+
+    terms = tile_terms(sizes, on.units)
+    work = np.maximum(terms.flop / rate[:, None], terms.feed / on.cache)
+    seconds: Array = work + terms.spill / on.memory
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TileUse:
+    """How one product C[M, N] of a kernel is cut into tiles, and what of them it fills."""
+
+    rows: int
+    columns: int
+    split: int  # parts of K
+    tile_efficiency: float  # the share of what its tiles compute that the product has
+    wave_efficiency: float  # the share of the SMs that has a block, over all waves
+
+    @staticmethod
+    def of(place: int, sizes: Mapping[str, Array], units: int) -> TileUse:
+        """The use of the tile and split at this place among those of `tile_terms`.
+
+        place: a column of its arrays: tile by tile, each in all splits.  sizes: those of
+        `tile_terms` for one product.  units: SMs.
+        """
+        tile, number = divmod(place, len(SPLITS))
+        (a, b), split = TILES[tile], SPLITS[number]
+        rows, columns, _, products, _, _, whole = (float(sizes[name][0]) for name in SIZES)
+        tiles = math.ceil(rows / a) * math.ceil(columns / b)
+        high, wide = (a, b) if whole else (min(a, rows), min(b, columns))
+        waves = tiles * products * split / units
+        filled = min(1.0, rows * columns / (tiles * high * wide))
+        return TileUse(a, b, split, filled, waves / math.ceil(waves))
+
+
+def p_norm(p: float, *terms: Array) -> Array:
+    """(a^p + b^p + ...)^(1/p); their maximum where p is infinite."""
+    import numpy as np
+
+    if p == float("inf"):
+        largest: Array = np.maximum.reduce(np.broadcast_arrays(*terms))
+        return largest
+    total: Array = sum((np.asarray(term) ** p for term in terms), start=np.zeros(()))
+    root: Array = total ** (1 / p)
+    return root

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.kernels.engines import ACCESS
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.costmodels.pricing import op_cost
 from rooftrace.costmodels.registry import find_rule
@@ -24,9 +25,6 @@ own are written out for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up t
 LARGE_WINDOW_LAST = 7
 """With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
 (`conv2d_grouped_direct_kernel`), which is several times slower."""
-ACCESS = 16
-"""Bytes that a thread loads at once.  Adjacent channels that are no whole number of such loads are
-loaded in smaller pieces."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
@@ -80,6 +78,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         return f"conv 1x1{ending}"
     if len(window) == 3:
         return "conv 3d"
+    # Adjacent channels that are no whole number of such loads are loaded in smaller pieces.
     whole = ACCESS * 8 // precision(image.dtype).bits
     odd = shape[0] % whole or (shape[1] % whole and shape[1] > whole)
     return "conv, odd channels" if last and odd else f"conv{ending}"

@@ -1,23 +1,43 @@
-"""Where the amounts of kernels become seconds: at a datasheet's peaks, and as rows for knobs."""
+"""Where the amounts of kernels become seconds: at a datasheet's peaks, and by calibrated constants.
+
+The formulas work on arrays, a row for each kernel, since a sweep has thousands of kernels and a fit
+evaluates them hundreds of times.
+"""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.costs import MATRIX, AttentionSizes
+from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import attention_rows, engines
-from rooftrace.costmodels.kernels.kerneltables import KernelTable
-from rooftrace.costmodels.kernels.loads import misaligned, unit_of
-from rooftrace.costmodels.kernels.utilization import SIZES, matrix_engine, tile_shares
-from rooftrace.costmodels.kernels.works import KernelAmounts, Works
+from rooftrace.costmodels.kernels.attention_time import attention_engine
+from rooftrace.costmodels.kernels.engines import (
+    SIZES,
+    TILED,
+    TileTerms,
+    matrix_engine,
+    misaligned,
+    p_norm,
+    tile_shares,
+    tile_terms,
+)
+from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs.classes import CLASSES, UNITS
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
-    from rooftrace._amounts import Amount, Array
+    from rooftrace._amounts import Amount, Array, Places
+    from rooftrace.costmodels.planning import Plan
+
+    Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+# -- at a datasheet's peaks ------------------------------------------------------------------------
 
 
 def peak_seconds(
@@ -44,10 +64,10 @@ def peak_seconds(
             scalar = use.eta_scalar
             rate = chip.peak("vector", work.key.precision) if scalar is None else scalar * headline
         elif use.tiles:
-            rate, whole = _rates(work, chip, execution)
-            rate = rate * _reached(execution, work)
+            on = engines.running(work.key, work.shape, chip, execution)
+            rate = on.rate * _reached(execution, work)
             if tiled:
-                rate = rate * _tile_shares(work, chip, rate, whole)
+                rate = rate * _tile_shares(work, chip, rate, on.whole)
         else:
             rate = chip.peak(*engines.engine_of(work.key, chip, execution))
             rate = rate * _reached(execution, work)
@@ -65,25 +85,12 @@ def _reached(execution: ExecutionModel, work: Works) -> Amount:
     return eta
 
 
-def _rates(work: Works, chip: Chip, execution: ExecutionModel) -> tuple[Amount, Amount]:
-    """FLOP/s of `engines.product_engine`, and whether products are computed whole there."""
-    engine = engines.engine_of(work.key, chip, execution)
-    peak, whole = chip.peak(*engine), float(engine[0] == "matrix")
-    if engine[0] == "vector" or work.key.operation != "matmul" or work.shape is None:
-        return peak, whole
-    few = np.minimum(*work.shape[:2])
-    streams = (few > 0) & (few < engines.streamed_below(engine, chip))
-    if not streams.any():
-        return peak, whole
-    return np.where(streams, chip.peak(*engines.STREAMING), peak), np.where(streams, 0.0, whole)
-
-
 def _tile_shares(work: Works, chip: Chip, rate: Amount, whole: Amount) -> Amount:
     """Share of the rate that whole tiles in whole waves leave; 1 if not known."""
-    engine, shape = matrix_engine(chip, 1.0), work.shape
+    engine, shape = matrix_engine(chip), work.shape
     if engine is None or shape is None:
         return 1.0
-    numbers = (*shape, _products(work), *engines.stored_widths(work.key), whole, rate)
+    numbers = (*engines.product_sizes(work.key, shape, work.flop, whole).values(), rate)
     columns = np.broadcast_arrays(*(np.atleast_1d(number) for number in numbers))
     has_size = (columns[0] > 0) & (columns[1] > 0) & (columns[2] > 0)
     shares = np.ones(len(has_size))
@@ -93,17 +100,194 @@ def _tile_shares(work: Works, chip: Chip, rate: Amount, whole: Amount) -> Amount
     return shares
 
 
-def _products(work: Works) -> Amount:
-    """How many products of its shape the work is, at least 1."""
-    assert work.shape is not None
-    each = np.maximum(2 * math.prod(work.shape), 1.0)
-    products: Amount = np.maximum(1.0, np.rint(work.flop / each))
-    return products
+# -- by calibrated constants -----------------------------------------------------------------------
+
+
+def seconds_by_knobs(
+    kernels: KernelAmounts, chip: Chip, knobs: Knobs, execution: ExecutionModel, layouts: bool
+) -> KernelSeconds:
+    """Seconds of kernels by knobs; of those outside of what is compiled by their own.
+
+    layouts: whether convolutions copy their activations into another layout.
+    """
+    table = table_of(kernels, chip, execution)
+    seconds = table.seconds(knobs, layouts)
+    outside = execution.outside.knobs_on(chip)
+    if outside is None or not kernels.eager.any():
+        return seconds
+    return seconds.where(kernels.eager, table.seconds(outside, layouts=True))
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of one kernel of each row; `device` is the whole of it, without a launch.
+
+    choice: the tile and split of each row's product (see `TileUse.of`), -1 where it has none or
+    is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
+    once.
+    """
+
+    compute: Array
+    memory: Array
+    device: Array
+    choice: Places
+    untiled: Array
+
+    def where(self, chosen: Flags, others: KernelSeconds) -> KernelSeconds:
+        """These seconds; of chosen rows those of others."""
+        pairs = ((getattr(self, f.name), getattr(others, f.name)) for f in fields(self))
+        return KernelSeconds(*(np.where(chosen, theirs, ours) for ours, theirs in pairs))
+
+    def at_pace(self, pace: float) -> KernelSeconds:
+        """The seconds of kernels that are all so many times as fast."""
+        seconds = (self.compute, self.memory, self.device, self.untiled)
+        compute, memory, device, untiled = (each / pace for each in seconds)
+        return KernelSeconds(compute, memory, device, self.choice, untiled)
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """Kernels on one chip, a row each; equal ones stand once.
+
+    data has a column for each of these names, and those of `attention_rows`:
+      count               how many kernels the row stands for
+      bytes, warm         through HBM; and how many of them the last cache still holds
+      moved               bytes that are no weights, of kernels that may copy layouts
+      vector, matrix      seconds at the peak: vector work; matrix work beside the largest product
+      flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
+      rows, columns,
+      inner, products     sizes of that product, and how many of them one kernel has
+      width_a, width_b    bytes of a stored element of its operands
+      whole               whether its tiles are computed whole (see `tile_terms`)
+      unit                the place in `UNITS` of the engine and precision of that product
+      odd                 whether rows of it, or else of vector work, are `misaligned`
+    """
+
+    chip: Chip
+    kind: Places  # position in CLASSES
+    data: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether products are timed by tiles: the chip's SM count and clock are known."""
+        return matrix_engine(self.chip) is not None
+
+    @property
+    def has_attention_blocks(self) -> bool:
+        """Whether attention is timed by its blocks: the chip's SMs and bf16 rate are known."""
+        return attention_engine(self.chip) is not None
+
+    def tiles(self, knobs: Knobs, rows: Places | None = None) -> TileTerms | None:
+        """What each tile takes for rows that have a product (all of these); None without tiles.
+
+        It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
+        """
+        engine = matrix_engine(self.chip)
+        if engine is None:
+            return None
+        tiled = self.data["flop"] > 0 if rows is None else rows
+        columns = {name: self.data[name][tiled] for name in SIZES}
+        return tile_terms(columns, engine.units, knobs.tiling)
+
+    def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
+        """Seconds of one kernel of each row, by the formula of `knobs`.
+
+        Attention takes the formula of `attention_time`, where its blocks are known.  layouts:
+        whether convolutions copy their activations into another layout.  terms: those of `tiles`,
+        to compute them once for many knobs.
+        """
+        result = _shared_seconds(self, knobs, layouts, terms)
+        sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
+        blocks = attention_rows.attention_seconds_of(self.data, sent, self.chip, knobs)
+        if blocks is not None:
+            rows, by_blocks = blocks
+            result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
+            result.device[rows] = by_blocks.device
+            result.choice[rows], result.untiled[rows] = -1, by_blocks.device
+        return result if knobs.pace == 1 else result.at_pace(knobs.pace)
+
+
+def _shared_seconds(
+    table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None
+) -> KernelSeconds:
+    """Seconds per row from class shares only, before attention takes those of its blocks."""
+    d, chip = table.data, table.chip
+    shares = [knobs.share(name) for name in CLASSES]
+    compute = knobs.compute * np.array([s.compute for s in shares])[table.kind]
+    memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
+    layout = np.array([s.layout for s in shares])[table.kind] if layouts else 0.0
+    aside = np.array([s.engine == "vector" for s in shares])[table.kind]
+    odd = np.where(d["odd"] > 0, np.array([s.odd for s in shares])[table.kind], 1.0)
+    bandwidth = chip.memory_bandwidth.value
+
+    sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
+    t_memory = sent / (bandwidth * memory)
+    t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
+    odd = np.where(d["whole"] > 0, odd, 1.0)  # of products: those of the matrix engine
+    rest = (d["vector"] + d["matrix"]) / compute
+    reached = _product_shares(table, knobs, compute, odd)
+    product = d["flop"] / (d["rate"] * reached)
+    slow = chip.peak("vector", "fp32") if aside.any() else 1.0
+    product = np.where(aside, d["flop"] / (slow * compute), product)
+    engine, tiling = matrix_engine(chip), knobs.tiling
+    t_compute = rest + product
+    tiled = np.flatnonzero(d["flop"] > 0)
+    device = p_norm(knobs.overlap, t_compute, t_memory)
+    choice = np.full(len(table), -1, dtype=np.int64)
+    if engine is None or not len(tiled):
+        return KernelSeconds(t_compute, t_memory, device, choice, device)
+    untiled, device = device, device.copy()
+    parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
+    for rows in parts:
+        here = terms or table.tiles(knobs, rows)
+        assert here is not None
+        work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
+        feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
+        spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
+        moved = np.maximum(t_memory[rows, None], here.walk / bandwidth)
+        whole = p_norm(knobs.overlap, work, feed, moved) + spill
+        best = (np.arange(len(rows)), whole.argmin(axis=1))
+        by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
+        on_matrix = ~aside[rows]
+        rows = rows[on_matrix]
+        choice[rows] = best[1][on_matrix]
+        t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
+        device[rows] = whole[best][on_matrix]
+    return KernelSeconds(t_compute, t_memory, device, choice, untiled)
+
+
+def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Array) -> Array:
+    """The share of its engine's rate that the largest product of each row reaches.
+
+    by_class: that of the row's class.  An engine with a share of its own (`Knobs.engines`) has that
+    in its place.  odd: how often as long each product takes.
+    """
+    own = np.array([knobs.engines.get(unit, np.nan) for unit in UNITS])
+    share = own[table.data["unit"].astype(np.int64)]
+    reached: Array = np.where(np.isnan(share), by_class, knobs.compute * share)
+    return reached / odd
 
 
 # -- rows of a table -------------------------------------------------------------------------------
 
-_PRODUCT = ("flop", "rate", *SIZES, "unit", "odd")
+
+def kernel_table(
+    planned: Plan, chip: Chip, reuse: bool = True, cold: bool = False
+) -> tuple[KernelTable, list[int]]:
+    """The kernels of a plan on a chip, and the row of each group.
+
+    reuse: whether to work out what the last cache still holds, where its size is known.  cold:
+    whether the cache is empty when the step begins.
+    """
+    kernels, place = plan_kernels(planned, chip, reuse, cold)
+    rows = table_of(kernels, chip, planned.execution)
+    counts = [0.0] * len(rows)
+    for group, row in zip(planned.groups, place, strict=True):
+        counts[row] += group.times
+    return KernelTable(chip, rows.kind, {**rows.data, "count": np.array(counts)}), place
 
 
 def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> KernelTable:
@@ -114,7 +298,8 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "warm": kernels.warm,
         "moved": kernels.moved,
     }
-    data |= _work_columns(kernels, chip, execution) | _attention(kernels, chip, execution)
+    data |= _work_columns(kernels, chip, execution)
+    data |= attention_rows.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
 
 
@@ -122,21 +307,22 @@ def _work_columns(
     kernels: KernelAmounts, chip: Chip, execution: ExecutionModel
 ) -> dict[str, Array]:
     """The columns of `KernelTable` for computing: those of the largest product, and the rest."""
-    columns = {name: np.zeros(len(kernels)) for name in ("vector", "matrix", *_PRODUCT)}
+    names = ("vector", "matrix", "flop", "rate", *SIZES, "unit", "odd")
+    columns = {name: np.zeros(len(kernels)) for name in names}
     columns["rate"][:] = 1.0
     most = np.zeros(len(kernels))  # seconds of the largest product so far
     rows_odd = np.zeros(len(kernels))  # whether rows of vector work are misaligned
     for work in kernels.works:
         at, key = work.row, work.key
-        rate, whole = _rates(work, chip, execution)
+        on = engines.running(key, work.shape, chip, execution)
         if key.operation not in MATRIX:
             limit = engines.reached(work.rows, work.inner, chip)
-            columns["vector"][at] += work.flop / np.minimum(rate, limit)
+            columns["vector"][at] += work.flop / np.minimum(on.rate, limit)
             if key.lined and work.columns is not None:
                 odd = misaligned(key, {"N": work.columns})
                 rows_odd[at] = np.maximum(rows_odd[at], odd)
             continue
-        seconds = work.flop / rate
+        seconds = work.flop / on.rate
         if work.shape is None:
             columns["matrix"][at] += seconds
             continue
@@ -145,41 +331,10 @@ def _work_columns(
         larger = has_size & (work.flop > 0) & (seconds >= most[at])  # of equal ones the last
         columns["matrix"][at] += np.where(larger, most[at], seconds)
         most[at] = np.where(larger, seconds, most[at])
-        widths = engines.stored_widths(key)
-        unit, odd = _unit_and_odd(work, whole, chip, execution)
-        numbers = (work.flop, rate, m, n, k, _products(work), *widths, whole, unit, odd)
-        for name, number in zip(_PRODUCT, numbers, strict=True):
+        numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
+        numbers |= engines.product_sizes(key, work.shape, work.flop, on.whole)
+        numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
+        for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
     return columns
-
-
-def _unit_and_odd(
-    work: Works, whole: Amount, chip: Chip, execution: ExecutionModel
-) -> tuple[Amount, Amount]:
-    """The columns `unit` and `odd` of a product whose sizes are known; whole: that of `_rates`."""
-    assert work.shape is not None
-    tiled, streamed = engines.engine_of(work.key, chip, execution), engines.STREAMING
-    on = tiled if tiled[0] == "vector" else streamed
-    unit = np.where(np.asarray(whole) > 0, unit_of(*tiled), unit_of(*on))
-    return unit, misaligned(work.key, dict(zip("MNK", work.shape, strict=True)))
-
-
-def _attention(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
-    """The attention columns, those of the largest attention of each row."""
-    columns = {name: np.zeros(len(kernels)) for name in attention_rows.COLUMNS}
-    most = np.zeros(len(kernels))
-    for work in kernels.attention:
-        assert work.attention is not None
-        sizes, at = work.attention, work.row
-        engine = engines.engine_of(work.key, chip, execution)
-        size, rate, library = attention_rows.products_of(*engine, chip, execution.attention_library)
-        each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
-        count = np.maximum(1.0, np.rint(work.flop / np.maximum(each, 1)))
-        equal = (work.flop == most[at]) & (sizes["keys"] > columns["keys"][at]) & (work.flop > 0)
-        larger = (work.flop > most[at]) | equal
-        numbers = {**sizes, "kernels": count, "size": size, "rate": rate, "library": library}
-        for name, column in columns.items():
-            column[at] = np.where(larger, numbers.get(name, 0.0), column[at])
-        most[at] = np.where(larger, work.flop, most[at])
-    return {f"attention {name}": column for name, column in columns.items()}

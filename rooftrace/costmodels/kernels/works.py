@@ -6,17 +6,21 @@ size.  What a kernel computes stands by key of `Cost.work`: works of one key are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rooftrace.costmodels.costs import COMPUTED, AttentionSizes, Cost, Work
-from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.kernels.opclass import group_class
+from rooftrace.costmodels.kernels.reuse import warm_bytes
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
+    from rooftrace.costmodels.planning import Plan
 
 _SIZES = ("rows", "columns", "inner")
 _ATTENTION = AttentionSizes.__struct_fields__
@@ -57,7 +61,7 @@ class KernelAmounts:
     a row adds them up.  attention: the attention kernels of rows, with the FLOP of all of a size.
     """
 
-    kind: np.ndarray[Any, np.dtype[np.int64]]
+    kind: Places
     bytes: Array
     warm: Array
     moved: Array
@@ -159,6 +163,46 @@ def _works(entries: Sequence[tuple[int, Work, int]]) -> Works:
         **sizes,
         attention=attention,
     )
+
+
+def plan_kernels(
+    planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
+) -> tuple[KernelAmounts, list[int]]:
+    """The amounts of a plan's kernels, equal ones in one row, and the row of each group.
+
+    chip: whose last cache holds bytes; None: there is none.  For reuse and cold see `kernel_table`.
+    """
+    bytes_of = kernel_bytes(planned, chip, reuse, cold)
+    return kernels_of(
+        SizedKernel(cost, *held, eager=number in planned.eager)
+        for number, (cost, held) in enumerate(zip(planned.costs, bytes_of, strict=True))
+    )
+
+
+def kernel_bytes(
+    planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
+) -> Iterator[tuple[str, float, int]]:
+    """By group: its class, the bytes that the last cache holds, those that layout copies move.
+
+    chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
+    """
+    warm = [0.0] * len(planned.groups)
+    if reuse and chip is not None and chip.l2_capacity is not None:
+        warm = warm_bytes(planned, chip.l2_capacity.value, cold)
+    weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
+    for number, (group, cost) in enumerate(zip(planned.groups, planned.costs, strict=True)):
+        layout = planned.lays_out(number)
+        kind = group_class(planned.graph, group.ops, layout, planned.op_costs)
+        moved = (
+            0
+            if kind.endswith(LAST)
+            else sum(
+                size
+                for access, size in cost.traffic.items()
+                if access.wire == "hbm" and access.storage not in weights
+            )
+        )
+        yield kind, warm[number], moved
 
 
 def merged(works: Sequence[Works]) -> list[Works]:

@@ -84,15 +84,33 @@ class Traffic:
         return copies * np.rint(size / copies * factor).astype(np.int64)
 
 
+@dataclass(frozen=True)
+class WorkForm:
+    """Work of one key, with its FLOP and sizes as amounts.
+
+    key: without its sizes.  sizes: its rows, columns and inner.  attention: the sizes of
+    `AttentionSizes`, in their order; none of other work.
+    """
+
+    key: Work
+    flop: Amount
+    sizes: tuple[Amount | None, ...]
+    attention: tuple[Amount, ...]
+
+    @property
+    def product(self) -> tuple[Formula, ...]:
+        """M, N and K; none where they are not all known as formulas."""
+        known = [size.formula for size in self.sizes if size is not None and size.draw is None]
+        return tuple(known) if len(known) == len(self.sizes) else ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelForm:
     """A kernel of a plan, its numbers as amounts.  groups: its places in the plan; equal ones."""
 
     numbers: GroupNumbers
     times: Amount
-    flops: tuple[Amount, ...]  # of each work
-    sizes: tuple[Amount | None, ...]  # rows, columns, inner of each work in turn
-    attention: tuple[tuple[Amount, ...] | None, ...]
+    works: tuple[WorkForm, ...]
     traffic: tuple[Traffic, ...]
     exchanged: tuple[Amount, ...]  # `nbytes` of its exchange, then those that experts get, and rows
 
@@ -100,23 +118,18 @@ class KernelForm:
     def key(self) -> Any:
         """Equal for kernels of equal columns."""
         numbers = self.numbers
-        works = tuple(
-            (w.operation, w.precision, w.count, w.widths, w.lined, w.attention is None)
-            for w in numbers.work
-        )
         exchange = numbers.exchange
         with_experts = exchange and exchange.experts and exchange.experts.way
         talks = exchange and (exchange.kind, exchange.group, with_experts)
         return (numbers.kind, numbers.spread_kind, numbers.eager, numbers.of_experts, numbers.aside,
-                works, self.flops, self.sizes, self.attention, self.traffic, talks,
-                self.exchanged)  # fmt: skip
+                self.works, self.traffic, talks, self.exchanged)  # fmt: skip
 
     @cached_property
     def depends(self) -> frozenset[int]:
         """The places of the sizes that its numbers depend on, `times` apart."""
-        amounts = [*self.flops, *self.exchanged, *(t.amount for t in self.traffic)]
-        amounts += [size for size in self.sizes if size is not None]
-        amounts += [size for sizes in self.attention if sizes for size in sizes]
+        amounts = [*self.exchanged, *(item.amount for item in self.traffic)]
+        for work in self.works:
+            amounts += [work.flop, *(size for size in work.sizes if size), *work.attention]
         return frozenset().union(*(amount.sizes for amount in amounts))
 
 
@@ -195,31 +208,21 @@ def _exchange_of(kernel: KernelForm, told: Callable[[Amount], Any]) -> KernelExc
 def _works_of(kernel: KernelForm, where: slice, told: Callable[[Amount], Any]) -> list[Works]:
     works = []
     attention: dict[Any, Any] = {}
-    for number, work in enumerate(kernel.numbers.work):
-        rows, width, inner = (
-            None if size is None else told(size)
-            for size in kernel.sizes[3 * number : 3 * number + 3]
-        )
-        sizes = kernel.attention[number]
-        if sizes is not None and sizes not in attention:
+    for work in kernel.works:
+        rows, columns, inner = (None if size is None else told(size) for size in work.sizes)
+        sizes = work.attention
+        if sizes and sizes not in attention:
             names = AttentionSizes.__struct_fields__
             attention[sizes] = {n: told(size) for n, size in zip(names, sizes, strict=True)}
-        key = Work(
-            work.operation,
-            work.precision,
-            count=work.count,
-            widths=work.widths,
-            lined=work.lined,
-        )
         works.append(
             Works(
-                key=key,
+                key=work.key,
                 row=where,
-                flop=told(kernel.flops[number]),
+                flop=told(work.flop),
                 rows=rows,
-                columns=width,
+                columns=columns,
                 inner=inner,
-                attention=None if sizes is None else attention[sizes],
+                attention=attention.get(sizes),
             )
         )
     return works

@@ -9,11 +9,18 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
-from rooftrace.costmodels.costs import MATRIX, Access, AttentionSizes
+from rooftrace.costmodels.costs import MATRIX, Access, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.reuse import WarmPart, warm_columns, warm_parts
-from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, KernelRows, Traffic
+from rooftrace.costmodels.planforms.kernelforms import (
+    Amount,
+    KernelForm,
+    KernelRows,
+    Traffic,
+    WorkForm,
+)
 from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers, PlanNumbers
 from rooftrace.costmodels.planforms.points import Array, Points
 from rooftrace.costmodels.planning import Plan
@@ -70,23 +77,6 @@ class PlanForm:
     def _kernel(self, place: int) -> KernelForm:
         group = self.template.groups[place]
         at: _Path = ("groups", place)
-        sizes: list[Amount | None] = []
-        attention: list[tuple[Amount, ...] | None] = []
-        flops = []
-        for number, work in enumerate(group.work):
-            here = (*at, "work", number)
-            flops.append(self.amount((*here, "flop"), work.flop))
-            for name in ("rows", "columns", "inner"):
-                value = getattr(work, name)
-                sizes.append(None if value is None else self.amount((*here, name), value))
-            attention.append(
-                None
-                if work.attention is None
-                else tuple(
-                    self.amount((*here, "attention", name), getattr(work.attention, name))
-                    for name in AttentionSizes.__struct_fields__
-                )
-            )
         traffic = tuple(
             Traffic(access, self.amount((*at, "traffic", number, "size"), access.size))
             for number, access in enumerate(group.traffic)
@@ -105,26 +95,43 @@ class PlanForm:
         return KernelForm(
             numbers=group,
             times=times,
-            flops=tuple(flops),
-            sizes=tuple(sizes),
-            attention=tuple(attention),
+            works=tuple(
+                self._work((*at, "work", number), *entry) for number, entry in enumerate(group.work)
+            ),
             traffic=traffic,
             exchanged=tuple(exchanged),
+        )
+
+    def _work(self, at: _Path, work: Work, flop: int) -> WorkForm:
+        here: _Path = (*at, 0)
+        sizes = ((name, getattr(work, name)) for name in ("rows", "columns", "inner"))
+        attention = {} if work.attention is None else structs.asdict(work.attention)
+        return WorkForm(
+            Work(
+                work.operation,
+                work.precision,
+                count=work.count,
+                widths=work.widths,
+                lined=work.lined,
+            ),
+            self.amount((*at, 1), flop),
+            tuple(None if n is None else self.amount((*here, name), n) for name, n in sizes),
+            tuple(self.amount((*here, "attention", name), n) for name, n in attention.items()),
         )
 
     # -- totals ------------------------------------------------------------------------------------
 
     def flops(
-        self, points: Points, keep: Callable[[GroupNumbers, Any], bool] | None = None
+        self, points: Points, keep: Callable[[GroupNumbers, Work], bool] | None = None
     ) -> Array:
-        """FLOP at points, of the works that `keep` wants (see `counted`); exact."""
+        """FLOP at points, of the works that `keep` wants: by default the dense count; exact."""
         return self._sum(
             points,
             (
-                (kernel.times, amount)
+                (kernel.times, work.flop)
                 for kernel in self.kernels
-                for work, amount in zip(kernel.numbers.work, kernel.flops, strict=True)
-                if (counted if keep is None else keep)(kernel.numbers, work)
+                for work in kernel.works
+                if (work.key.is_dense if keep is None else keep(kernel.numbers, work.key))
             ),
         )
 
@@ -234,10 +241,10 @@ class PlanForm:
     def _step(self, rows: KernelRows, order: Sequence[int]) -> StepAmounts:
         kernels, times = rows.kernels()
         template, points = self.template, rows.points
-        work = [(w.operation, w.precision) for k in self.kernels for w in k.numbers.work]
+        works = [work.key for kernel in self.kernels for work in kernel.works]
         products = {
             kind: self.flops(points, partial(_is_of, kind)).astype(float)
-            for kind in dict.fromkeys(work)
+            for kind in dict.fromkeys((work.operation, work.precision) for work in works)
             if kind[0] in MATRIX
         }
         return StepAmounts(
@@ -268,16 +275,8 @@ class PlanForm:
         return float(told[0]) if not amount.sizes else told.astype(float)
 
 
-def _is_of(kind: tuple[str, str], group: GroupNumbers, work: Any) -> bool:
+def _is_of(kind: tuple[str, str], group: GroupNumbers, work: Work) -> bool:
     return (work.operation, work.precision) == kind
-
-
-DENSE = ("useful", "masked", "masked_executed")
-
-
-def counted(group: GroupNumbers, work: Any) -> bool:
-    """Whether a work is in the dense count without recomputation, as in `Cost.flops`."""
-    return work.count in DENSE
 
 
 def _undominated(formulas: set[Formula]) -> list[Formula]:

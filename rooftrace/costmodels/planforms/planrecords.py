@@ -7,32 +7,17 @@ from dataclasses import replace
 
 from msgspec import Struct
 
-from rooftrace.costmodels.costs import Access, AttentionSizes, Cost
+from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.estimating import rows
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Launch, Plan
-from rooftrace.costmodels.timing import steps, streams
+from rooftrace.costmodels.timing import steptimes, streams
 from rooftrace.costmodels.timing.exchanges import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.paths import pattern_of
-
-
-class WorkNumbers(Struct, frozen=True):
-    """An entry of `Cost.work`, the fields of its key first."""
-
-    operation: str
-    precision: str
-    count: str
-    rows: float | None
-    columns: int | None
-    inner: float | None
-    attention: AttentionSizes | None
-    widths: tuple[float, float] | None
-    lined: str
-    flop: int
 
 
 class AccessNumbers(Struct, frozen=True):
@@ -61,7 +46,7 @@ class GroupNumbers(Struct, frozen=True):
     part: str
     known: bool
     times: int
-    work: tuple[WorkNumbers, ...]
+    work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
     eager: bool  # whether it runs outside of what a mixed step compiles
     exchange: KernelExchange | None  # with other processes
@@ -144,31 +129,18 @@ def _group(
 ) -> GroupNumbers:
     graph, group = planned.graph, planned.groups[index]
     row = rows.row_of(planned, index, _NO_TIME)
+    kind = group_class(graph, group.ops, planned.lays_out(index), planned.op_costs)
     return GroupNumbers(
         ops=group.ops,
         name=group.name,
-        kind=group_class(graph, group.ops, planned.lays_out(index), planned.op_costs),
-        spread_kind=group_class(graph, group.ops, costs=planned.op_costs),
+        kind=kind,
+        spread_kind=steptimes.spread_kind(planned, index, kind),
         module=pattern_of(row.module),
         family=row.family,
         part=row.part,
         known=group.known,
         times=group.times,
-        work=tuple(
-            WorkNumbers(
-                work.operation,
-                work.precision,
-                work.count,
-                work.rows,
-                work.columns,
-                work.inner,
-                work.attention,
-                work.widths,
-                work.lined,
-                flop,
-            )
-            for work, flop in cost.work.items()
-        ),
+        work=tuple(cost.work.items()),
         traffic=tuple(
             AccessNumbers(
                 graph.values[access.storage].role,
@@ -181,6 +153,6 @@ def _group(
         ),
         eager=index in planned.eager,
         exchange=exchange,
-        of_experts=steps.computes_experts(planned, index),
-        aside=steps.runs_aside(planned, index),
+        of_experts=steptimes.computes_experts(planned, index),
+        aside=steptimes.runs_aside(planned, index),
     )

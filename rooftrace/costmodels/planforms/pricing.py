@@ -335,4 +335,7 @@ def draws_of(form: GraphForm) -> Iterator[slots.Draw]:
                 slot = varying.get(("values", value, "shape", place))
                 factor = Formula.constant(size)
                 elements = elements * (form.formulas[slot.formulas[0]] if slot else factor)
-            yield slots.Draw("distinct", elements, Formula.constant(1), Formula.constant(classes))
+            alone = op.facts.get("own_rows")
+            function, chosen = ("distinct", 1) if alone is None else ("rows", int(alone))
+            parts = Formula.constant(chosen), Formula.constant(classes)
+            yield slots.Draw(function, elements, *parts)

@@ -27,7 +27,6 @@ from rooftrace.costmodels.rewriting.indexing import (
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.recurrences import ends
 from rooftrace.costmodels.rewriting.scans import (
-    as_before,
     blank,
     laid_out,
     memory_order,
@@ -35,7 +34,7 @@ from rooftrace.costmodels.rewriting.scans import (
     replaces,
 )
 from rooftrace.costmodels.rewriting.unused import with_matches
-from rooftrace.tracer.arguments import Argument
+from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
 CAUSAL_CONV = "rooftrace.causal_conv1d.default"
@@ -334,7 +333,7 @@ def _emit(walker: Walker, edit: Editor, conv: _Conv) -> None:
         edit.emit(like, CONV_UPDATE, {"state": state, **arguments}, (moved, y))
         for value in conv.moved:
             values[value] = changed(values[value], storage=values[state.id].storage)
-            as_before(edit, like, moved, value)
+            edit.stands_for(like, Ref(moved), value)
     else:
         edit.emit(like, CAUSAL_CONV, arguments, (y,))
     replaces(edit, walker, like, y, conv.y, "bct")

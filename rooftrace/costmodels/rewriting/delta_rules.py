@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, full
+from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.scans import laid_out
-from rooftrace.costmodels.rewriting.statechains import COPIES, CREATED, StateWiring, chains
+from rooftrace.costmodels.rewriting.statechains import CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
 from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
 from rooftrace.tracer.arguments import Argument, Ref
@@ -72,9 +73,8 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
     """The rule with the write of its last state into a cache, if nothing else reads the state."""
     value, between = rule.chain.last, list[Op]()
     inside = {op.id for op in rule.ops}
-    while value not in wiring.outputs:
-        outside = [op for op in wiring.readers[value] if op.id not in inside]
-        outside = [op for op in outside if not op.name.endswith("_like")]
+    while value not in wiring.graph.outputs:
+        outside = [op for op in wiring.used_by[value] if op.id not in inside]
         if len(outside) != 1 or outside[0].repeats != _outside(rule):
             break
         op = outside[0]
@@ -95,16 +95,12 @@ def _kept_by(wiring: StateWiring, rule: StateRule, op: Op, between: Sequence[Op]
         return {}
     if graph.values[target].shape != graph.values[last].shape:
         return {}
-    room = wiring.maker(target)
+    room = wiring.made_by(target)
     if room is not None and room.name in CREATED:
-        read_first = any(reader.id < op.id for reader in wiring.readers[target])
+        read_first = any(reader.id < op.id for reader in wiring.used_by[target])
         if read_first or graph.values[target].dtype != graph.values[last].dtype:
             return {}
         return {"into": op, "between": tuple(between), "room": room}
-    if any(
-        last in reader.inputs for reader in wiring.readers[last] if reader.name.endswith("_like")
-    ):
-        return {}
     return {"into": op, "between": tuple(between)}
 
 
@@ -113,7 +109,7 @@ def _place(wiring: StateWiring, rule: StateRule) -> Op:
     starts = [stream.value for stream in rule.streams.values()]
     starts += [rule.chain.first] if rule.chain.first is not None else []
     starts += [rule.into.inputs[0]] if rule.into is not None and rule.room is None else []
-    made = max((op.id for op in map(wiring.maker, starts) if op is not None), default=-1)
+    made = max((op.id for op in map(wiring.made_by, starts) if op is not None), default=-1)
     ops = sorted(rule.dropped, key=lambda op: op.id)
     late = [op for op in ops if op.id > made and op.repeats == _outside(rule)]
     return late[0] if late else ops[-1]
@@ -129,7 +125,6 @@ def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
     batch, tokens, heads, width, columns = rule.sizes
     target, arguments = _called(editor, rule, like)
     out, last, into = rule.out.value, rule.chain.last, rule.into
-    shape = editor.values[out].shape
     dtype = editor.values[out].dtype
     new = editor.value((batch, tokens, heads, columns), dtype, "activations", like.repeats)
     if into is not None:
@@ -143,8 +138,8 @@ def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
         editor.emit(like, target, arguments, (new, made))
         if arguments["keep"]:
             order = (0, 1, 3, 2) if rule.turned else (0, 1, 2, 3)
-            _stands_for(editor, like, last, made, order, editor.values[last].shape)
-    _stands_for(editor, like, out, new, tuple("BTHD".index(d) for d in rule.out.order), shape)
+            _stands_for(editor, like, last, made, order)
+    _stands_for(editor, like, out, new, tuple("BTHD".index(d) for d in rule.out.order))
 
 
 def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, Argument]]:
@@ -194,24 +189,18 @@ def _read(tensor: Tensor, stream: StateStream, sizes: Mapping[str, int]) -> Read
     return ReadValue(stream.value, tuple(dims))
 
 
-def _stands_for(
-    editor: Editor, like: Op, value: int, made: int, order: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
+def _stands_for(editor: Editor, like: Op, value: int, made: int, order: tuple[int, ...]) -> None:
     """A value of the graph becomes a view of what the new op made, and its views with it."""
-    source = editor.values[made]
-    item = Ref(made)
+    source, shape, item = editor.values[made], editor.values[value].shape, Ref(made)
     if order != tuple(range(len(order))):
-        last = tuple(source.shape[d] for d in order) == shape
-        if last:
+        if tuple(source.shape[d] for d in order) == shape:
             turned: dict[str, Argument] = {"self": item, "dims": order}
-            stride = tuple(source.stride[d] for d in order)
-            _rehomed(editor, like, value, made, stride)
+            _rehomed(editor, like, value, made, tuple(source.stride[d] for d in order))
             editor.emit(like, "aten.permute.default", turned, (value,), kind="view")
             return
         item = editor.permuted(like, item, order)
     _rehomed(editor, like, value, made, Tensor.contiguous(shape))
-    view: dict[str, Argument] = {"self": item, "shape": shape}
-    editor.emit(like, "aten.reshape.default", view, (value,), kind="view")
+    editor.stands_for(like, item, value)
 
 
 def _rehomed(editor: Editor, like: Op, value: int, made: int, stride: tuple[int, ...]) -> None:

@@ -25,21 +25,28 @@ from rooftrace.costmodels.rewriting.indexing import (
     named,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES
+from rooftrace.costmodels.rewriting.matching import Pat, match
 from rooftrace.costmodels.rewriting.recurrences import (
-    SUMS,
     axes_of,
     decay_of,
-    exponent,
     fuse,
     in_roles,
     scans,
+    sums_behind,
 )
 from rooftrace.costmodels.rewriting.scans import Scan, blank, clamped, finished, onto
 from rooftrace.tracer.graph import Op, OpGraph
 
-_LONGEST = 24
-"""The most ops between the decays within a chunk and what is made of them."""
+_ALL = Pat("ones ones_like new_ones")
+_NOT = "bitwise_not logical_not"
+_ABOVE = (
+    Pat("triu", _ALL, diagonal=1),
+    Pat(_NOT, Pat("tril", _ALL, diagonal=(None, 0))),
+)
+_ON_AND_ABOVE = (
+    Pat("triu", _ALL, diagonal=(None, 0)),
+    Pat(_NOT, Pat("tril", _ALL, diagonal=-1)),
+)
 
 
 def fuse_dual_scans(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -81,7 +88,7 @@ def _chunked(walker: Walker, op: Op) -> Scan | None:
     if within is None or total is None:
         return None
     add, across = total
-    chunks, state, last = _states(walker, within, across, add) or (None, None, None)
+    chunks, state, last = _states(walker, within, across) or (None, None, None)
     if chunks is None:
         return None
     return _scan(walker, within, add, chunks, state, last)
@@ -95,76 +102,33 @@ def _segments(walker: Walker, read: ReadValue) -> tuple[ReadValue, Dim, Dim] | N
 
     a is what is summed up, read at the row.
     """
-    factor = walker.source(read)
-    op = walker.maker(factor.value)
-    if op is None or op.name != "aten.exp" or len(factor.dims) < 2:
+    masked = walker.under(read, "exp", "masked_fill", value=-math.inf)
+    if not masked or not _is(walker, masked[1], _ABOVE):
         return None
-    walker.passed.add(op.id)
-    masked = walker.source(ReadValue(op.inputs[0], factor.dims))
-    op = walker.maker(masked.value)
-    if op is None or op.name != "aten.masked_fill" or op.arguments.get("value") != -math.inf:
-        return None
-    walker.passed.add(op.id)
-    row, column = masked.dims[-2:]
-    if _triangle(walker, op.inputs[1]) != 1:
-        return None
-    inner = walker.source(walker.aligned(op.inputs[0], masked.dims))
-    op = walker.maker(inner.value)
-    if op is None:
-        return None
-    walker.passed.add(op.id)
-    if op.name == "aten.sub" and len(op.inputs) == 2:
-        upper, lower = (walker.source(walker.aligned(i, inner.dims)) for i in op.inputs)
-        a, other = (_running(walker, side, dim) for side, dim in ((upper, row), (lower, column)))
+    row, column = masked[1].dims
+    sums = walker.under(masked[0], "sub")
+    if len(sums) == 2:
+        a, other = (_running(walker, *pair) for pair in zip(sums, (row, column), strict=True))
         if a is None or other is None:
             return None
         return (a, row, column) if _moved(other, column, row) == a else None
-    summed = _running(walker, inner, row)
-    op = None if summed is None else walker.maker(summed.value)
-    if op is None or op.name != "aten.masked_fill" or op.arguments.get("value") != 0:
+    summed = _running(walker, masked[0], row)
+    masked = [] if summed is None else walker.under(summed, "masked_fill", value=0)
+    if not masked or not _is(walker, masked[1], _ON_AND_ABOVE) or masked[1].dims[1] != column:
         return None
-    if summed is None or _triangle(walker, op.inputs[1]) != 0 or summed.dims[-1] != column:
-        return None
-    a = walker.source(walker.aligned(op.inputs[0], summed.dims))
-    return None if column in a.dims and column.atoms else (a, row, column)
+    return None if column in masked[0].dims and column.atoms else (masked[0], row, column)
 
 
 def _running(walker: Walker, factor: ReadValue, along: Dim) -> ReadValue | None:
     """What a value is the running sum of, along the dimension that is read so."""
     op = walker.maker(factor.value)
-    if op is None or op.name != "aten.cumsum":
-        return None
-    if factor.dims[int(op.arguments["dim"])] != along:
-        return None
-    walker.passed.add(op.id)
-    return walker.source(ReadValue(op.inputs[0], factor.dims))
+    summed = walker.under(factor, "cumsum")
+    return summed[0] if op and summed and factor.dims[int(op.arguments["dim"])] == along else None
 
 
-def _triangle(walker: Walker, mask: int) -> int | None:
-    """k, where a mask [rows, columns] is true at column - row >= k; None for any other mask."""
-    factor = walker.source(walker.fresh(mask))
-    op = walker.maker(factor.value)
-    if op is None or factor.dims != walker.fresh(mask).dims[-2:]:
-        return None
-    if op.name in ("aten.bitwise_not", "aten.logical_not"):
-        below = _lower(walker, op.inputs[0])
-        return None if below is None else below + 1
-    if op.name == "aten.triu" and _all_true(walker, op.inputs[0]):
-        return int(op.arguments.get("diagonal", 0))
-    return None
-
-
-def _lower(walker: Walker, mask: int) -> int | None:
-    """k, where a mask is true at column - row <= k."""
-    op = walker.maker(walker.source(walker.fresh(mask)).value)
-    if op is None or op.name != "aten.tril" or not _all_true(walker, op.inputs[0]):
-        return None
-    return int(op.arguments.get("diagonal", 0))
-
-
-def _all_true(walker: Walker, mask: int) -> bool:
-    op = walker.maker(walker.source(walker.fresh(mask)).value)
-    return op is not None and op.name in ("aten.ones", "aten.ones_like", "aten.new_ones")
+def _is(walker: Walker, mask: ReadValue, triangle: tuple[Pat, Pat]) -> bool:
+    """Whether a mask is this triangle [rows, columns]."""
+    return len(mask.dims) == 2 and match(walker.places, mask.value, triangle) is not None
 
 
 # -- within a chunk --------------------------------------------------------------------------------
@@ -177,18 +141,10 @@ def _within(walker: Walker, exp: Op) -> _Chunk | None:
         return None
     a, row, column = sums
     later, earlier = row.atoms[0].axis, column.atoms[0].axis
-    front, seen = [decays.value], set[int]()
-    while front and len(seen) < _LONGEST:
-        for op in walker.readers[front.pop(0)]:
-            if op.id in seen or op.repeats != exp.repeats:
-                continue
-            seen.add(op.id)
-            if op.name in SUMS:
-                chunk = _products(walker, op, decays, (a, later, earlier, row.atoms[0].size))
-                if chunk is not None:
-                    return chunk
-            if op.kind == "view" or op.name in (*COPIES, "aten.mul", *SUMS):
-                front += op.outputs
+    for op in sums_behind(walker, decays.value):
+        chunk = _products(walker, op, decays, (a, later, earlier, row.atoms[0].size))
+        if chunk is not None:
+            return chunk
     return None
 
 
@@ -271,13 +227,13 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
 
 def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from the start of a chunk: the exponential of the sum of a."""
-    inner = exponent(walker, factor)
     along = full(within.row, within.length)
-    return inner is not None and _running(walker, inner, along) == within.logarithm
+    inner = walker.under(factor, "exp")
+    return bool(inner) and _running(walker, inner[0], along) == within.logarithm
 
 
 def _states(
-    walker: Walker, within: _Chunk, begun: ReadValue, total: ReadValue
+    walker: Walker, within: _Chunk, begun: ReadValue
 ) -> tuple[Axis | int, ReadValue | None, ReadValue | None] | None:
     """The axis of chunks (1 where there is one), the state of before, and that behind the last."""
     parts = walker.parts(begun)
@@ -367,15 +323,10 @@ def _left_behind(
 
 def _to_end(walker: Walker, decay: ReadValue, within: _Chunk) -> bool:
     """Whether a factor is the decay from a token to the end of its chunk."""
-    inner = exponent(walker, decay)
-    op = None if inner is None else walker.maker(inner.value)
-    if inner is None or op is None or op.name != "aten.sub" or len(op.inputs) != 2:
-        return False
-    walker.passed.add(op.id)
-    upper, lower = (walker.source(walker.aligned(i, inner.dims)) for i in op.inputs)
+    sums = walker.under(decay, "exp", "sub")
     column, row = full(within.column, within.length), full(within.row, within.length)
-    summed = _running(walker, lower, column)
-    if summed is None or not _at_end(walker, upper, within):
+    summed = _running(walker, sums[1], column) if len(sums) == 2 else None
+    if summed is None or not _at_end(walker, sums[0], within):
         return False
     return _moved(summed, column, row) == within.logarithm
 

@@ -132,8 +132,13 @@ class Editor:
         """A value in another shape: contiguous, or with these strides."""
         strides = Tensor.contiguous(shape) if stride is None else stride
         out = self.view(of, shape, strides, like.repeats)
-        self.emit(like, "aten.reshape.default", {"self": of, "shape": shape}, (out,), kind="view")
+        self.stands_for(like, of, out)
         return Ref(out)
+
+    def stands_for(self, like: Op, of: Ref, value: int) -> None:
+        """Let a value be another one in a shape of its own."""
+        shape = self.values[value].shape
+        self.emit(like, "aten.reshape.default", {"self": of, "shape": shape}, (value,), kind="view")
 
     def sliced(self, like: Op, of: Ref, dim: int, start: int, end: int) -> Ref:
         """Elements `start` to `end` of a value along one dimension; itself if that is all."""

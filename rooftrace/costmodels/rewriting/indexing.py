@@ -8,7 +8,6 @@ sums gives the factors of a sum of products, each with the dims at which it is r
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,12 +82,7 @@ class Walker:
         self.places, self.graph = places, places.graph
         self.passed: set[int] = set()
         """Ids of the ops that were walked through."""
-        self.readers: dict[int, list[Op]] = defaultdict(list)
-        """By value, the ops that read it, in this iteration or in the next one."""
-        for op in self.graph.ops:
-            neighbours = {ref.then.value for ref in op.reads if ref.then is not None}
-            for value in {*op.inputs, *neighbours}:
-                self.readers[value].append(op)
+        self.readers = places.read_by
         self._edges: set[int] = set()
         """Values that an op outside of a repeat reads of its last iteration."""
         self._written = set(places.writers)
@@ -156,6 +150,24 @@ class Walker:
             return (factor,)
         self._pass(op)
         return tuple(self.source(part, at) for part in made)
+
+    def under(self, factor: ReadValue, *names: str, **said: object) -> list[ReadValue]:
+        """What the last op of a chain by elements reads, each op of which makes the first operand
+        of the one before it, and the first op the factor; nothing where there is no such chain.
+
+        said: what an op has to be given, if it has such an argument.
+        """
+        read = [factor]
+        for name in names:
+            factor = self.source(read[0])
+            op = self.maker(factor.value)
+            if op is None or op.name != f"aten.{name}":
+                return []
+            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **said}.items()):
+                return []
+            self.passed.add(op.id)
+            read = [self.source(self.aligned(i, factor.dims)) for i in op.inputs]
+        return read
 
     def holding(self, factor: ReadValue, value: int) -> list[ReadValue] | None:
         """A factor taken apart as far as is needed to see a value; None where it is not in it."""

@@ -1,10 +1,9 @@
 """Recurrences that are computed for all tokens at once, pairs of neighbours combined in place.
 
 Two tensors hold the decays and what enters at each token.  Ops in place combine them until every
-token holds the sum over all tokens before it.  Which tokens an element stands for is followed
-through these ops: an element that stands for tokens s to t may only be combined with one that ends
-at s - 1, and it is a scan if in the end all begin with the first.  The order of the sweeps does not
-matter (G. Blelloch, "Prefix sums and their applications", CMU-CS-90-190).
+token holds the sum over all tokens before it: these ops are run on small random numbers (see
+`smallruns`), beside a loop over the tokens.  The order of the sweeps does not matter (G. Blelloch,
+"Prefix sums and their applications", CMU-CS-90-190).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
@@ -27,7 +25,6 @@ from rooftrace.costmodels.rewriting.indexing import (
 )
 from rooftrace.costmodels.rewriting.recurrences import (
     axes_of,
-    exponent,
     fuse,
     in_roles,
     operands,
@@ -35,7 +32,8 @@ from rooftrace.costmodels.rewriting.recurrences import (
     summed,
 )
 from rooftrace.costmodels.rewriting.scans import Scan, clamped, finished
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.costmodels.rewriting.smallruns import NotRun, SmallRun, SmallTensor, short
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 
 def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -46,16 +44,6 @@ def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:
 def _all(walker: Walker) -> Iterator[Scan]:
     for finder in (scans, parallel_scans):
         yield from (scan for scan in finder(walker) if not scan.dual)
-
-
-class _Span(NamedTuple):
-    """Tokens that an element stands for: a product of decays from `first` to `last`; what entered
-    there ("x"); what entered from `first` to `middle` - 1, times the decays behind ("ax")."""
-
-    kind: str
-    first: int
-    last: int
-    middle: int = -1
 
 
 def parallel_scans(walker: Walker) -> Iterator[Scan]:
@@ -92,85 +80,40 @@ def _scan(walker: Walker, entered: int) -> Scan | None:
 
 def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
     """Whether ops in place make of each token the sum over all tokens before it."""
-    graph, values = walker.graph, walker.graph.values
-    tokens = values[entered].shape[dim]
-    spans = {
-        entered: [_Span("x", t, t) for t in range(tokens)],
-        decay: [_Span("a", t, t) for t in range(tokens)],
-    }
-    made: dict[int, list[_Span]] = {}
-    writes = [op.id for storage in spans for op in walker.places.writers[storage]]
-    begin = max(graph.producers.get(storage, -1) for storage in spans) + 1
-    touched = {op.id for storage in spans for op in walker.places.readers[storage]}
-    for op in graph.ops[begin : max(writes) + 1]:
-        if op.kind != "kernel" or (op.id not in touched and made.keys().isdisjoint(op.inputs)):
-            continue
-        sides = []
-        for value in op.inputs:
-            storage = values[value].storage
-            if storage in spans:
-                times = _times(walker, value, dim)
-                sides.append(None if times is None else [spans[storage][t] for t in times])
-            else:
-                sides.append(made.get(value))
-        if len(sides) != 2 or sides[0] is None or sides[1] is None:
-            return False
-        if not plain(op.reads) or len(sides[0]) != len(sides[1]):
-            return False
-        joined = [_joined(op.name, a, b) for a, b in zip(*sides, strict=True)]
-        if any(span is None for span in joined):
-            return False
-        results = [span for span in joined if span is not None]
-        if op.name.endswith("_"):
-            times = _times(walker, op.inputs[0], dim)
-            for t, span in zip(times or (), results, strict=True):
-                spans[values[op.inputs[0]].storage][t] = span
-        else:
-            made[op.outputs[0]] = results
-    return spans[entered] == [_Span("x", 0, t) for t in range(tokens)]
+    import numpy as np
+
+    graph = walker.graph
+    made = [graph.producers.get(storage, -1) for storage in (entered, decay)]
+    last = max(op.id for s in (entered, decay) for op in walker.places.writers[s])
+    ops, reached = list[Op](), {entered, decay}
+    for op in graph.ops[min(made) + 1 : last + 1]:
+        if not reached.isdisjoint(op.inputs) and (op.kind == "view" or op.id > max(made)):
+            if op.kind == "kernel" and op.name.removesuffix("_") not in ("aten.mul", "aten.add"):
+                return False
+            ops.append(op)
+            reached |= set(op.outputs)
+    if not all(plain(op.reads) for op in ops):
+        return False
+    known = {value: _numbers(graph.values[value], dim) for value in (decay, entered)}
+    decays, states = (np.moveaxis(piece.array.copy(), dim, 0) for piece in known.values())
+    for before, token in itertools.pairwise(range(len(states))):
+        states[token] += decays[token] * states[before]
+    try:
+        run = SmallRun(graph, known, len(ops[0].repeats), {}).run(ops)
+    except NotRun:
+        return False
+    return np.allclose(np.moveaxis(run[entered].array, dim, 0), states, rtol=1e-9, atol=0)
 
 
-def _joined(name: str, left: _Span, right: _Span) -> _Span | None:
-    """What a product or a sum of two elements stands for; None for what a scan has no use for."""
-    pair = {left.kind: left, right.kind: right}
-    if name in ("aten.mul", "aten.mul_"):
-        late, early = (left, right) if left.first > right.first else (right, left)
-        if late.kind != "a" or early.last != late.first - 1 or early.kind == "ax":
-            return None
-        if early.kind == "a":
-            return _Span("a", early.first, late.last)
-        return _Span("ax", early.first, late.last, late.first)
-    if name in ("aten.add", "aten.add_") and pair.keys() == {"x", "ax"}:
-        x, ax = pair["x"], pair["ax"]
-        if (x.first, x.last) == (ax.middle, ax.last):
-            return _Span("x", ax.first, x.last)
-    return None
+def _numbers(tensor: Tensor, dim: int) -> SmallTensor:
+    """Random numbers below one that lie as a tensor does, long along one dimension only."""
+    import numpy as np
 
-
-def _times(walker: Walker, value: int, dim: int) -> list[int] | None:
-    """The tokens of a view of a tensor [..., tokens, ...], in order; None where it leaves out
-    anything else."""
-    place = walker.places.place(value)
-    if place is None:
-        return None
-    base = walker.graph.values[place.storage]
-    step, length = base.stride[dim], base.shape[dim]
-    others = [
-        pair
-        for d, pair in enumerate(zip(base.shape, base.stride, strict=True))
-        if d != dim and pair[0] > 1
-    ]
-    along = []
-    for pair in zip(place.shape, place.stride, strict=True):
-        if pair in others:
-            others.remove(pair)
-        elif pair[0] != 1:
-            along.append(pair)
-    if others or place.offset % step or any(stride % step for _, stride in along):
-        return None
-    ranges = [[i * stride // step for i in range(n)] for n, stride in along]
-    times = [place.offset // step + sum(parts) for parts in itertools.product(*ranges)]
-    return times if all(0 <= t < length for t in times) else None
+    dims = [((n, n if d == dim else min(n, 2)),) if n != 1 else () for d, n in
+            enumerate(tensor.shape)]  # fmt: skip
+    order = sorted(range(len(dims)), key=lambda d: -tensor.stride[d])
+    numbers = np.random.default_rng(20).uniform(0.2, 1, short(dims[d] for d in order))
+    return SmallTensor(numbers.transpose(np.argsort(order)), dims)
 
 
 def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
@@ -186,10 +129,10 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     (total, (y, queries, n)) = sums[0]
     last = [_final(walker, entered, op, dims, dim) for op in reads if op is not total]
     last = [value for value in dict.fromkeys(last)]
-    exp = exponent(walker, ReadValue(decay, dims))
-    if exp is None or None in last or len(last) > 1:
+    exponent = walker.under(ReadValue(decay, dims), "exp")
+    if not exponent or None in last or len(last) > 1:
         return None
-    factors = operands(walker, exp, ReadValue(entered, dims), queries, n)
+    factors = operands(walker, exponent[0], ReadValue(entered, dims), queries, n)
     if factors is None:
         return None
     names: Names = {dim: [(Atom(dim, 1, shape[dim]), Atom("t", 1, shape[dim]))]}

@@ -13,12 +13,12 @@ from functools import cached_property
 
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
-_SAME_START = frozenset({
+VIEWS = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t",
     "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.detach", "aten.alias", "aten.lift_fresh",
-    "aten.unflatten", "aten.flatten", "aten.view_as", "aten.expand_as", "aten.copy_",
+    "aten.unflatten", "aten.flatten", "aten.view_as", "aten.expand_as",
 })  # fmt: skip
-"""Ops whose result begins where their first operand begins."""
+"""Views of all elements."""
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
 
 
@@ -56,6 +56,16 @@ class Places:
             for storage in {values[i].storage for i in (*op.inputs, *op.outputs)}:
                 readers[storage].append(op)
         return readers
+
+    @cached_property
+    def read_by(self) -> dict[int, list[Op]]:
+        """Value -> the ops that read it, in this iteration or in the next one, in order."""
+        reading: dict[int, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            neighbours = {ref.then.value for ref in op.reads if ref.then is not None}
+            for value in {*op.inputs, *neighbours}:
+                reading[value].append(op)
+        return reading
 
     @cached_property
     def outside(self) -> frozenset[int]:
@@ -187,7 +197,7 @@ def beside(op: Op) -> bool:
 
 def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int | None:
     """How far behind its operand an output of a view op begins; None for an unknown one."""
-    if op.name in _SAME_START or (op.name.endswith("_") and op.kind == "kernel"):
+    if op.name in VIEWS or (op.name.endswith("_") and op.kind == "kernel"):
         return 0
     dim = op.arguments.get("dim", 0)
     if op.name not in ("aten.slice", "aten.select", "aten.narrow", "aten.split", "aten.unbind",

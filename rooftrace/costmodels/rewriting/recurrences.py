@@ -33,9 +33,9 @@ from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
-_LONGEST = 16
-"""The most ops between a state and the sum over it that makes y."""
-SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
+_LONGEST = 24
+"""The most ops between a state, or the decays within a chunk, and what is made of them."""
+_SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
 
 
 def fuse(graph: OpGraph, find: Callable[[Walker], Iterable[Scan]]) -> tuple[OpGraph, int]:
@@ -103,22 +103,12 @@ def _step(walker: Walker, add: Op) -> _Step | None:
             continue
         for decay, state in (product.reads, product.reads[::-1]):
             read = walker.aligned(decay.id, dims)
-            exp = exponent(walker, read) if plain((decay,)) else None
-            if exp is not None:
-                step = _with_sum(walker, add, product, state, exp, walker.aligned(rest.id, dims))
+            for exponent in walker.under(read, "exp") if plain((decay,)) else ():
+                entered = walker.aligned(rest.id, dims)
+                step = _with_sum(walker, add, product, state, exponent, entered)
                 if step is not None:
                     return step
     return None
-
-
-def exponent(walker: Walker, factor: ReadValue) -> ReadValue | None:
-    """What a factor is the exponential of; None where it is none."""
-    factor = walker.source(factor)
-    op = walker.maker(factor.value)
-    if op is None or op.name != "aten.exp":
-        return None
-    walker.passed.add(op.id)
-    return walker.source(ReadValue(op.inputs[0], factor.dims))
 
 
 def _with_sum(
@@ -129,7 +119,7 @@ def _with_sum(
     if summed is None:
         return None
     y, queries, n, inside = summed
-    if walker.readers[term_of(add, product)] != [add]:
+    if walker.readers[product.outputs[0]] != [add]:
         return None
     factors = operands(walker, decay, entered, queries, n)
     if factors is None:
@@ -141,29 +131,32 @@ def _with_sum(
     return _Step(add, state, start.value, factors, n, inside | {product.id})
 
 
-def term_of(add: Op, product: Op) -> int:
-    """The value of a product that an op adds."""
-    return next(i for i in add.inputs if i in product.outputs)
-
-
 def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[int]] | None:
     """y, what the state is multiplied by to make it, and the dimension that is summed."""
     h = add.outputs[0]
-    front, seen = [h], dict[int, Op]()
-    while front and len(seen) < _LONGEST:
-        value = front.pop(0)
-        for op in walker.readers[value]:
-            if op.repeats != add.repeats or op.id in seen or not plain(op.reads):
-                continue
-            if op.name in SUMS:
-                walker.passed = set()
-                made = summed(walker, h, op)
-                if made is not None:
-                    return (*made, frozenset(walker.passed))
-            elif op.kind == "view" or op.name in COPIES or op.name == "aten.mul":
-                seen[op.id] = op
-                front += op.outputs
+    for op in sums_behind(walker, h):
+        walker.passed = set()
+        made = summed(walker, h, op)
+        if made is not None:
+            return (*made, frozenset(walker.passed))
     return None
+
+
+def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
+    """The sums over products of a value, in its iteration: those that the fewest ops lie before
+    first."""
+    graph = walker.graph
+    repeats = graph.ops[graph.producers[value]].repeats
+    front, seen = [value], set[int]()
+    while front and len(seen) < _LONGEST:
+        for op in walker.readers[front.pop(0)]:
+            if op.id in seen or op.repeats != repeats:
+                continue
+            seen.add(op.id)
+            if op.name in _SUMS:
+                yield op
+            if op.kind == "view" or op.name in (*COPIES, "aten.mul", *_SUMS):
+                front += op.outputs
 
 
 def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
@@ -254,7 +247,7 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
         return None
     inside = frozenset(number for step in chain for number in step.inside)
     scan = replace(scan, first=first.add.id, inside=inside)
-    return finished(walker, _ending(walker, scan, last, base))
+    return finished(walker, _ending(walker, scan, last))
 
 
 def _turns(walker: Walker, step: _Step) -> int:
@@ -406,7 +399,7 @@ def _unwrapped(walker: Walker, dt: ReadValue) -> frozenset[object]:
     return frozenset[object]().union(*(_unwrapped(walker, side) for side in sides))
 
 
-def _ending(walker: Walker, scan: Scan, step: _Step, base: tuple[int, ...]) -> Scan:
+def _ending(walker: Walker, scan: Scan, step: _Step) -> Scan:
     """A recurrence with what becomes of its last state."""
     reading = [op for op in ends(walker, step.h, step.inside) if op.id not in step.inside]
     values = walker.graph.values

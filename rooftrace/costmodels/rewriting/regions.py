@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.places import Places, beside
-from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op
 
 
@@ -88,10 +88,8 @@ def apart(places: Places, edit: Editor, value: int, storage: int) -> None:
 
 def stands_for(places: Places, edit: Editor, like: Op, made: Ref, value: int) -> None:
     """Let a value be a view of a new one that has its elements in order."""
-    shape = edit.values[value].shape
     apart(places, edit, value, made.id)
-    viewed: dict[str, Argument] = {"self": made, "shape": shape}
-    edit.emit(like, "aten.reshape.default", viewed, (value,), kind="view")
+    edit.stands_for(like, made, value)
 
 
 def times_rows(places: Places, value: int) -> tuple[int, int] | None:

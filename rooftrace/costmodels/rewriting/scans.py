@@ -107,47 +107,37 @@ def _overwritten(walker: Walker, scan: Scan) -> bool:
 
 def _with_steps(walker: Walker, scan: Scan) -> Scan:
     """dt before clamp, softplus and a bias, as far as it has them in this order."""
-    options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
     factor = scan.factors["dt"]
-    bias: ReadValue | None = None
-    op = walker.maker(factor.value)
-    if op is not None and op.name == "aten.clamp" and len(op.inputs) == 1:
-        options |= {"low": op.arguments.get("min"), "high": op.arguments.get("max")}
-        factor = walker.source(ReadValue(op.inputs[0], factor.dims))
-        op = walker.maker(factor.value)
-    plain_softplus = op is not None and not {"beta", "threshold"} & set(op.arguments)
-    if op is not None and op.name == "aten.softplus" and plain_softplus:
+    options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
+    clamp = walker.maker(factor.value)
+    inner = walker.under(factor, "clamp")
+    if clamp is not None and len(inner) == 1:
+        options |= {"low": clamp.arguments.get("min"), "high": clamp.arguments.get("max")}
+        (factor,) = inner
+    inner = walker.under(factor, "softplus", beta=1, threshold=20)
+    if inner:
         options["softplus"] = True
-        factor = walker.source(ReadValue(op.inputs[0], factor.dims))
-        op = walker.maker(factor.value)
-    before = options["softplus"] or options["low"] is not None
-    if before and op is not None and op.name == "aten.add" and _is_sum(op):
-        sides = [walker.source(walker.aligned(i, factor.dims)) for i in op.inputs]
-        for side, other in (sides, sides[::-1]):
-            stored = walker.graph.owner(side.value).role == "weights"
-            if bias is None and stored and side.axes <= {"h", "p"}:
-                factor, bias = other, side
+        (factor,) = inner
     factors = {**scan.factors, "dt": factor}
-    if bias is not None:
-        factors["dt_bias"] = bias
+    before = options["softplus"] or options["low"] is not None
+    sides = walker.under(factor, "add") if before else []
+    for bias, other in zip(sides, sides[::-1], strict=True):
+        if _stored(walker, bias) and bias.axes <= {"h", "p"} and len(sides) == 2:
+            return replace(scan, factors=factors | {"dt": other, "dt_bias": bias}, options=options)
     return replace(scan, factors=factors, options=options)
 
 
 def _with_decay(walker: Walker, scan: Scan) -> Scan:
     """A as the weight that it is made of as -exp(weight): an engine makes A once."""
     made = scan.factors.get("A")
-    values = walker.graph.values
-    for name in ("aten.neg", "aten.exp"):
-        op = None if made is None else walker.maker(made.value)
-        if made is None or op is None or op.name != name:
-            return replace(scan, options={**scan.options, "A_log": False})
-        made = walker.source(ReadValue(op.inputs[0], made.dims))
-    stored = made is not None and values[values[made.value].storage].role == "weights"
-    if made is None or not stored:
-        return replace(scan, options={**scan.options, "A_log": False})
-    return replace(
-        scan, factors={**scan.factors, "A": made}, options={**scan.options, "A_log": True}
-    )
+    weight = [] if made is None else walker.under(made, "neg", "exp")
+    logs = bool(weight) and _stored(walker, *weight)
+    factors = {**scan.factors, **({"A": weight[0]} if logs else {})}
+    return replace(scan, factors=factors, options={**scan.options, "A_log": logs})
+
+
+def _stored(walker: Walker, factor: ReadValue) -> bool:
+    return walker.graph.owner(factor.value).role == "weights"
 
 
 def _with_last(walker: Walker, scan: Scan) -> Scan:
@@ -235,9 +225,7 @@ def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str,
             skips = [part for part in parts if part != x]
             if len(parts) == 2 and len(skips) == 1 and skips[0].axes <= {"h", "p"}:
                 return {"D": skips[0]}
-        maker = walker.maker(other.value) if op.name in ("aten.mul", "aten.mul_") else None
-        if maker is not None and maker.name == "aten.silu":
-            gate = walker.source(ReadValue(maker.inputs[0], other.dims))
+        for gate in walker.under(other, "silu") if op.name in ("aten.mul", "aten.mul_") else ():
             if gate.axes == after.axes:
                 return {"z": gate}
     return None
@@ -286,7 +274,7 @@ def emit_scan(walker: Walker, edit: Editor, scan: Scan) -> None:
         moved = edit.view(state, old.shape, old.stride, like.repeats)
         arguments = {"state": state, **operands, **scan.options, **layout}
         edit.emit(like, STATE_UPDATE, arguments, (moved, y))
-        as_before(edit, like, moved, scan.written.outputs[0])
+        edit.stands_for(like, Ref(moved), scan.written.outputs[0])
     else:
         held = tuple(sizes[axis] for axis in "bhpn")
         last = edit.value(held, wide, "activations", like.repeats)
@@ -373,13 +361,7 @@ def replaces(
         cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
         edit.emit(like, "aten._to_copy.default", cast, (before.value,))
         return
-    edit.emit(
-        like,
-        "aten.reshape.default",
-        {"self": seen, "shape": old.shape},
-        (before.value,),
-        kind="view",
-    )
+    edit.stands_for(like, seen, before.value)
 
 
 def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
@@ -402,14 +384,6 @@ def _views(walker: Walker, value: int) -> set[int]:
                 if values[i].storage == values[value].storage and i not in seen
             ]
     return seen
-
-
-def as_before(edit: Editor, like: Op, moved: int, value: int) -> None:
-    """What is left of a state after the op, in the shape that it is read in."""
-    shape = edit.values[value].shape
-    edit.emit(
-        like, "aten.reshape.default", {"self": Ref(moved), "shape": shape}, (value,), kind="view"
-    )
 
 
 def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -> Ref:

@@ -9,6 +9,7 @@ here raises NotRun: the region then stays as it is.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,21 +71,12 @@ class SmallRun:
         return self.values
 
     def _block(self, ops: Sequence[Op], depth: int) -> None:
-        first = 0
-        while first < len(ops):
-            inside = ops[first].repeats
-            if len(inside) == depth:
-                self._op(ops[first])
-                first += 1
+        for inside, together in itertools.groupby(ops, lambda op: op.repeats[depth : depth + 1]):
+            if inside:
+                self._loop(inside[0], list(together), depth + 1)
                 continue
-            last = first
-            while (
-                last < len(ops)
-                and ops[last].repeats[depth : depth + 1] == inside[depth : depth + 1]
-            ):
-                last += 1
-            self._loop(inside[depth], ops[first:last], depth + 1)
-            first = last
+            for op in together:
+                self._op(op)
 
     def _loop(self, repeat: int, body: Sequence[Op], depth: int) -> None:
         beside = [ref.then.value for op in body for ref in op.reads if ref.then is not None]
@@ -173,6 +165,12 @@ def short(dims: Iterable[Dim]) -> tuple[int, ...]:
     return tuple(math.prod(small for _, small in dim) for dim in dims)
 
 
+def _whole(dim: Dim, what: str) -> None:
+    """Raise NotRun where a dimension is shorter here than in the graph."""
+    if any(n != small for n, small in dim):
+        raise NotRun(f"{what} of a short dimension")
+
+
 def _spread(run: SmallRun, op: Op, *pieces: SmallTensor) -> tuple[Dim, ...]:
     """The dimensions of a result by elements."""
     rank = max(len(piece.dims) for piece in pieces)
@@ -180,22 +178,28 @@ def _spread(run: SmallRun, op: Op, *pieces: SmallTensor) -> tuple[Dim, ...]:
     return tuple(next((dim for dim in column if dim), ()) for column in zip(*rows, strict=True))
 
 
-def _by_elements(names: Sequence[str], function: Callable[..., Any]) -> Callable[..., SmallTensor]:
+def _by_elements(function: str, *names: str) -> Callable[..., SmallTensor]:
+    """A function of numpy that acts on each element, of these arguments."""
+
     def made(run: SmallRun, op: Op) -> SmallTensor:
-        pieces = [run.of(op, name) for name in names]
-        dims = _spread(run, op, *pieces)
-        out = run.np.asarray(function(run.np, *(piece.array for piece in pieces)))
-        if out.shape != short(dims):
-            raise NotRun(f"{op.id} {op.name} {[(p.array.shape, p.dims) for p in pieces]}")
-        return SmallTensor(out, dims)
+        return _each(run, op, getattr(run.np, function), *names)
 
     return made
+
+
+def _each(run: SmallRun, op: Op, function: Callable[..., Array], *names: str) -> SmallTensor:
+    pieces = [run.of(op, name) for name in names]
+    dims = _spread(run, op, *pieces)
+    out = run.np.asarray(function(*(piece.array for piece in pieces)))
+    if out.shape != short(dims):
+        raise NotRun(f"{op.id} {op.name} {[(p.array.shape, p.dims) for p in pieces]}")
+    return SmallTensor(out, dims)
 
 
 def _added(sign: int) -> Callable[..., SmallTensor]:
     def made(run: SmallRun, op: Op) -> SmallTensor:
         alpha = sign * op.arguments.get("alpha", 1)
-        return _by_elements(("self", "other"), lambda np, a, b: a + alpha * b)(run, op)
+        return _each(run, op, lambda a, b: a + alpha * b, "self", "other")
 
     return made
 
@@ -235,23 +239,6 @@ def _expanded(run: SmallRun, op: Op) -> SmallTensor:
     return SmallTensor(run.np.broadcast_to(piece.array, short(dims)), dims)
 
 
-def _unsqueezed(run: SmallRun, op: Op) -> SmallTensor:
-    piece = run.of(op, "self")
-    at = op.arguments["dim"] % (len(piece.dims) + 1)
-    return SmallTensor(
-        run.np.expand_dims(piece.array, at), (*piece.dims[:at], (), *piece.dims[at:])
-    )
-
-
-def _squeezed(run: SmallRun, op: Op) -> SmallTensor:
-    piece = run.of(op, "self")
-    wanted = op.arguments.get("dim", range(len(piece.dims)))
-    wanted = (wanted,) if isinstance(wanted, int) else wanted
-    gone = {d % len(piece.dims) for d in wanted if not piece.dims[d]}
-    dims = [dim for d, dim in enumerate(piece.dims) if d not in gone]
-    return SmallTensor(piece.array.reshape(short(dims)), dims)
-
-
 def _cut(piece: SmallTensor, dim: int, start: int, end: int, step: int = 1) -> SmallTensor:
     """Some elements along a dimension, which is as long here as in the graph."""
     dim %= len(piece.dims)
@@ -259,8 +246,7 @@ def _cut(piece: SmallTensor, dim: int, start: int, end: int, step: int = 1) -> S
     start, end, step = slice(start, end, step).indices(long)
     if (start, end, step) == (0, long, 1):
         return piece
-    if any(n != small for n, small in piece.dims[dim]):
-        raise NotRun("a part of a short dimension")
+    _whole(piece.dims[dim], "a part")
     left = len(range(start, end, step))
     array = piece.array[(slice(None),) * dim + (slice(start, end, step),)]
     new: Dim = ((left, left),) if left != 1 else ()
@@ -274,27 +260,25 @@ def _sliced(run: SmallRun, op: Op) -> SmallTensor:
                 op.arguments.get("step", 1))  # fmt: skip
 
 
-def _selected(run: SmallRun, op: Op) -> SmallTensor:
-    piece, dim, index = run.of(op, "self"), op.arguments["dim"], run.number(op, "index")
+def _picked(piece: SmallTensor, dim: int, index: int) -> SmallTensor:
+    """One element along a dimension."""
     dim %= len(piece.dims)
     row = _cut(piece, dim, index, index + 1 if index != -1 else _END)
     array = row.array[(slice(None),) * dim + (0,)]
     return SmallTensor(array, (*piece.dims[:dim], *piece.dims[dim + 1 :]))
 
 
+def _selected(run: SmallRun, op: Op) -> SmallTensor:
+    return _picked(run.of(op, "self"), op.arguments["dim"], run.number(op, "index"))
+
+
 def _split(run: SmallRun, op: Op) -> list[SmallTensor]:
-    piece, dim, start, parts = run.of(op, "self"), op.arguments.get("dim", 0), 0, []
-    whole = op.name == "aten.unbind"
-    for position in range(len(op.outputs)):
-        size = 1 if whole else run.full(op, position)[dim]
-        part = _cut(piece, dim, start, start + size)
-        if whole:
-            at = dim % len(piece.dims)
-            array = part.array[(slice(None),) * at + (0,)]
-            part = SmallTensor(array, (*piece.dims[:at], *piece.dims[at + 1 :]))
-        parts.append(part)
-        start += size
-    return parts
+    piece, dim = run.of(op, "self"), op.arguments.get("dim", 0)
+    if op.name == "aten.unbind":
+        return [_picked(piece, dim, index) for index in range(len(op.outputs))]
+    sizes = [run.full(op, position)[dim] for position in range(len(op.outputs))]
+    ends = itertools.accumulate(sizes)
+    return [_cut(piece, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _joined(run: SmallRun, op: Op) -> SmallTensor:
@@ -303,8 +287,8 @@ def _joined(run: SmallRun, op: Op) -> SmallTensor:
     if op.name == "aten.stack":
         array, rest = run.np.stack([p.array for p in pieces], dim), pieces[0].dims
         return SmallTensor(array, (*rest[:dim], ((shape[dim], len(pieces)),), *rest[dim:]))
-    if any(n != small for p in pieces for n, small in p.dims[dim]):
-        raise NotRun("short dimensions joined")
+    for piece in pieces:
+        _whole(piece.dims[dim], "a cat")
     pieces = [p for p in pieces if len(p.dims) == len(shape)]  # an empty one has no dimensions
     array = run.np.concatenate([p.array for p in pieces], dim)
     rest = pieces[0].dims
@@ -317,8 +301,9 @@ def _padded(run: SmallRun, op: Op) -> SmallTensor:
     for position in range(len(pad) // 2):
         before, after, d = pad[2 * position], pad[2 * position + 1], -1 - position
         if before or after:
-            if before < 0 or after < 0 or any(n != small for n, small in dims[d]):
-                raise NotRun("padding")
+            if before < 0 or after < 0:
+                raise NotRun("padding that cuts")
+            _whole(dims[d], "padding")
             size = piece.array.shape[d] + before + after
             widths[d], dims[d] = (before, after), ((size, size),)
     return SmallTensor(
@@ -354,8 +339,7 @@ def _mean(run: SmallRun, op: Op) -> SmallTensor:
 
 def _running_sum(run: SmallRun, op: Op) -> SmallTensor:
     piece, dim = run.of(op, "self"), op.arguments["dim"]
-    if any(n != small for n, small in piece.dims[dim]):
-        raise NotRun("a sum along a short dimension")
+    _whole(piece.dims[dim], "a running sum")
     return SmallTensor(piece.array.cumsum(dim), piece.dims)
 
 
@@ -387,8 +371,7 @@ def _solved(run: SmallRun, op: Op) -> SmallTensor:
 def _corner(name: str) -> Callable[..., SmallTensor]:
     def made(run: SmallRun, op: Op) -> SmallTensor:
         piece = run.of(op, "self")
-        if any(n != small for dim in piece.dims[-2:] for n, small in dim):
-            raise NotRun("a triangle of short dimensions")
+        _whole(piece.dims[-2] + piece.dims[-1], "a triangle")
         return SmallTensor(
             getattr(run.np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims
         )
@@ -448,9 +431,9 @@ def _written(run: SmallRun, op: Op) -> SmallTensor:
     return SmallTensor(run.np.broadcast_to(source.array, target.array.shape), target.dims)
 
 
-TWO = ("self", "other")
 _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "flatten", "unflatten"), _viewed),
+    **dict.fromkeys(("squeeze", "unsqueeze"), _viewed),
     **dict.fromkeys(("transpose", "t", "permute"), _permuted),
     **dict.fromkeys(("clone", "contiguous", "_to_copy"), _copied),
     **dict.fromkeys(("detach", "alias", "lift_fresh", "lift_fresh_copy"), _same),
@@ -460,7 +443,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _created(1)),
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _created(None)),
     **dict.fromkeys(("stack", "cat"), _joined),
-    "expand": _expanded, "unsqueeze": _unsqueezed, "squeeze": _squeezed, "slice": _sliced,
+    "expand": _expanded, "slice": _sliced,
     "select": _selected, "constant_pad_nd": _padded, "sum": _summed, "cumsum": _running_sum,
     "linalg_vector_norm": _length, "mean": _mean,
     "bmm": lambda run, op: _product(run.of(op, "self"), run.of(op, "mat2")),
@@ -468,26 +451,20 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "tril": _corner("tril"), "triu": _corner("triu"), "arange": _arange,
     "copy": _written, "add": _added(1), "sub": _added(-1), "fill": _created(None),
     "zero": _created(0),
-    "rsub": _by_elements(TWO, lambda np, a, b: b - a),
-    "mul": _by_elements(TWO, lambda np, a, b: a * b),
-    "div": _by_elements(TWO, lambda np, a, b: a / b),
-    "pow": _by_elements(("self", "exponent"), lambda np, a, b: a**b),
-    "clamp_min": _by_elements(("self", "min"), lambda np, a, b: np.maximum(a, b)),
-    "lt": _by_elements(TWO, lambda np, a, b: a < b),
-    "le": _by_elements(TWO, lambda np, a, b: a <= b),
-    "gt": _by_elements(TWO, lambda np, a, b: a > b),
-    "ge": _by_elements(TWO, lambda np, a, b: a >= b),
-    "eq": _by_elements(TWO, lambda np, a, b: a == b),
-    "neg": _by_elements(("self",), lambda np, a: -a),
-    "exp": _by_elements(("self",), lambda np, a: np.exp(a)),
-    "log": _by_elements(("self",), lambda np, a: np.log(a)),
-    "sqrt": _by_elements(("self",), lambda np, a: np.sqrt(a)),
-    "rsqrt": _by_elements(("self",), lambda np, a: 1 / np.sqrt(a)),
-    "reciprocal": _by_elements(("self",), lambda np, a: 1 / a),
-    "logical_not": _by_elements(("self",), lambda np, a: ~a),
-    "bitwise_not": _by_elements(("self",), lambda np, a: ~a),
-    "masked_fill": _by_elements(("self", "mask", "value"), lambda np, a, m, v: np.where(m, v, a)),
-    "where": _by_elements(("condition", *TWO), lambda np, m, a, b: np.where(m, a, b)),
+    "rsub": _by_elements("subtract", "other", "self"),
+    "pow": _by_elements("power", "self", "exponent"),
+    "clamp_min": _by_elements("maximum", "self", "min"),
+    "masked_fill": _by_elements("where", "mask", "value", "self"),
+    "where": _by_elements("where", "condition", "self", "other"),
+    "rsqrt": lambda run, op: _each(run, op, lambda a: 1 / run.np.sqrt(a), "self"),
+    **{name: _by_elements(function, "self", "other") for name, function in (
+        ("mul", "multiply"), ("div", "divide"), ("lt", "less"), ("le", "less_equal"),
+        ("gt", "greater"), ("ge", "greater_equal"), ("eq", "equal"),
+    )},
+    **{name: _by_elements(function, "self") for name, function in (
+        ("neg", "negative"), ("exp", "exp"), ("log", "log"), ("sqrt", "sqrt"),
+        ("reciprocal", "reciprocal"), ("logical_not", "invert"), ("bitwise_not", "invert"),
+    )},
 }  # fmt: skip
 KNOWN = frozenset(f"aten.{name}{ending}" for name in _HANDLERS for ending in ("", "_"))
 """The names of the ops that can be run small."""

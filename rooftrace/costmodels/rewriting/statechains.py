@@ -15,16 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import COPIES, VIEWS, Places
 from rooftrace.costmodels.rewriting.smallruns import KNOWN
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
-VIEWS = frozenset(f"aten.{name}" for name in (
-    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "transpose", "t", "permute",
-    "unsqueeze", "squeeze", "expand", "detach", "alias",
-))  # fmt: skip
-COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
 LAYOUT = VIEWS | COPIES
 PARTS = frozenset({"aten.slice", "aten.select"})
 SPLITS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind"})
@@ -53,28 +48,22 @@ class StateChain:
     rows: frozenset[int]
 
 
-class StateWiring:
+class StateWiring(Places):
     """A graph as the search for chains reads it."""
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.outputs = frozenset(graph.outputs)
-        self.writers = Places(graph).writers
-
     @cached_property
-    def readers(self) -> dict[int, list[Op]]:
-        """Value -> the ops that read it, in order; also in the turn after."""
-        readers: dict[int, list[Op]] = defaultdict(list)
-        for op in self.graph.ops:
-            if op.id not in self.unused:
-                for value in set(inputs_of(op)):
-                    readers[value].append(op)
-        return readers
+    def used_by(self) -> dict[int, list[Op]]:
+        """Value -> the ops that read its numbers, also in the turn after, but for unused views."""
+        reading = {
+            value: [op for op in ops if op.name not in CREATED and op.id not in self.unused]
+            for value, ops in self.read_by.items()
+        }
+        return defaultdict(list, reading)
 
     @cached_property
     def unused(self) -> frozenset[int]:
         """Views and the like whose result nothing reads, by id of the op."""
-        read = set(self.outputs)
+        read = set(self.graph.outputs)
         unused = set()
         for op in reversed(self.graph.ops):
             if op.name in LAYOUT | PARTS and read.isdisjoint(op.outputs):
@@ -83,19 +72,15 @@ class StateWiring:
                 read.update(inputs_of(op))
         return frozenset(unused)
 
-    def maker(self, value: int) -> Op | None:
-        """The op that made a value; None for what comes from outside."""
-        index = self.graph.producers.get(value)
-        return None if index is None else self.graph.ops[index]
-
     def peeled(self, value: int) -> Op | None:
-        """The op that made the numbers of a value, whatever views and casts were taken of them."""
-        op = self.maker(value)
+        """The op that made a value, whatever views and casts were taken of it."""
+        op = self.made_by(value)
         while op is not None and op.name in LAYOUT and len(op.inputs) == 1:
-            op = self.maker(op.inputs[0])
+            op = self.made_by(op.inputs[0])
         return op
 
     def size(self, value: int) -> int:
+        """How many elements a value has, those that are broadcast once."""
         return self.graph.values[value].unique_elements
 
 
@@ -165,7 +150,7 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
     last = value = start.outputs[0]
     done: set[int] = set()
     while True:
-        op = wiring.maker(value)
+        op = wiring.made_by(value)
         if op is None:
             break
         if op.id in done:
@@ -191,7 +176,7 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
         if not isinstance(step, Ref):
             break
         beside = step.then
-        if beside is not None and (made := wiring.maker(beside.value)) and made.id not in done:
+        if beside is not None and (made := wiring.made_by(beside.value)) and made.id not in done:
             value = beside.value
         else:
             value = step.id
@@ -247,7 +232,7 @@ class StateRegion:
             value = stack.pop()
             if value in self.leaves:
                 continue
-            op = self.wiring.maker(value)
+            op = self.wiring.made_by(value)
             if op is not None and op.id in self.ops:
                 continue
             if op is None or not self._fits(op, value):
@@ -266,7 +251,7 @@ class StateRegion:
     def _is_inside(self, value: int) -> bool:
         """Whether the storage of a value is made here."""
         owner = self.graph.values[value].storage
-        op = self.wiring.maker(owner)
+        op = self.wiring.made_by(owner)
         return op is not None and op.id in self.ops
 
     def _fits(self, op: Op, value: int) -> bool:
@@ -282,7 +267,7 @@ class StateRegion:
         source = -1
         while op is not None and op.name in PARTS | LAYOUT:
             source = op.inputs[0]
-            op = self.wiring.maker(source)
+            op = self.wiring.made_by(source)
         return op is None and self._is_fixed(source)
 
     def _is_in_time(self, op: Op, value: int) -> bool:
@@ -318,7 +303,9 @@ class StateRegion:
     def fixed(self) -> frozenset[int]:
         """The leaves that are weights or constants, and so the same for every token."""
         return frozenset(
-            leaf for leaf in self.leaves if self.wiring.maker(leaf) is None and self._is_fixed(leaf)
+            leaf
+            for leaf in self.leaves
+            if self.wiring.made_by(leaf) is None and self._is_fixed(leaf)
         )
 
     def _is_fixed(self, value: int) -> bool:
@@ -364,7 +351,7 @@ class StateRegion:
                     storage = self.graph.values[out].storage
                     if out in self.leaves:
                         continue
-                    for reader in self.wiring.readers[out]:
+                    for reader in self.wiring.used_by[out]:
                         if storage == last and self._keeps(reader, out):
                             continue
                         if reader.id not in self.ops and storage not in read_by[reader.id]:
@@ -387,14 +374,12 @@ class StateRegion:
 
     def _keeps(self, reader: Op, value: int) -> bool:
         """Whether an op does no more with the last state than keep it, or make room for it."""
-        if reader.name.endswith("_like"):
-            return True
         if reader.name == "aten.copy_":
             return reader.inputs[0] != value
         if reader.name not in LAYOUT:
             return False
         out = reader.outputs[0]
-        return all(self._keeps(other, out) for other in self.wiring.readers[out])
+        return all(self._keeps(other, out) for other in self.wiring.used_by[out])
 
     def _values_read(self, storage: int) -> Iterator[int]:
         """The value of a storage that all readers outside read, if it is one."""
@@ -403,7 +388,7 @@ class StateRegion:
             for op in self.ops.values()
             for out in op.outputs
             if self.graph.values[out].storage == storage
-            and any(r.id not in self.ops for r in self.wiring.readers[out])
+            and any(r.id not in self.ops for r in self.wiring.used_by[out])
         }
         if len(members) == 1:
             yield members.pop()
@@ -418,7 +403,7 @@ def behind(region: StateRegion, ends: Collection[int], starts: Collection[int]) 
         value = stack.pop()
         if value in starts:
             continue
-        op = wiring.maker(value)
+        op = wiring.made_by(value)
         if op is None or op.id not in region.ops:
             return None
         if op.id in needed:
@@ -440,7 +425,7 @@ def is_closed(region: StateRegion, ops: Sequence[Op], ends: Collection[int]) -> 
         for out in op.outputs:
             if out in ends:
                 continue
-            if out in wiring.outputs or any(r.id not in inside for r in wiring.readers[out]):
+            if out in wiring.graph.outputs or any(r.id not in inside for r in wiring.used_by[out]):
                 return False
             writers = wiring.writers.get(graph.values[out].storage, ())
             if graph.values[out].storage == out and any(w.id not in inside for w in writers):

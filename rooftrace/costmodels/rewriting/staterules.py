@@ -28,6 +28,7 @@ from rooftrace.costmodels.rewriting.statetrials import (
     StateStream,
     StateTrial,
     scale_of,
+    wired_as,
 )
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op, OpGraph
@@ -180,10 +181,9 @@ def _nearest(items: Sequence[StateStream], order: str) -> StateStream:
 
 def _line(region: StateRegion, leaf: int) -> list[int]:
     """The values through which all goes that comes from a leaf, before it meets another stream."""
-    readers, own = region.wiring.readers, frozenset({leaf})
+    readers, own = region.wiring.used_by, frozenset({leaf})
     streams = region.streams if leaf in region.fixed else region.moving
     alone = {leaf}
-    paths: dict[int, list[int]] = {}
     for op in sorted(region.ops.values(), key=lambda op: op.id):
         if len(op.outputs) != 1 or streams.get(op.outputs[0]) != own:
             continue
@@ -191,31 +191,18 @@ def _line(region: StateRegion, leaf: int) -> list[int]:
             continue
         alone.add(op.outputs[0])
 
-    def next_of(value: int) -> list[int] | None:
-        """What is made of a value alone; None where it meets another stream."""
-        if value in paths:
-            return paths[value]
-        made = []
-        for reader in readers[value]:
-            if reader.id in region.ops:
-                if reader.outputs[0] not in alone:
-                    return None
-                made.append(reader.outputs[0])
-        paths[value] = made
-        return made
-
     def passes(start: int, through: int) -> bool:
         """Whether all that comes from `start` goes through another value."""
-        stack, seen = [start], set()
+        stack, seen = [start], {through}
         while stack:
             value = stack.pop()
-            if value == through or value in seen:
+            if value in seen:
                 continue
             seen.add(value)
-            following = next_of(value)
-            if not following:
+            made = [r.outputs[0] for r in readers[value] if r.id in region.ops]
+            if not made or not alone.issuperset(made):
                 return False
-            stack += following
+            stack += made
         return True
 
     outside = shared(op.repeats for op in region.ops.values())
@@ -302,7 +289,7 @@ def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) ->
     rule = changed(rule, ops=tuple(ops), outer=len(outside))
     if not _stands_alone(region, rule, outside) or any(_branches(region, op) for op in ops):
         return None
-    trial = StateTrial(region.graph, rule)
+    wired = wired_as(region.graph, rule)
     query, key = (
         (*_least_lengths(region, rule, role), None) if role in roles else (known,)
         for role, known in zip(("query", "key"), rule.norms, strict=True)
@@ -310,9 +297,10 @@ def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) ->
     new_decay = "decay" in rule.streams and (not roles or "decay" in roles)
     logs = (True, False) if new_decay and not rule.in_blocks else (rule.is_log,)
     for norms, is_log in itertools.product(itertools.product(query, key), logs):
-        scale = scale_of(trial.other(norms=norms, is_log=is_log))
+        rule = changed(rule, norms=norms, is_log=is_log)
+        scale = scale_of(StateTrial(region.graph, rule, wired, norms, is_log))
         if scale is not None:
-            return changed(rule, norms=norms, is_log=is_log, scale=scale)
+            return changed(rule, scale=scale)
     return None
 
 
@@ -320,7 +308,7 @@ def _branches(region: StateRegion, op: Op) -> bool:
     """Whether an op asks how large a number of a stream is, besides the length of a row."""
     if op.name not in _BRANCHES or not region.streams[op.outputs[0]]:
         return False
-    below = region.wiring.maker(op.inputs[0])
+    below = region.wiring.made_by(op.inputs[0])
     return below is None or below.name != "aten.linalg_vector_norm"
 
 
@@ -334,7 +322,7 @@ def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]
     tensors = [graph.values[value] for value in starts]
     if any(tensor.repeats != outside[: len(tensor.repeats)] for tensor in tensors):
         return False
-    made = max((op.id for op in map(region.wiring.maker, starts) if op is not None), default=-1)
+    made = max((op.id for op in map(region.wiring.made_by, starts) if op is not None), default=-1)
     writers = (w for t in tensors for w in region.wiring.writers.get(t.storage, ()))
     return not any(made < writer.id < ops[-1].id for writer in writers)
 

@@ -6,7 +6,7 @@ The formula is that of `tracer.whole.delta_rules`, on numpy's arrays.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -77,63 +77,46 @@ class StateRule:
         return [*self.ops, *self.between, *(op for op in (self.into, self.room) if op is not None)]
 
 
+@dataclass(frozen=True, slots=True)
 class StateTrial:
     """A region and the formula that it may compute; equal to those that are wired alike."""
 
-    def __init__(self, graph: OpGraph, rule: StateRule, wired: tuple[Any, ...] = ()) -> None:
-        self.graph, self.rule = graph, rule
-        self.wired = wired or _Numbered(graph, rule).wired()
-        self.key = self.wired, rule.norms, rule.is_log
-        self._hash = hash(self.key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StateTrial) and self.key == other.key
-
-    def other(self, **settings: Any) -> StateTrial:
-        """These ops beside the formula with other norms, or decays of the other kind."""
-        return StateTrial(self.graph, replace(self.rule, **settings), self.wired)
+    graph: OpGraph = field(compare=False)
+    rule: StateRule = field(compare=False)
+    wired: tuple[Any, ...]
+    norms: tuple[float | None, float | None]
+    is_log: bool
 
 
-class _Numbered:
-    """The ops of a rule, with values and repeats numbered as they come."""
+def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
+    """The ops of a rule, with values and repeats numbered as they come: equal for rules whose ops
+    compute the same of streams of the same forms."""
+    values, numbers = graph.values, dict[int, int]()
 
-    def __init__(self, graph: OpGraph, rule: StateRule) -> None:
-        self.graph, self.rule = graph, rule
-        self.numbers: dict[int, int] = {}
+    def number(value: int | None) -> int:
+        return -1 if value is None else numbers.setdefault(value, len(numbers))
 
-    def wired(self) -> tuple[Any, ...]:
-        """Equal for rules whose ops compute the same of streams of the same forms."""
-        rule, values = self.rule, self.graph.values
-        streams = tuple(
-            (role, s.order, s.heads, values[s.value].shape, self._number(s.value))
-            for role, s in sorted(rule.streams.items())
-        )
-        first = -1 if rule.chain.first is None else self._number(rule.chain.first)
-        ops = tuple(map(self._op, rule.ops))
-        ends = self._number(rule.out.value), self._number(rule.chain.last)
-        return streams, first, rule.sizes, rule.turned, rule.out.order, ops, ends
+    def said(item: Argument) -> Any:
+        if isinstance(item, tuple):
+            return tuple(map(said, item))
+        if not isinstance(item, Ref):
+            return item
+        then = item.then
+        beside = then and (number(-2 - then.repeat), number(then.value), then.shift)
+        return Ref, number(item.id), item.every, beside
 
-    def _number(self, value: int) -> int:
-        return self.numbers.setdefault(value, len(self.numbers))
+    def made(op: Op) -> tuple[Any, ...]:
+        results = tuple((number(i), values[i].shape, values[i].dtype) for i in op.outputs)
+        turns = ((number(-2 - r), graph.repeats[r].count) for r in op.repeats[rule.outer :])
+        items = tuple((name, said(item)) for name, item in op.arguments.items())
+        return op.target, items, results, tuple(turns), tuple(op.steps.items())
 
-    def _op(self, op: Op) -> tuple[Any, ...]:
-        values, inner = self.graph.values, op.repeats[self.rule.outer :]
-        made = tuple((self._number(i), values[i].shape, values[i].dtype) for i in op.outputs)
-        turns = tuple((self._number(-1 - r), self.graph.repeats[r].count) for r in inner)
-        items = tuple((name, self._argument(item)) for name, item in op.arguments.items())
-        return op.target, items, made, turns, tuple(op.steps.items())
-
-    def _argument(self, item: Argument) -> Any:
-        if isinstance(item, Ref):
-            then = item.then
-            if then is None:
-                return Ref, self._number(item.id), item.every
-            beside = self._number(-1 - then.repeat), self._number(then.value), then.shift
-            return Ref, self._number(item.id), item.every, beside
-        return tuple(map(self._argument, item)) if isinstance(item, tuple) else item
+    streams = tuple(
+        (role, s.order, s.heads, values[s.value].shape, number(s.value))
+        for role, s in sorted(rule.streams.items())
+    )
+    ends = number(rule.chain.first), number(rule.out.value), number(rule.chain.last)
+    return streams, rule.sizes, rule.turned, rule.out.order, ends, tuple(map(made, rule.ops))
 
 
 @lru_cache(1024)

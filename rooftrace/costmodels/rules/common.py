@@ -139,7 +139,8 @@ def rows_reached(op: OpView, indices: int) -> float:
     """How many different rows so many indices reach, known or expected; all if nothing is known."""
     classes = op.fact("uniform_over")
     if classes is not None and op.fact("rows_touched") is None:
-        return whole(functions.expected_distinct(indices, 1, int(classes)))
+        own = op.fact("own_rows", classes)
+        return whole(functions.expected_rows(indices, int(own), int(classes)))
     return number_of(op, "rows_touched", indices)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -277,10 +277,10 @@ class ScriptCost(Plain, Shown):
         """Seconds that the host spent in data loaders, measured where the script ran."""
         return sum(row.stretch.loading for row in self.rows)
 
-    def assumptions(self) -> Iterator[str]:
+    def assumptions(self) -> tuple[str, ...]:
         """What was assumed of values that no trace knows, each sentence once."""
-        seen = {a.text: None for graph in self.script.graphs for a in graph.assumptions}
-        yield from seen
+        texts = (a.text for graph in self.script.graphs for a in graph.assumptions)
+        return tuple(dict.fromkeys(texts))
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One mapping for equal turns, in order."""

@@ -10,9 +10,8 @@ import numpy as np
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.sweeping.stepforms import Form
-from rooftrace.costmodels.timing.steps import StepAmounts
-from rooftrace.costmodels.timing.steptimes import TimesOverPoints, time_step
-from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.costmodels.timing.steps import StepAmounts, time_step
+from rooftrace.costmodels.timing.timings import REGIMES, TimesOverPoints
 from rooftrace.hardware import Chip
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -31,14 +30,14 @@ _BESIDE = 1 << 12
 def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Conditions) -> Columns:
     """The table: sizes, chip (place among `chips`), TOTALS, SECONDS, regime (place in REGIMES).
 
-    One line for each point on each chip; all points on the first chip stand first.  regime_share:
-    of t_est, of the largest regime.  peak: FLOP/s of the engine with most matrix FLOPs.
-    Raises what `Form.plans` and `time_step` raise.
+    One line for each point on each chip; all points on the first chip stand first.  t_exposed:
+    seconds that wait for other chips.  regime_share: of t_est, of the largest regime.  peak:
+    FLOP/s of the engine with most matrix FLOPs.  Raises what `Form.plans` and `time_step` raise.
     """
     count = len(points)
     totals: Columns = {name: np.zeros(count, dtype=np.int64) for name in TOTALS}
     times = [
-        {name: np.full(count, np.nan) for name in (*SECONDS, "regime_share", "peak")}
+        {name: np.full(count, np.nan) for name in (*SECONDS, "t_exposed", "regime_share", "peak")}
         | {"regime": np.zeros(count, dtype=np.int8)}
         for _ in chips
     ]
@@ -84,17 +83,18 @@ def _fill(
 
 
 def _fill_times(timed: TimesOverPoints, places: Array, filled: Columns) -> None:
-    for name in SECONDS:
+    for name in (*SECONDS, "t_exposed"):
         if not name.endswith(("low", "high")):
             filled[name][places] = getattr(timed, name)
-    if timed.interval is not None:
-        filled["t_low"][places], filled["t_high"][places] = timed.interval
+    interval = timed.interval
+    if interval is not None:
+        filled["t_low"][places], filled["t_high"][places] = interval
     shares = np.stack([timed.regime_seconds[name] for name in REGIMES])
     regime = shares.argmax(axis=0)
     filled["regime"][places] = regime
     with np.errstate(invalid="ignore"):
         filled["regime_share"][places] = shares.max(axis=0) / timed.t_est
-    filled["peak"][places] = timed.peak
+    filled["peak"][places] = timed.heads.peak
 
 
 def _wide(column: Array, numbers: Array) -> Array:

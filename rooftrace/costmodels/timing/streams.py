@@ -8,9 +8,10 @@ stream waits for is exposed; all other communication is hidden.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from statistics import NormalDist
 from typing import Any, TypeAlias
 
 from rooftrace._amounts import larger, smaller
@@ -36,6 +37,11 @@ class Walk:
     exposed: list[Any]  # by kernel: seconds for which the main stream waits for it; over points all
     end: Any = 0.0  # of the step
     busy: Any = 0.0  # seconds of kernels that the main stream runs, collectives aside
+
+    @property
+    def waited(self) -> Any:
+        """Seconds for which the main stream waits for exchanges."""
+        return sum(self.exposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,3 +423,36 @@ class StreamsOverPoints(Streams):
 def has_streams(planned: Plan) -> bool:
     """Whether a plan talks to other processes, or works on several streams."""
     return any(op.collective is not None or op.stream for op in planned.graph.ops)
+
+
+# -- what-ifs -------------------------------------------------------------------------------------
+
+
+def wait_for_stragglers(
+    walked: Walk, planned: Plan, spread: float, calls: Mapping[int, float]
+) -> None:
+    """Add what all processes wait for the slowest of them, evenly over the exchanges.
+
+    spread: see `Disturbances.stragglers`.  calls: of kernels that exchange with others.
+
+    The slowest of n is expected as many standard deviations above the mean as the largest of n
+    normal numbers (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
+    """
+    if not spread or not calls:
+        return
+    processes = 1 + max(rank for group in planned.graph.groups.values() for rank in group.ranks)
+    more = walked.busy * spread * slowest_of(processes)
+    walked.end = walked.end + more
+    if not walked.starts:  # over points
+        walked.exposed.append(more)
+        return
+    total = sum(calls.values())
+    for number, times in calls.items():
+        walked.exposed[number] += float(more * times / total)
+
+
+def slowest_of(processes: int) -> float:
+    """How many standard deviations the largest of so many normal numbers lies above the mean."""
+    if processes < 2:
+        return 0.0
+    return NormalDist().inv_cdf((processes - 0.375) / (processes + 0.25))

@@ -1,9 +1,18 @@
-"""Seconds as records: of one kernel group, and of one step, with what limits each."""
+"""Seconds as records: of kernels and of steps, at one point or at many, with what limits each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._amounts import larger
+from rooftrace.costmodels.intervals.residuals import LEVEL
+from rooftrace.costmodels.knobs import Knobs
+
+if TYPE_CHECKING:
+    from rooftrace._amounts import Array, Places
 
 REGIMES = ("compute", "hbm", "network", "launch")
 
@@ -58,6 +67,7 @@ class StepTimes:
     t_est: float  # until the queue ends
     t_exposed: float = 0.0  # for which computing waits for collectives
     regime_seconds: Mapping[str, float]  # by name in REGIMES; they add up to t_est
+    variance: float | None = None  # of log(measured / predicted); None without knobs
 
     @property
     def t_launch(self) -> float:
@@ -72,6 +82,15 @@ class StepTimes:
             name: (seconds / total if total else 0.0)
             for name, seconds in self.regime_seconds.items()
         }
+
+    def within(self, knobs: Knobs | None, level: float = LEVEL) -> tuple[float, float] | None:
+        """Seconds between which this share of such steps are; None without knobs, or any spread.
+
+        Raises ResidualsError for a share that the knobs have no ends for.
+        """
+        if knobs is None or not (self.variance or 0.0) > 0:
+            return None
+        return _interval(knobs, self.t_est, self.t_bound, self.variance, level)
 
     @property
     def regime(self) -> str:
@@ -98,3 +117,126 @@ def margin(terms: Mapping[str, float]) -> float:
     """Largest value over the second largest."""
     first, second = sorted(terms.values(), reverse=True)[:2]
     return first / second if second > 0 else float("inf")
+
+
+def _interval(
+    knobs: Knobs, t_est: Any, t_bound: Any, variance: Any, level: float = LEVEL
+) -> tuple[Any, Any]:
+    """Seconds between which this share of such steps are: numbers, or arrays over points.
+
+    Its ends are those of `Knobs.ends` times the standard deviation of the step's logarithm, and the
+    estimate is inside.  No step is faster than the bound.
+    """
+    functions: Any = math
+    if not isinstance(variance, float):
+        import numpy as functions
+    deviation = functions.sqrt(variance)
+    low, high = (t_est * functions.exp(end * deviation) for end in knobs.ends(level))
+    return larger(t_bound, low), high
+
+
+# -- over entries and points -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntrySeconds:
+    """Seconds of kernels: arrays over the N entries of a step."""
+
+    compute: Array
+    hbm: Array
+    network: Array
+    gap: Array
+    more: Array  # what imperfect overlap adds to the largest term
+
+    @property
+    def work(self) -> Array:
+        """The largest term."""
+        seconds: Array = larger(larger(self.compute, self.hbm), self.network)
+        return seconds
+
+    @property
+    def device(self) -> Array:
+        """For which the kernels keep the device busy, gaps included."""
+        return self.work + self.more + self.gap
+
+    def times(self, count: Array) -> EntrySeconds:
+        """The seconds of `count` times as many kernels."""
+        return replace(self.slowed(count), gap=count * self.gap)
+
+    def slowed(self, factor: Array) -> EntrySeconds:
+        """The seconds of so much more work in as many kernels."""
+        terms = (self.compute, self.hbm, self.network)
+        compute, hbm, network = (factor * term for term in terms)
+        return EntrySeconds(compute, hbm, network, self.gap, factor * self.more)
+
+    @property
+    def by_regime(self) -> Mapping[str, Array]:
+        """Seconds by regime: those of the largest term, the first of equal ones; gaps: launch."""
+        import numpy as np
+
+        work = self.work
+        compute = work == self.compute
+        hbm = ~compute & (work == self.hbm)
+        busy = work + self.more
+        terms = (
+            np.where(compute, busy, 0.0),
+            np.where(hbm, busy, 0.0),
+            np.where(compute | hbm, 0.0, busy),
+            self.gap,
+        )
+        return dict(zip(REGIMES, terms, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Headline:
+    """The engines that run most of the matrix FLOPs at some point."""
+
+    rates: tuple[float, ...]
+    precisions: tuple[str, ...]
+    place: Places  # which of them at each point
+
+    @property
+    def peak(self) -> Array:
+        """FLOP/s, dense, at each point."""
+        import numpy as np
+
+        return np.array(self.rates)[self.place]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TimesOverPoints:
+    """Seconds of a step on a chip at P points: arrays of length P, as in `StepTimes`."""
+
+    knobs: Knobs | None  # what they were computed with; None: the datasheet's peaks
+    t_comp: Array
+    t_hbm: Array
+    t_net: Array
+    t_bound: Array
+    t_serial: Array
+    t_est: Array
+    t_exposed: Array
+    regime_seconds: Mapping[str, Array]  # by name in REGIMES; they add up to t_est
+    variance: Array | None  # relative, of steps; None without knobs, nan where nothing takes time
+    heads: Headline
+
+    def at(self, point: int) -> StepTimes:
+        """The times at one point."""
+        names = ("t_comp", "t_hbm", "t_net", "t_bound", "t_serial", "t_est", "t_exposed")
+        return StepTimes(
+            **{name: float(getattr(self, name)[point]) for name in names},
+            regime_seconds={n: float(s[point]) for n, s in self.regime_seconds.items()},
+            variance=None if self.variance is None else float(self.variance[point]),
+        )
+
+    @property
+    def interval(self) -> tuple[Array, Array] | None:
+        """Seconds between which 90 % of such steps are, as `StepTimes.within` says it.
+
+        None without knobs; nan at points where they have no spread.
+        """
+        import numpy as np
+
+        if self.variance is None or self.knobs is None:
+            return None
+        spread = np.where(self.variance > 0, self.variance, np.nan)
+        return _interval(self.knobs, self.t_est, self.t_bound, spread)

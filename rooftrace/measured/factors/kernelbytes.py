@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rooftrace.costmodels.bytefactors import bytes_by_kind, kinds_of
 from rooftrace.costmodels.costs import Access
 from rooftrace.costmodels.kernels.reuse import warm_accesses
-from rooftrace.costmodels.kernels.tables import kernel_table
+from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.planning import Plan

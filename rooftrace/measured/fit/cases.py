@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds

@@ -33,17 +33,12 @@ def with_prediction(step: StepDiff, before: Estimate, after: Estimate, by_path: 
     by_path: whether its modules are those of the graphs.
     """
     both = (before, after)
-    predicted: dict[str, list[float]] = {
-        "time": [estimate.t_est for estimate in both],
-        "device": [estimate.times.t_serial for estimate in both],
-        "work": [estimate.times.t_serial for estimate in both],
-        "kernels": [estimate.kernels for estimate in both],
-        "memory": [estimate.memory.peak for estimate in both],
-    }
+    busy = "device" if "device" in step.totals else "work"
+    predicted = [{**each.totals, busy: each.times.t_serial} for each in both]
     totals = {
-        name: MeasuredChange(before=values[0], after=values[1])
-        for name, values in predicted.items()
-        if name in step.totals and not (name == "work" and "device" in step.totals)
+        name: MeasuredChange(*(values[name] for values in predicted))
+        for name in ("time", busy, "kernels", "memory")
+        if name in step.totals
     }
     same = before.chip.name == after.chip.name and before.execution == after.execution
     phase = after.phase

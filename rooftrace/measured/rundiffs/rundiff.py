@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,8 +12,8 @@ from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
 from rooftrace.measured.rundiffs.metrics import METRICS
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes.limits import Limited
 
 SCHEMA = "rooftrace.rundiff/1"
 _UNITS = {"second": "s", "byte": "byte", "count": "launches"}
@@ -144,7 +144,7 @@ class StepDiff(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunDiff(Plain, Shown):
+class RunDiff(Plain, Shown, Limited):
     """The difference of two measured runs, step by step."""
 
     names: tuple[str, str]
@@ -154,6 +154,9 @@ class RunDiff(Plain, Shown):
     only_after: tuple[str, ...] = ()
     operations: Mapping[str, MeasuredChange] | None = None  # s of operations alone, of two runs
 
+    METRICS = METRICS
+    COMPARED = "measured runs"
+    EXAMPLE = "idle>1 ms"
     schema = SCHEMA
     KEYS = (
         "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps "
@@ -174,20 +177,9 @@ class RunDiff(Plain, Shown):
             and not any(change.delta for change in (self.operations or {}).values())
         )
 
-    def violations(self, conditions: Sequence[str]) -> list[str]:
-        """A sentence for each condition ("time>5%", "kernels>10") that some step breaks.
-
-        Raises FailOnError for a condition that cannot be read, and for a metric that no step has.
-        """
-        places = [(f"{step.label}: measured ", step.totals) for step in self.steps]
-        return broken(self.limits(conditions), METRICS, places or [("", {})])
-
-    @staticmethod
-    def limits(conditions: Sequence[str]) -> list[Limit]:
-        """The limits that conditions say.  Raises FailOnError."""
-        return [
-            Limit.parse(text, METRICS, "measured runs", example="idle>1 ms") for text in conditions
-        ]
+    def places(self) -> list[tuple[str, Mapping[str, Change]]]:
+        """The totals of each step."""
+        return [(f"{step.label}: measured ", step.totals) for step in self.steps]
 
     def __repr__(self) -> str:
         changes = [

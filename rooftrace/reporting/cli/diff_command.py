@@ -14,7 +14,7 @@ from rooftrace.reporting.cli.asking import asks, made, typed
 from rooftrace.reporting.cli.options import TARGET_HELP, Commas
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import once
-from rooftrace.reporting.cli.weight_commands import diff_of_checkpoints
+from rooftrace.reporting.cli.weight_commands import check_checkpoints
 from rooftrace.reporting.cli.written import Written, results
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import Option
@@ -114,8 +114,10 @@ def diff(
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
-        return diff_of_checkpoints(str(sources[0]), str(sources[1]), names, written, fail_on)
-    _check(any(map(is_measured, sources)), targets, [*fail_on, *filter(None, [bisect])], written)
+        check_checkpoints(fail_on)
+    else:
+        limits = [*fail_on, *filter(None, [bisect])]
+        _check(any(map(is_measured, sources)), targets, limits, written)
     graphs: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():
         result = rt.diff(

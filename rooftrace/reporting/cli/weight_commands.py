@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
@@ -11,7 +10,6 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.asking import asks
 from rooftrace.reporting.cli.options import TARGET_HELP
-from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import progress
 from rooftrace.reporting.cli.written import Written, results
 
@@ -44,14 +42,8 @@ def inventory(target: str, against: str | None, written: Written, asked: dict[st
 _OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
 
 
-def diff_of_checkpoints(
-    before: str,
-    after: str,
-    names: tuple[str, str] | None,
-    written: Written,
-    fail_on: tuple[str, ...],
-) -> None:
-    """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
+def check_checkpoints(fail_on: tuple[str, ...]) -> None:
+    """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
     from rooftrace.tracer.checkpoints import CheckpointDiff
 
     context = click.get_current_context()
@@ -68,12 +60,3 @@ def diff_of_checkpoints(
             "config.json to compare costs"
         )
     CheckpointDiff.limits(fail_on)
-    result: Any
-    with progress():
-        result = rt.diff(before, after, names=names)
-    written.write(result)
-    broken = result.violations(fail_on)
-    for sentence in broken:
-        complain(sentence)
-    if broken:
-        sys.exit(1)

@@ -85,15 +85,8 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
         from rooftrace.reporting import estimate
 
         made = estimate(model, *args, **{**usual, **named})
-        costs = StepCosts(
-            flops=made.flops,
-            bytes=made.bytes_hbm,
-            time=made.t_est,
-            memory=made.memory.peak,
-            params=int(made.graph.model.get("params", 0)),
-            kernels=made.kernels,
-            estimate=made,
-        )
+        totals: dict[str, Any] = made.totals
+        costs = StepCosts(**totals, estimate=made)
         called.append(costs)
         _hold(costs, limits)
         return costs

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating.breakdowns import BreakdownRow, sums_by
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.hardware import Chip
@@ -44,43 +45,29 @@ def locked_costs(estimate: Estimate, depth: int) -> LockedCosts:
     """The totals of an estimate, and its modules down to a depth, whose sums are the totals."""
     clock = TimeScale(estimate.t_est)
     total = clock.rounded(estimate.t_est)
+    totals: dict[str, Any] = {**estimate.totals, "time": clock.written(total)}
     return LockedCosts(
-        time=clock.written(total),
-        flops=estimate.flops,
-        bytes=estimate.bytes_hbm,
-        memory=estimate.memory.peak,
-        params=int(estimate.graph.model.get("params", 0)),
-        kernels=estimate.kernels,
+        **totals,
         modules=_modules(estimate, clock, total, depth),
     )
-
-
-class _Sums:
-    def __init__(self) -> None:
-        self.seconds, self.flops, self.bytes, self.kernels = 0.0, 0, 0, 0
 
 
 def _modules(
     estimate: Estimate, clock: TimeScale, total: Decimal, depth: int
 ) -> dict[str, LockedModule]:
     """FLOP in the module of each op; bytes, kernels and time in that of the kernel's main op."""
-    sums: defaultdict[str, _Sums] = defaultdict(_Sums)
+    flops: Counter[str] = Counter()
     graph = estimate.graph
     for op, cost in zip(graph.ops, estimate.plan.op_costs, strict=True):
         if cost.work:
             for path, times in _calls(graph, op).items():
-                sums[cut(path, depth)].flops += times * cost.flops()
-    for row in estimate.rows:
-        parts = len(row.modules)  # as many kernels in each
-        for path in row.modules:
-            entry = sums[cut(path, depth)]
-            entry.seconds += row.timing.t_device / parts
-            entry.bytes += row.bytes // parts
-            entry.kernels += row.count // parts
-    seconds = _times(estimate, clock, total, {path: entry.seconds for path, entry in sums.items()})
+                flops[cut(path, depth)] += times * cost.flops()
+    kernels = sums_by(estimate.rows, lambda row: [cut(path, depth) for path in row.modules], 0.0)
+    sums = {path: BreakdownRow(key=path) for path in flops} | {row.key: row for row in kernels}
+    seconds = _times(estimate, clock, total, {path: row.t_device for path, row in sums.items()})
     modules = {
-        path: LockedModule(clock.written(seconds[path]), entry.flops, entry.bytes, entry.kernels)
-        for path, entry in sums.items()
+        path: LockedModule(clock.written(seconds[path]), flops[path], row.bytes, row.calls)
+        for path, row in sums.items()
     }
     if seconds[WAITING]:
         modules[WAITING] = LockedModule(clock.written(seconds[WAITING]))

@@ -36,40 +36,44 @@ class LockError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModule:
-    """The costs of a module, or of all modules whose paths differ only in numbers."""
+class _Locked:
+    """Costs that are locked: a time as text, and whole numbers."""
 
     time: str
+
+    def __post_init__(self) -> None:
+        """Raise LockError for a number that no cost can have."""
+        units.parse(self.time, "second")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int) and value < 0:
+                raise LockError(f"{item.name}={value}: expected a whole number of at least 0")
+
+    def value(self, metric: str) -> float:
+        """A metric, in SI units."""
+        value: float = getattr(self, metric)
+        return units.parse(self.time, "second") if metric == "time" else value
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModule(_Locked):
+    """The costs of a module, or of all modules whose paths differ only in numbers: BY_MODULE."""
+
     flops: int = 0
     bytes: int = 0
     kernels: int = 0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def value(self, metric: str) -> float:
-        """A metric of BY_MODULE, in SI units."""
-        return _value(self, metric)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockedCosts:
+class LockedCosts(_Locked):
     """The totals of a step on a chip under an execution model, and its modules."""
 
-    time: str
     flops: int
     bytes: int  # through HBM
     memory: int  # at the peak
     params: int
     kernels: int
     modules: Mapping[str, LockedModule] = field(default_factory=dict)  # by starred path
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def value(self, metric: str) -> float:
-        """A metric, in SI units."""
-        return _value(self, metric)
 
 
 Ops = dict[str, dict[str, int]]
@@ -166,17 +170,3 @@ class TimeScale:
         """Rounded seconds as text: "738.1235 us"."""
         number = seconds.scaleb(-self.power)
         return f"{number:f} {self.unit}"
-
-
-def _value(record: LockedModule | LockedCosts, metric: str) -> float:
-    value = getattr(record, metric)
-    return units.parse(value, "second") if metric == "time" else value
-
-
-def _check(record: LockedModule | LockedCosts) -> None:
-    """Raise LockError for a number that no cost can have."""
-    units.parse(record.time, "second")
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if isinstance(value, int) and value < 0:
-            raise LockError(f"{item.name}={value}: expected a whole number of at least 0")

@@ -15,7 +15,6 @@ from rooftrace.hardware.units import (
     format_time,
     plural,
 )
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
 
 _ROWS = 10
@@ -32,14 +31,6 @@ _SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 def _digits(value: float) -> str:
     """A number with three digits: 0.200, 14.5, 1,430."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
-
-
-def register() -> None:
-    """Views of answers, once this file is loaded."""
-    view_of.register(serving.ServingAnswer, serving_view)
-    view_of.register(rates.RatesAnswer, lambda result, output: rates_view(result))
-    view_of.register(passing.PassingAnswer, lambda result, output: passing_view(result))
-    view_of.register(capacity.CapacityAnswer, lambda result, output: capacity_view(result))
 
 
 # -- deployments -----------------------------------------------------------------------------------
@@ -149,7 +140,7 @@ def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:
 def _value(row: Any, name: str) -> str:
     if name == "memory":
         return str(format_capacity(row.memory))
-    return str(format_time(row.uses()[name][0]))
+    return str(format_time(getattr(row, name)))
 
 
 def _limit(result: serving.ServingAnswer, row: Any, name: str) -> str:
@@ -201,7 +192,7 @@ def _spread(rows: Sequence[Any], most: int) -> list[Any]:
 # -- rates, lengths, chips -------------------------------------------------------------------------
 
 
-def rates_view(result: rates.RatesAnswer) -> view.View:
+def rates_view(result: rates.RatesAnswer, output: view.Output) -> view.View:
     """What limits a step now, and each rate at which computing would."""
     title = _head(result.title, result.sizes, result.chip)
     head: list[view.Part] = [
@@ -241,7 +232,7 @@ def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
         )  # fmt: skip
 
 
-def passing_view(result: passing.PassingAnswer) -> view.View:
+def passing_view(result: passing.PassingAnswer, output: view.Output) -> view.View:
     """The sizes around which attention passes the MLP."""
     title = _head(result.title, result.at, result.chip)
     low, high = result.looked
@@ -265,7 +256,7 @@ def passing_view(result: passing.PassingAnswer) -> view.View:
     return _three(title, head, view.Section(parts=[table], place=2), result.rests)
 
 
-def capacity_view(result: capacity.CapacityAnswer) -> view.View:
+def capacity_view(result: capacity.CapacityAnswer, output: view.Output) -> view.View:
     """The least number of each chip that holds a step."""
     title = _head(result.title, result.sizes)
     labels: Mapping[str, Any] = result.rows[0].labels

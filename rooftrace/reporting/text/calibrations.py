@@ -29,7 +29,7 @@ _ERRORS = (
 )
 
 
-def calibration_view(result: Calibration) -> view.View:
+def calibration_view(result: Calibration, output: view.Output) -> view.View:
     """What was fitted to what, each knob, and the errors with and without them."""
     fit, used = result.fit, result.measured - len(result.failures)
     single = f", and {words.plural(result.kernels, 'single kernel')}" if result.kernels else ""

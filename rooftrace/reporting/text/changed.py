@@ -19,11 +19,6 @@ def heads(names: tuple[str, str]) -> tuple[str, str]:
     return names
 
 
-def signed_cell(change: Change, unit: units.Unit) -> view.Cell:
-    """The difference, marked as worse or better."""
-    return view.Cell(change.delta, change.mark, unit=units.signed(unit))
-
-
 def delta(
     key: str, unit: units.Unit, head: str, *, marked: bool = False, **more: Any
 ) -> view.Column:
@@ -61,7 +56,7 @@ def totals(
             "metric": label(name),
             "before": view.Cell(change.before, unit=units_of(name)),
             "after": view.Cell(change.after, unit=units_of(name)),
-            "change": signed_cell(change, units_of(name)),
+            "change": view.Cell(change.delta, change.mark, unit=units.signed(units_of(name))),
             "relative": view.Cell(change.percent, change.mark),
             **{column.key: cell(name) for column, cell in more.items()},
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import MISSING, format_share, listed, plural
@@ -18,31 +18,58 @@ SHOWN = 15
 """Rows of each table on a screen."""
 
 _NAME = view.Column("name", units.MODULE, "tensor", folded=True)
+_COSINE = units.Unit("", "number", lambda c: f"{c:.6f}")
 _DRIFT = (
-    view.Column("relative", units.full(units.SHARE), "of norm before"),
-    view.Column("difference", VALUE, "difference"),
-    view.Column("cosine", units.Unit("", "number", lambda c: f"{c:.6f}"), "cosine"),
-    view.Column("largest", VALUE, "largest"),
-)
-_LOOKS = (
-    view.Column("before", units.TEXT, "before", folded=True),
-    view.Column("after", units.TEXT, "after", folded=True),
+    view.Column("relative", units.full(units.SHARE), "of norm before", of=lambda t: _relative(t)),
+    view.Column(
+        "difference", VALUE, "difference", of=lambda t: t.drift and t.drift.norm_difference
+    ),
+    view.Column("cosine", _COSINE, "cosine", of=lambda t: t.drift and t.drift.cosine),
+    view.Column("largest", VALUE, "largest", of=lambda t: t.drift and t.drift.largest),
 )
 
 
-def checkpoints_view(result: CheckpointDiff) -> view.View:
+def _sides(said: Callable[[TensorLook | None], str]) -> tuple[view.Column, ...]:
+    """What is said of a tensor on either side."""
+    return (
+        view.Column("before", units.TEXT, "before", folded=True, of=lambda t: said(t.before)),
+        view.Column("after", units.TEXT, "after", folded=True, of=lambda t: said(t.after)),
+    )
+
+
+def _relative(tensor: TensorDiff) -> float | str | None:
+    if tensor.drift is None:
+        return None
+    return "from 0" if tensor.drift.relative is None else tensor.drift.relative
+
+
+def look(side: TensorLook | None) -> str:
+    """The dtype and shape of a tensor: "bf16[8, 4]"."""
+    return MISSING if side is None else f"{side.dtype}{list(side.shape)}"
+
+
+def _special(side: TensorLook | None) -> str:
+    return MISSING if side is None else f"{side.nans:,} NaN, {side.infs:,} infinite"
+
+
+_LOOKS = _sides(look)
+
+
+def checkpoints_view(result: CheckpointDiff, output: view.Output) -> view.View:
     """What changed: in sum, in values, in names, shapes and dtypes, and in the config."""
     known_by = view.Column("by", units.TEXT, "known by")
     share = _DRIFT[0]
+    drifted = sorted(result.of("drifted"), key=lambda tensor: tensor.moved, reverse=True)
+    changed = (*result.of("shape"), *result.of("dtype"))
     sections = [
         view.Section(parts=list(_head(result)), place=1),
-        _section("Drifted", _drifted(result), (_NAME, *_DRIFT), 2),
-        _section("Changed in dtype or shape", _changed(result), (_NAME, *_LOOKS, share), 3),
+        _section("Drifted", drifted, (_NAME, *_DRIFT), 2),
+        _section("Changed in dtype or shape", changed, (_NAME, *_LOOKS, share), 3),
         _section("Renamed", _renamed(result), (*_LOOKS, known_by, share), 4),
         _section("Added", _folded(result.of("added")), (_NAME, _LOOKS[1]), 5),
         _section("Removed", _folded(result.of("removed")), (_NAME, _LOOKS[0]), 6),
         _section("Frozen", _folded(result.of("frozen")), (_NAME, _LOOKS[1]), 7),
-        _section("Not finite", _not_finite(result), (_NAME, *_LOOKS), 8),
+        _section("Not finite", result.not_finite, (_NAME, *_sides(_special)), 8),
         *_config(result.config),
     ]
     title = f"Checkpoints {result.names[0]} and {result.names[1]}"
@@ -84,7 +111,7 @@ def _head(result: CheckpointDiff) -> Iterator[view.Note]:
 
 
 def _section(
-    title: str, rows: Sequence[dict[str, Any]], columns: Sequence[view.Column], place: int
+    title: str, rows: Sequence[Any], columns: Sequence[view.Column], place: int
 ) -> view.Section:
     """A table under a title, cut on a screen; no parts where there are no rows."""
     if not rows:
@@ -92,31 +119,6 @@ def _section(
     head = view.Note(title.lower(), "strong", on="screen")
     parts = [head, *cut(columns, rows, SHOWN), *left_out(len(rows) - SHOWN)]
     return view.Section(title=title, parts=parts, place=place)
-
-
-def _values(tensor: TensorDiff) -> dict[str, Any]:
-    drift = tensor.drift
-    if drift is None:
-        return {column.key: None for column in _DRIFT}
-    return {
-        "relative": "from 0" if drift.relative is None else drift.relative,
-        "difference": drift.norm_difference,
-        "cosine": drift.cosine,
-        "largest": drift.largest,
-    }
-
-
-def _drifted(result: CheckpointDiff) -> list[dict[str, Any]]:
-    """The tensors that moved, those first that moved most."""
-    tensors = sorted(result.of("drifted"), key=lambda tensor: tensor.moved, reverse=True)
-    return [{"name": tensor.name, **_values(tensor)} for tensor in tensors]
-
-
-def _changed(result: CheckpointDiff) -> list[dict[str, Any]]:
-    return [
-        {"name": t.name, "before": look(t.before), "after": look(t.after), **_values(t)}
-        for t in (*result.of("shape"), *result.of("dtype"))
-    ]
 
 
 def _renamed(result: CheckpointDiff) -> list[dict[str, Any]]:
@@ -128,15 +130,12 @@ def _renamed(result: CheckpointDiff) -> list[dict[str, Any]]:
             groups.setdefault((*patterns, tensor.renamed_by), []).append(tensor)
     rows = []
     for (old, new, by), tensors in groups.items():
-        several = len(tensors) > 1
-        names = (old, f"{new} x{len(tensors)}") if several else _names(tensors[0])
+        first, *others = tensors
+        names = (old, f"{new} x{len(tensors)}") if others else (first.renamed_from, first.name)
         moved = max(tensors, key=lambda tensor: tensor.moved)
-        rows.append({"before": names[0], "after": names[1], "by": by, **_values(moved)})
+        share = {"relative": _relative(moved)}
+        rows.append({"before": names[0], "after": names[1], "by": by, **share})
     return rows
-
-
-def _names(tensor: TensorDiff) -> tuple[str, str]:
-    return tensor.renamed_from, tensor.name
 
 
 def _folded(tensors: Sequence[TensorDiff]) -> list[dict[str, Any]]:
@@ -153,22 +152,6 @@ def _folded(tensors: Sequence[TensorDiff]) -> list[dict[str, Any]]:
         }
         for (pattern, before, after), names in groups.items()
     ]
-
-
-def _not_finite(result: CheckpointDiff) -> list[dict[str, Any]]:
-    return [
-        {"name": tensor.name, "before": _special(tensor.before), "after": _special(tensor.after)}
-        for tensor in result.not_finite
-    ]
-
-
-def _special(side: TensorLook | None) -> str:
-    return MISSING if side is None else f"{side.nans:,} NaN, {side.infs:,} infinite"
-
-
-def look(side: TensorLook | None) -> str:
-    """The dtype and shape of a tensor: "bf16[8, 4]"."""
-    return MISSING if side is None else f"{side.dtype}{list(side.shape)}"
 
 
 def _config(config: ConfigDiff | None) -> Iterator[view.Section]:

@@ -58,7 +58,7 @@ def _row(chip: Chip) -> dict[str, Any]:
     }
 
 
-def chip_view(chip: Chip) -> view.View:
+def chip_view(chip: Chip, output: view.Output) -> view.View:
     """Every fact with its kind, source and note."""
     rows = [
         {

@@ -12,11 +12,9 @@ from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.findings.diffs import Diff, changes
+    from rooftrace.costmodels.memory import Held
 
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
-_WHERE = view.Column(
-    "module", units.CODE, "module", folded=True, of=lambda row: row.module or "(root)"
-)
 _ROWS: tuple[view.Column, ...] = (
     delta("time", units.SECOND, "expected time", marked=True),
     delta("eager", units.SECOND, "in eager", marked=True),
@@ -29,9 +27,11 @@ _ROWS: tuple[view.Column, ...] = (
 )
 _HELD: tuple[view.Column, ...] = (
     delta("bytes", units.CAPACITY, "at the peak", marked=True),
-    view.Column("role", units.TEXT, "role"),
-    view.Column("what", units.TEXT, "what", folded=True, of=lambda row: held_what(row)),
-    _WHERE,
+    view.Column("role", units.TEXT, "role", of=lambda row: row.held.role),
+    view.Column("what", units.TEXT, "what", folded=True, of=lambda row: held_what(row.held)),
+    view.Column(
+        "module", units.CODE, "module", folded=True, of=lambda row: row.held.module or "(root)"
+    ),
 )
 _MODULES: tuple[view.Column, ...] = (
     view.Column("status", units.TEXT, "", on="page"),
@@ -68,7 +68,7 @@ def op_words(module: changes.ModuleChange) -> str:
     return text or "grouped or placed otherwise"
 
 
-def held_what(held: changes.HeldChange) -> str:
+def held_what(held: Held) -> str:
     """What is held: "weight", "mul, forward, saved for backward"."""
     name = held.name.rpartition(".")[2]
     made = f"{words.op_name(held.op)}, {held.part}" if held.op else ""
@@ -98,7 +98,7 @@ def unchanged_words(result: Diff) -> str:
     return f"{text}: the two have {equal}"
 
 
-def diff_view(result: Diff) -> view.View:
+def diff_view(result: Diff, output: view.Output) -> view.View:
     """Totals of each phase before and after, and the modules behind the change."""
     before, after = result.names
     where = f"on {result.chip}, execution {result.execution}"

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from rooftrace.costmodels.disaggregating import Disaggregated
 from rooftrace.hardware.units import format_capacity, format_time
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
-
-
-def register() -> None:
-    """Let `view_of` know them."""
-    view_of.register(Disaggregated, lambda result, output: disaggregated_view(result))
-
 
 _COLUMNS = (
     view.Column("phase", units.TEXT, "Phase", short="phase"),
@@ -26,7 +19,7 @@ _COLUMNS = (
 )
 
 
-def disaggregated_view(result: Disaggregated) -> view.View:
+def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
     """A row for each phase, then what goes between them and how many chips of each balance."""
     sent = (
         f"cache of a request of {result.prompt:,} tokens: {format_capacity(result.kv_bytes)} from "

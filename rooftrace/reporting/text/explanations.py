@@ -15,7 +15,6 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units, words
 
 ON_SCREEN = 3
@@ -49,7 +48,7 @@ _COUNTERS = (
 )
 
 
-def explanation_view(result: Explanation) -> view.View:
+def explanation_view(result: Explanation, output: view.Output) -> view.View:
     """The kernels that were asked for, or the whole step with its sweep."""
     sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
     where = f"{result.chip.name}, {result.execution}"
@@ -75,11 +74,6 @@ def explanation_view(result: Explanation) -> view.View:
         sections += _step(result)
     sections += [_sweep(sweep, place=95 + n) for n, sweep in enumerate(result.sweeps)]
     return view.View(tuple(sections), f"Explained: {result.title}, {result.phase}")
-
-
-def register() -> None:
-    """Let `view_of` know them."""
-    view_of.register(Explanation, lambda result, output: explanation_view(result))
 
 
 # -- kernels ---------------------------------------------------------------------------------------

@@ -7,13 +7,7 @@ from typing import Any
 
 from rooftrace.costmodels.exploring import formsteps
 from rooftrace.hardware.units import format_bandwidth, format_flop_rate
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
-
-
-def register() -> None:
-    """Let `view_of` know them."""
-    view_of.register(formsteps.Exploration, lambda result, output: exploration_view(result))
 
 
 def _intensity(ratio: float) -> str:
@@ -45,7 +39,7 @@ _COLUMNS = (
 )
 
 
-def exploration_view(result: formsteps.Exploration) -> view.View:
+def exploration_view(result: formsteps.Exploration, output: view.Output) -> view.View:
     """A row for each number of devices and length of the cache."""
     rates = result.rates
     told = ", ".join(

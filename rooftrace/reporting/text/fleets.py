@@ -7,17 +7,11 @@ from typing import Any
 
 from rooftrace.hardware.units import plural
 from rooftrace.reporting import SweepFleet
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.text.sweeps import BEST, MOST_LINES, best_lines, lines_table
 from rooftrace.reporting.view import model as view
 
 _SHOWN = {"screen": 60, "page": 500}
 """Lines of the table on an output."""
-
-
-def register() -> None:
-    """The view of a fleet, once this file is loaded."""
-    view_of.register(SweepFleet, fleet_view)
 
 
 def fleet_view(result: SweepFleet, output: view.Output) -> view.View:

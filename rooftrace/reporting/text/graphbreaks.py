@@ -7,14 +7,7 @@ from typing import Any
 
 from rooftrace.costmodels.breaking import BreakCost, GraphBreaks
 from rooftrace.hardware.units import format_share, format_time, plural
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
-
-
-def register() -> None:
-    """Let `view_of` know them."""
-    view_of.register(GraphBreaks, graph_breaks_view)
-
 
 _WAYS = (
     view.Column("way", units.TEXT, "step"),

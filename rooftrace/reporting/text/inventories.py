@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware.units import MISSING, format_capacity, format_share, plural
+from rooftrace.hardware.units import MISSING, arrow, format_capacity, format_share, plural
 from rooftrace.reporting.text.changed import cut, labelled, left_out
 from rooftrace.reporting.view import model as view, units
 from rooftrace.tracer.inventory import values
@@ -161,15 +161,22 @@ def _values(parts: Sequence[WeightStatistics]) -> dict[str, Any]:
 
 _CHANGES = (
     view.Column("path", units.MODULE, "module", folded=True),
-    view.Column("modules", units.TEXT, "how many"),
-    view.Column("shapes", units.TEXT, "shapes", folded=True, drop=1),
-    view.Column("before", EXACT, "before"),
-    view.Column("after", EXACT, "after"),
+    view.Column("modules", units.TEXT, "how many", of=lambda row: arrow(*row.modules)),
+    view.Column(
+        "shapes",
+        units.TEXT,
+        "shapes",
+        folded=True,
+        drop=1,
+        of=lambda row: arrow(*map(", ".join, row.shapes)),
+    ),
+    view.Column("before", EXACT, "before", of=lambda row: row.params[0]),
+    view.Column("after", EXACT, "after", of=lambda row: row.params[1]),
     view.Column("delta", units.signed(EXACT), "change"),
 )
 
 
-def parameters_view(result: ParameterDiff) -> view.View:
+def parameters_view(result: ParameterDiff, output: view.Output) -> view.View:
     """Parameters before and after, and the modules whose parameters differ."""
     return view.View(
         (view.Section(parts=list(parameter_parts(result)), place=1),),
@@ -185,31 +192,11 @@ def parameter_parts(result: ParameterDiff) -> Iterator[view.Part]:
     if not result.modules:
         yield view.Note("the same parameters in every module", "good", bullet=1)
         return
-    rows = [
-        {
-            "path": row.path,
-            "modules": str(row.modules[0])
-            if row.modules[0] == row.modules[1]
-            else f"{row.modules[0]} -> {row.modules[1]}",
-            "shapes": _shapes(row.shapes),
-            "before": row.params[0],
-            "after": row.params[1],
-            "delta": row.delta,
-        }
-        for row in result.modules
-    ]
-    yield from cut(_CHANGES, rows, MOST_ROWS)
-    yield from left_out(len(rows) - MOST_ROWS, "more modules")
+    yield from cut(_CHANGES, result.modules, MOST_ROWS)
+    yield from left_out(len(result.modules) - MOST_ROWS, "more modules")
     if result.unchanged:
         text = f"{plural(result.unchanged, 'path')} with the same parameters on both sides"
         yield view.Note(text, "faint", bullet=1)
-
-
-def _shapes(sides: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
-    before, after = (", ".join(side) for side in sides)
-    if before == after or not after or not before:
-        return before or after
-    return f"{before} -> {after}"
 
 
 def change_words(pair: tuple[int, int], capacity: bool = False) -> str:

@@ -12,7 +12,6 @@ from rooftrace.hardware.units import (
     format_time,
 )
 from rooftrace.measured.live import LiveResult, OffKernel
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units, words
 
 SHOWN = 10
@@ -42,12 +41,7 @@ _OUTSIDE = (
 )
 
 
-def register() -> None:
-    """Let `view_of` know such a result."""
-    view_of.register(LiveResult, lambda result, output: loop_view(result))
-
-
-def loop_view(result: LiveResult) -> view.View:
+def loop_view(result: LiveResult, output: view.Output) -> view.View:
     """The rates, the kernels that are off, what could not be matched, and the notes."""
     head = headline(result)
     rates = view.Table(columns=_RATES, rows=_rate_rows(result), padded=False)

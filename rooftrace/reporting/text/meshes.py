@@ -7,7 +7,6 @@ from typing import Any
 
 from rooftrace.costmodels.meshing import MeshAnswer, MeshRow, ScalingAnswer, mesh_words
 from rooftrace.hardware.units import MISSING, format_capacity, format_time, plural
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
 
 _ROWS = 10
@@ -39,12 +38,6 @@ SCALED = (
     view.Column("peak", units.BYTE, "Memory of a chip", short="peak"),
     view.Column("fits", units.WORDS, "Fits", short="fits"),
 )
-
-
-def register() -> None:
-    """Views of these answers, once this file is loaded."""
-    view_of.register(MeshAnswer, mesh_view)
-    view_of.register(ScalingAnswer, lambda result, output: scaling_view(result))
 
 
 def mesh_view(result: MeshAnswer, output: view.Output) -> view.View:
@@ -120,7 +113,7 @@ def _rows(rows: Iterable[MeshRow]) -> list[dict[str, Any]]:
     ]
 
 
-def scaling_view(result: ScalingAnswer) -> view.View:
+def scaling_view(result: ScalingAnswer, output: view.Output) -> view.View:
     """The step on each number of chips, with both efficiencies."""
     rows = [
         {

@@ -149,7 +149,7 @@ _SUMS = (
 )
 
 
-def breakdown_view(result: Breakdown) -> view.View:
+def breakdown_view(result: Breakdown, output: view.Output) -> view.View:
     """The rows of a breakdown, and their sum."""
     name = view.Column("name", units.TEXT, result.by, folded=True)
     shown = [*result.rows[:_MOST], result.total()] if result.rows else []
@@ -170,7 +170,7 @@ def _row(row: BreakdownRow) -> dict[str, Any]:
     return {**row, "name": _name(row), "limit": words.LIMITS[row.regime]}
 
 
-def graph_view(graph: OpGraph) -> view.View:
+def graph_view(graph: OpGraph, output: view.Output) -> view.View:
     """How large a graph is, and its modules with their sizes and FLOP; no chip, no times."""
     from rooftrace.costmodels.estimating import estimate
 

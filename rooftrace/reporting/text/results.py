@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import to_csv, to_json
 from rooftrace._formats import FORMATS
 from rooftrace._outputs import MADE_BY
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import as_page, as_screen, model as view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from rooftrace.costmodels.estimating import Estimate
 
 WIDTH = 100
 
@@ -41,7 +42,7 @@ def as_text(result: Any, width: int = WIDTH) -> str:
 
 def renderable(result: Any) -> RenderableType:
     """A result for rich to print: on one screen, in colours."""
-    return as_screen(_view(result, "screen"))
+    return as_screen(view_of(result, "screen"))
 
 
 def as_cell(result: Any) -> str:
@@ -49,7 +50,7 @@ def as_cell(result: Any) -> str:
     from rooftrace.reporting import hypertext
     from rooftrace.reporting.figures import figure_of
 
-    return hypertext.as_cell(_view(result, "screen"), figure_of(result))
+    return hypertext.as_cell(view_of(result, "screen"), figure_of(result))
 
 
 def shown(result: Any, form: str, **how: Any) -> Any:
@@ -73,7 +74,7 @@ def file_of(result: Any, form: str, **how: Any) -> bytes:
 
 def as_markdown(result: Any, files: Collection[str] = ()) -> str:
     """A result as a GitHub-flavoured page.  files: the names of the figures that it may show."""
-    return as_page(_view(result, "page"), files)
+    return as_page(view_of(result, "page"), files)
 
 
 def as_webpage(result: Any, pictures: Mapping[str, bytes] | None = None) -> str:
@@ -87,7 +88,7 @@ def as_webpage(result: Any, pictures: Mapping[str, bytes] | None = None) -> str:
     return (
         report_page(result)
         if isinstance(result, Results)
-        else result_page(_view(result, "page"), pictures)
+        else result_page(view_of(result, "page"), pictures)
     )
 
 
@@ -99,14 +100,14 @@ def as_latex(result: Any, files: Collection[str] = (), style: str = "screen") ->
     """
     from rooftrace.reporting import latex
 
-    return latex.as_latex(_view(result, "page"), files, style)
+    return latex.as_latex(view_of(result, "page"), files, style)
 
 
 def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
     """Each table of a result as a file that a paper takes in, by the name of the file."""
     from rooftrace.reporting.latex import table_files
 
-    return table_files(_view(result, "page"), style)
+    return table_files(view_of(result, "page"), style)
 
 
 def as_json(
@@ -128,29 +129,70 @@ def as_csv(result: Any) -> str:
     return to_csv(result.to_rows())
 
 
-_REGISTERING = {
-    "rooftrace.measured": "measurements",
-    "rooftrace.measured.live": "loops",
-    "rooftrace.costmodels.sweeping": "sweeps",
-    "rooftrace.reporting.fleetsweeps": "fleets",
-    "rooftrace.reporting.rooflinesteps": "rooflines",
-    "rooftrace.costmodels.explaining": "explanations",
-    "rooftrace.costmodels.elasticity": "sensitivities",
-    "rooftrace.costmodels.exploring": "explorations",
-    "rooftrace.costmodels.answers": "answers",
-    "rooftrace.costmodels.meshing": "meshes",
-    "rooftrace.costmodels.disaggregating": "disaggregations",
-    "rooftrace.costmodels.breaking": "graphbreaks",
-    "rooftrace.costmodels.scripting": "scripts",
+VIEWS: Mapping[str, str] = {
+    "Results": "sections.builders:report_view",
+    "Estimate": "text.results:estimate_view",
+    "Breakdown": "text.moduletrees:breakdown_view",
+    "Summary": "text.moduletrees:summary_view",
+    "OpGraph": "text.moduletrees:graph_view",
+    "Census": "text.itemised:census_view",
+    "NodeTable": "text.itemised:nodes_view",
+    "Explanation": "text.explanations:explanation_view",
+    "Sweep": "text.sweeps:sweep_view",
+    "Form": "text.sweeps:form_view",
+    "SweepFleet": "text.fleets:fleet_view",
+    "Rooflines": "text.rooflines:rooflines_view",
+    "Reports": "text.rooflines:reports_view",
+    "Elasticities": "text.sensitivities:elasticities_view",
+    "GridEffects": "text.sensitivities:grid_view",
+    "Exploration": "text.explorations:exploration_view",
+    "ServingAnswer": "text.answers:serving_view",
+    "RatesAnswer": "text.answers:rates_view",
+    "PassingAnswer": "text.answers:passing_view",
+    "CapacityAnswer": "text.answers:capacity_view",
+    "MeshAnswer": "text.meshes:mesh_view",
+    "ScalingAnswer": "text.meshes:scaling_view",
+    "Disaggregated": "text.disaggregations:disaggregated_view",
+    "GraphBreaks": "text.graphbreaks:graph_breaks_view",
+    "ScriptCost": "text.scripts:script_view",
+    "Chip": "text.chips:chip_view",
+    "System": "text.systems:system_view",
+    "Diff": "text.differences:diff_view",
+    "GateOutcome": "gates.words:gate_view",
+    "ModelInfo": "text.inventories:inventory_view",
+    "ParameterDiff": "text.inventories:parameters_view",
+    "CheckpointDiff": "text.checkpoints:checkpoints_view",
+    "Calibration": "text.calibrations:calibration_view",
+    "Validation": "text.validations:validation_view",
+    "RunDiff": "text.rundiffs:rundiff_view",
+    "LiveResult": "text.loops:loop_view",
 }
-"""Modules of this package that load numpy, or code about measured time: by whose results they show.
+"""The function that makes the view of a result, as "module:function", by the class of the result.
 
-A report of predictions loads none of them.
+It takes the result and the output ("screen" or "page").  Its file is loaded when it is needed: a
+report of predictions loads no code about measured time.
 """
 
 
-def _view(result: Any, output: view.Output) -> view.View:
-    for owner, name in _REGISTERING.items():
-        if type(result).__module__.startswith(owner):
-            import_module(f"rooftrace.reporting.text.{name}").register()
-    return view_of(result, output)
+def view_of(result: Any, output: view.Output) -> view.View:
+    """The view of a result on an output; a view is its own.
+
+    Raises TypeError for a class that VIEWS does not name.
+    """
+    if isinstance(result, view.View):
+        return result
+    for kind in type(result).__mro__:
+        if kind.__module__.startswith("rooftrace.") and kind.__name__ in VIEWS:
+            module, _, name = VIEWS[kind.__name__].partition(":")
+            function = getattr(import_module(f"rooftrace.reporting.{module}"), name)
+            made: view.View = function(result, output)
+            return made
+    raise TypeError(f"{type(result).__name__}: VIEWS names no view of this class")
+
+
+def estimate_view(result: Estimate, output: view.Output) -> view.View:
+    """A report of one step."""
+    from rooftrace.reporting.sections import Results, report_view
+
+    estimates = {result.phase: {result.execution.name: {result.chip.name: result}}}
+    return report_view(Results(estimates, {}, {result.phase: result.plan.source}), output)

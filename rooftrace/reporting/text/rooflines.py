@@ -6,20 +6,12 @@ from collections.abc import Callable
 
 from rooftrace.hardware.units import format_bandwidth, format_flop_rate, format_intensity
 from rooftrace.reporting import rooflinesteps
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units, words
-
-
-def register() -> None:
-    """Let `view_of` know them."""
-    view_of.register(rooflinesteps.Rooflines, lambda result, output: rooflines_view(result))
-    view_of.register(rooflinesteps.Reports, lambda result, output: reports_view(result))
-
 
 _RATE = units.Unit("FLOP/s", "number", format_flop_rate)
 
 
-def rooflines_view(result: rooflinesteps.Rooflines) -> view.View:
+def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view.View:
     """A row for each step; the roofs and ridges of the chips below."""
     sizes = [
         name for name in ("batch", "seq", "kv") if any(name in row.sizes for row in result.rows)
@@ -69,12 +61,12 @@ def _time(result: rooflinesteps.Rooflines) -> str:
     return words.time_word(row.estimate for row in result.rows)
 
 
-def reports_view(result: rooflinesteps.Reports) -> view.View:
+def reports_view(result: rooflinesteps.Reports, output: view.Output) -> view.View:
     """The steps in one table, where each report stands, and which targets have none."""
     sections: list[view.Section] = []
     title = "No report"
     if result.roofline is not None:
-        table = rooflines_view(result.roofline)
+        table = rooflines_view(result.roofline, output)
         title = f"Reports: {', '.join(result.roofline.models)}"
         image = view.Image(f"{rooflinesteps.FIGURE}.png", "all steps on one roofline")
         sections.append(view.Section(parts=[*table.sections[0].parts, image]))

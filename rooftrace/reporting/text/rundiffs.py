@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rooftrace.hardware.units import MISSING, format_time
+from rooftrace.hardware.units import MISSING, arrow, format_time
 from rooftrace.measured.rundiffs import RunDiff, metrics, rundiff
 from rooftrace.reporting.text.changed import cut, delta, said, totals
 from rooftrace.reporting.view import model as view, units, words
@@ -70,7 +70,7 @@ _ROWS = (
 )
 
 
-def rundiff_view(result: RunDiff) -> view.View:
+def rundiff_view(result: RunDiff, output: view.Output) -> view.View:
     """Totals of each step before and after, then kernels, modules and families that differ."""
     before, after = (Path(name).name for name in result.names)
     head: list[view.Part] = [
@@ -211,12 +211,11 @@ def _what(row: rundiff.KernelChange) -> str:
     calls = [call.removeprefix("aten::") for call in row.call]
     if row.kind == "op":
         calls = [c or " and ".join(names) for c, names in zip(calls, row.kernels, strict=True)]
-    text = " -> ".join(dict.fromkeys(filter(None, calls)))
+    text = arrow(*calls)
     if row.kind != "op":
-        named = map(_kernel_words, row.short_kernels, row.kernels)
-        kernels = " -> ".join(dict.fromkeys(filter(None, named)))
+        kernels = arrow(*map(_kernel_words, row.short_kernels, row.kernels))
         text = f"{text}: {kernels}" if text else kernels
-    sizes = " -> ".join(dict.fromkeys(_few(sizes) for sizes in row.sizes if sizes))
+    sizes = arrow(*map(_few, row.sizes))
     text = f"{text}, {sizes}" if sizes else text
     return f"{text} (backward)" if row.part else text
 
@@ -238,8 +237,7 @@ def _module(row: rundiff.KernelChange) -> str:
 
 
 def _launches(row: rundiff.KernelChange) -> str:
-    before, after = (f"{count:.3g}" for count in (row.count.before, row.count.after))
-    return after if before == after else f"{before} -> {after}"
+    return arrow(f"{row.count.before:.3g}", f"{row.count.after:.3g}")
 
 
 def _groups(step: rundiff.StepDiff, what: str) -> list[view.Part]:
@@ -289,26 +287,20 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
 
 
 _OPERATIONS = (
-    view.Column("name", units.TEXT, "operation alone", flexible=True),
-    view.Column("before", units.SECOND, "before"),
-    view.Column("after", units.SECOND, "after"),
-    view.Column("change", units.WORDS, "change"),
-    view.Column("noise", units.SECOND, "noise"),
+    view.Column("name", units.TEXT, "operation alone", flexible=True, of=lambda row: row[0]),
+    view.Column("before", units.SECOND, "before", of=lambda row: row[1].before),
+    view.Column("after", units.SECOND, "after", of=lambda row: row[1].after),
+    view.Column("change", units.WORDS, "change", of=lambda row: _relative(row[1])),
+    view.Column("noise", units.SECOND, "noise", of=lambda row: row[1].noise),
 )
+
+
+def _relative(change: rundiff.MeasuredChange) -> view.Cell:
+    return view.Cell(change.percent, "faint" if change.within_noise else "plain")
 
 
 def _operations(result: RunDiff) -> view.Section:
     rows = sorted((result.operations or {}).items(), key=lambda o: -abs(o[1].relative or 0))
-    lines = [
-        {
-            "name": key,
-            "before": change.before,
-            "after": change.after,
-            "change": view.Cell(change.percent, "faint" if change.within_noise else "plain"),
-            "noise": change.noise,
-        }
-        for key, change in rows
-    ]
     note = "The same operations on both devices; where they differ, the machine does."
-    parts = [*cut(_OPERATIONS, lines, GROUPS), view.Note(note, on="page")]
+    parts = [*cut(_OPERATIONS, rows, GROUPS), view.Note(note, on="page")]
     return view.Section(title="Operations alone", parts=parts, place=99)

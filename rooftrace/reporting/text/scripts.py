@@ -9,7 +9,6 @@ from typing import Any
 
 from rooftrace.costmodels.scripting import ScriptCost, TurnCost
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.text.folding import Folding
 from rooftrace.reporting.view import model as view, units, words
 from rooftrace.tracer.scripts import Script
@@ -22,11 +21,6 @@ _ENDS = {
     "exit": "exited",
     "error": "failed",
 }
-
-
-def register() -> None:
-    """Let `view_of` know them."""
-    view_of.register(ScriptCost, script_view)
 
 
 _TURNS = (

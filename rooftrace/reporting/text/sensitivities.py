@@ -16,7 +16,6 @@ from rooftrace.hardware.units import (
     format_traffic,
     plural,
 )
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units
 
 ON_SCREEN = 20
@@ -26,12 +25,6 @@ _LONGEST = 11
 """Letters of a fraction that is shown."""
 CLIFF = 0.05
 """One more of a size that costs at least so much is a cliff."""
-
-
-def register() -> None:
-    """Views of elasticities and of grids, once this file is loaded."""
-    view_of.register(Elasticities, elasticities_view)
-    view_of.register(grids.GridEffects, lambda result, output: grid_view(result))
 
 
 def _signed(number: float) -> str:
@@ -189,7 +182,7 @@ def _zeros(result: Elasticities) -> Iterator[view.Note]:
 # -- grids -----------------------------------------------------------------------------------------
 
 
-def grid_view(result: grids.GridEffects) -> view.View:
+def grid_view(result: grids.GridEffects, output: view.Output) -> view.View:
     """Main effects, then interactions, by their share of the variance."""
     cells = result.columns[result.response]
     factors = " x ".join(f"{name} ({len(labels)})" for name, labels in result.levels.items())

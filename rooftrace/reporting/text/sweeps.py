@@ -7,7 +7,6 @@ from typing import Any
 
 from rooftrace.costmodels.sweeping import Form, Sweep
 from rooftrace.hardware.units import MISSING, format_time, plural
-from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units, words
 
 MOST_LINES = 24
@@ -17,13 +16,7 @@ BEST = "Most items per second, of what fits"
 _SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
-def register() -> None:
-    """Views of sweeps and forms, once this file is loaded."""
-    view_of.register(Sweep, sweep_view)
-    view_of.register(Form, lambda result, output: form_view(result))
-
-
-def form_view(result: Form) -> view.View:
+def form_view(result: Form, output: view.Output) -> view.View:
     """Where a form is proven, and from which traces."""
     rows = [
         {

@@ -38,7 +38,7 @@ def system_list() -> view.View:
     return view.View((view.Section(parts=[table]),), "Systems")
 
 
-def system_view(system: System) -> view.View:
+def system_view(system: System, output: view.Output) -> view.View:
     """Every fact and every fitted constant with its kind, source and note."""
     rows: list[dict[str, Any]] = [
         {

@@ -241,7 +241,7 @@ def _traffic_rows(result: Validation) -> list[dict[str, Any]]:
 # -- screen and page -------------------------------------------------------------------------------
 
 
-def validation_view(result: Validation) -> view.View:
+def validation_view(result: Validation, output: view.Output) -> view.View:
     """Errors by phase, every step, classes of kernels, and the worst kernels."""
     sections = [_head(result)]
     if len(result.steps) > 1:

@@ -91,7 +91,7 @@ class Job:
         arguments, kwargs = _sorted(function, job, named)
         arguments = {n: v for n, v in {**arguments, **ours}.items() if v is not None}
         job = _read(arguments, replace(job, kwargs=kwargs))
-        job._check_source()
+        job.check_source()
         if job.phases is None and job.request.lengths is not None:
             job = replace(job, phases=("requests",))
         if job.phases is not None:
@@ -195,8 +195,8 @@ class Job:
             if name in self.explicit:
                 raise UnusedError(name, _shown(self.value(name)), reason)
 
-    def _check_source(self) -> None:
-        """Raise UnusedError for an argument that a source of this kind has no use for."""
+    def check_source(self) -> None:
+        """Raise UnusedError for an explicit argument that a source of this kind has no use for."""
         if self.is_graph:
             self.refuse(
                 SIZES,

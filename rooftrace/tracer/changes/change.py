@@ -8,6 +8,13 @@ from typing import ClassVar
 from rooftrace._plain import Plain
 
 
+def relative(delta: float, before: float) -> float | None:
+    """delta / before; 0 where both are 0, None where only before is."""
+    if before:
+        return delta / before
+    return None if delta else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Change(Plain):
     """One quantity before and after (SI units)."""
@@ -20,6 +27,10 @@ class Change(Plain):
 
     KEYS = "before after delta relative"
 
+    def __add__(self, other: Change) -> Change:
+        """The sums of both before and after."""
+        return Change(self.before + other.before, self.after + other.after)
+
     @property
     def delta(self) -> float:
         """after - before; 0 where the two differ by rounding only."""
@@ -29,9 +40,7 @@ class Change(Plain):
     @property
     def relative(self) -> float | None:
         """delta / before; None where before is 0 and after is not."""
-        if self.before:
-            return self.delta / self.before
-        return 0.0 if not self.after else None
+        return relative(self.delta, self.before)
 
     @property
     def within_noise(self) -> bool | None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware.units import UnitError, parse
@@ -107,24 +108,43 @@ def amount_of(text: str, metric: Metric) -> tuple[float, bool]:
     return float(number.replace(",", "")) * _SCALES[scale], False
 
 
-def broken(
-    limits: Iterable[Limit], metrics: Metrics, places: Sequence[tuple[str, Mapping[str, Change]]]
-) -> list[str]:
-    """A sentence for each limit and each place where it is passed.
+class Limited:
+    """A result of two sides, whose changes may be held to limits.
 
-    places: their names as sentences begin with them, and what changed there by metric.  Raises
-    FailOnError for a metric that no place has.
+    METRICS: what a limit may be of.  COMPARED, EXAMPLE: what is compared and another limit, for the
+    message of a limit that cannot be read.
     """
-    sentences = []
-    for limit in limits:
-        there = dict.fromkeys(name for _, changes in places for name in changes)
-        if limit.metric not in there:
-            raise FailOnError(
-                f"--fail-on {limit.text!r}: {limit.metric} was not measured in both; there are "
-                f"{', '.join(name for name in metrics if name in there)}"
-            )
-        for where, changes in places:
-            change = changes.get(limit.metric)
-            if change is not None and limit.passed(change):
-                sentences.append(limit.sentence(change, metrics, where))
-    return sentences
+
+    __slots__ = ()
+    METRICS: ClassVar[Metrics]
+    COMPARED: ClassVar[str] = ""
+    EXAMPLE: ClassVar[str] = ""
+
+    def places(self) -> Sequence[tuple[str, Mapping[str, Change]]]:
+        """The places that are held to limits: how a sentence on each begins, and what changed there
+        by metric."""
+        raise NotImplementedError
+
+    @classmethod
+    def limits(cls, conditions: Iterable[str]) -> list[Limit]:
+        """The limits that conditions say.  Raises FailOnError."""
+        return [Limit.parse(text, cls.METRICS, cls.COMPARED, cls.EXAMPLE) for text in conditions]
+
+    def violations(self, conditions: Iterable[str]) -> list[str]:
+        """A sentence for each condition ("time>5%", "memory>1 GiB") and each place that breaks it.
+
+        Raises FailOnError for a condition that cannot be read, and for a metric that no place has.
+        """
+        places, sentences = self.places(), []
+        there = {name for _, changes in places for name in changes}
+        for limit in self.limits(conditions):
+            if limit.metric not in there:
+                raise FailOnError(
+                    f"--fail-on {limit.text!r}: {limit.metric} was not measured in both; there are "
+                    f"{', '.join(name for name in self.METRICS if name in there)}"
+                )
+            for where, changes in places:
+                change = changes.get(limit.metric)
+                if change is not None and limit.passed(change):
+                    sentences.append(limit.sentence(change, self.METRICS, where))
+        return sentences

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes import Change, relative
+from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import NUMBER, SHARE, Metrics
 from rooftrace.tracer.inventory import SIZES, ParameterDiff
 
@@ -45,9 +45,7 @@ class Drift(Plain):
     @property
     def relative(self) -> float | None:
         """The norm of the difference over the norm before; None where that is 0, and it changed."""
-        if self.norm_before:
-            return self.norm_difference / self.norm_before
-        return 0.0 if not self.norm_difference else None
+        return relative(self.norm_difference, self.norm_before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,7 @@ class ConfigDiff(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointDiff(Plain, Shown):
+class CheckpointDiff(Plain, Shown, Limited):
     """What changed from one checkpoint to another."""
 
     names: tuple[str, str]
@@ -135,23 +133,19 @@ class CheckpointDiff(Plain, Shown):
     def relative(self) -> float | None:
         """The norm of all differences over the norm before, of the tensors with values on both."""
         drifts = [tensor.drift for tensor in self.tensors if tensor.drift is not None]
-        before = math.hypot(*(drift.norm_before for drift in drifts))
         difference = math.hypot(*(drift.norm_difference for drift in drifts))
-        if before:
-            return difference / before
-        return 0.0 if not difference else None
+        return relative(difference, math.hypot(*(drift.norm_before for drift in drifts)))
 
     @property
     def not_finite(self) -> tuple[TensorDiff, ...]:
         """Tensors with NaN or infinities on a side."""
         return tuple(tensor for tensor in self.tensors if any(tensor.not_finite))
 
-    def violations(self, conditions: Sequence[str]) -> list[str]:
-        """A sentence for each condition ("drift>1%", "params>0") that does not hold.
+    METRICS = METRICS
+    COMPARED = "two checkpoints"
 
-        drift is that of the tensor that moved most, relative to its norm before.  Raises
-        FailOnError for a condition that cannot be read, or that checkpoints do not have.
-        """
+    def places(self) -> list[tuple[str, Mapping[str, Change]]]:
+        """The drift of the tensor that moved most, relative to its norm before, and the totals."""
         worst = max(self.tensors, key=lambda tensor: tensor.moved, default=None)
         bad = zip(*(tensor.not_finite for tensor in self.not_finite), strict=True)
         counts = {status: len(self.of(status)) for status in STATUSES}
@@ -164,13 +158,7 @@ class CheckpointDiff(Plain, Shown):
             "removed": Change(0, counts["removed"]),
         }
         drift = {"drift": Change(0, worst.moved if worst else 0)}
-        places = [(f"{worst.name}: " if worst else "", drift), ("", grown)]
-        return broken(self.limits(conditions), METRICS, places)
-
-    @staticmethod
-    def limits(conditions: Sequence[str]) -> list[Limit]:
-        """The limits that conditions say.  Raises FailOnError."""
-        return [Limit.parse(text, METRICS, "two checkpoints") for text in conditions]
+        return [(f"{worst.name}: " if worst else "", drift), ("", grown)]
 
     def __repr__(self) -> str:
         counts = [f"{len(self.of(s)):,} {s}" for s in STATUSES if self.of(s)]

@@ -122,7 +122,8 @@ class _Capture(TorchDispatchMode):
 def _recording() -> Tape | None:
     """The innermost recording, if it gets the next op."""
     mode: Any = _get_current_dispatch_mode()
-    return mode if isinstance(mode, Tape) else None
+    tape = getattr(mode, "tape", mode)  # of a mode that follows another thread
+    return tape if isinstance(tape, Tape) else None
 
 
 def _origin() -> records.Origin | None:

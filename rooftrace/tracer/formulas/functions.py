@@ -19,6 +19,17 @@ def expected_distinct(rows: int, chosen: int, classes: int) -> float:
     return snapped(-classes * math.expm1(rows * math.log1p(-chosen / classes)))
 
 
+def expected_rows(rows: int, own: int, classes: int) -> float:
+    """The expected number of different rows that `rows` draws among `classes` reach.
+
+    `own` of the classes have a row each, and all others share one.
+    """
+    if own >= classes or rows <= 0:
+        return expected_distinct(rows, 1, classes)
+    alone = expected_distinct(rows, 1, classes) * own / classes
+    return snapped(alone + 1 - (own / classes) ** rows)
+
+
 def snapped(number: float) -> float:
     """A whole number where it differs from one by rounding alone."""
     whole = round(number)
@@ -56,5 +67,6 @@ FUNCTIONS: Mapping[str, Callable[[int, int, int], float]] = {
     "largest": largest_draw,
     "balanced": balanced_distinct,
     "balanced largest": balanced_largest,
+    "rows": expected_rows,
 }
-"""By their names in formulas; all take rows, chosen, classes."""
+"""By their names in formulas; all take rows, chosen, classes, but "rows" rows, own, classes."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphforms.leaves import (
@@ -136,7 +136,9 @@ def _with_arguments(graph: OpGraph, listed: Mapping[tuple[int, str], Any]) -> Op
         return graph
     ops = list(graph.ops)
     for number, arguments in by_op.items():
-        ops[number] = replace(ops[number], arguments={**ops[number].arguments, **arguments})
+        ops[number] = msgspec.structs.replace(
+            ops[number], arguments={**ops[number].arguments, **arguments}
+        )
     return graph.replace(ops=tuple(ops))
 
 
@@ -162,7 +164,9 @@ class SeriesGraph:
                 modules={},
                 constants={},
                 assumptions=(),
-                repeats=tuple(replace(r, names={}, assumptions={}) for r in graph.repeats),
+                repeats=tuple(
+                    msgspec.structs.replace(r, names={}, assumptions={}) for r in graph.repeats
+                ),
             ),
             modules=series_of(list(graph.modules.items())),
             constants=series_of(list(graph.constants.items())),
@@ -188,7 +192,7 @@ class SeriesGraph:
             constants=dict(_items(self.constants)),
             assumptions=tuple(_items(self.assumptions)),
             repeats=tuple(
-                replace(
+                msgspec.structs.replace(
                     repeat,
                     names={k: tuple(_items(v)) for k, v in names.items()},
                     assumptions={k: tuple(_items(v)) for k, v in rests.items()},

@@ -70,7 +70,7 @@ def learn(values: Values, tensor: Tensor) -> None:
     elif (mask := marks.mask_of(tensor)) is not None:
         values.learn(tensor, mask)
     if marks.UNIFORM in tensor.__dict__:
-        values.learn_draw(tensor, tensor.__dict__[marks.UNIFORM])
+        values.uniform.learn_classes(tensor, tensor.__dict__[marks.UNIFORM])
 
 
 # -- inputs of a shape -----------------------------------------------------------------------------

@@ -162,12 +162,17 @@ def first_tokens(tokens: Tensor, count: int) -> Tensor:
 
 
 def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
-    part = torch.empty((tokens.shape[0], count), dtype=tokens.dtype, device=META)
-    value = tokens.__dict__.get(REAL_VALUE)
+    """Some columns; of draws that are too many to be known, draws of their own."""
+    shape = tokens.shape[0], count
+    value, classes = (tokens.__dict__.get(mark) for mark in (REAL_VALUE, marks.UNIFORM))
+    if value is None and classes is not None:
+        part = drawn(shape, tokens.dtype, classes.start, classes.stop)
+    else:
+        part = torch.empty(shape, dtype=tokens.dtype, device=META)
     if value is not None:
         part.__dict__[REAL_VALUE] = value[:, start : start + count].clone()
-    if marks.UNIFORM in tokens.__dict__:
-        part.__dict__[marks.UNIFORM] = tokens.__dict__[marks.UNIFORM]
+    if classes is not None:
+        part.__dict__[marks.UNIFORM] = classes
     return part
 
 
@@ -179,7 +184,7 @@ def random_tokens(shape: tuple[int, ...], vocabulary: int) -> Tensor:
     """
     first = min(5, vocabulary - 1)
     tokens = drawn(shape, torch.int64, first, vocabulary)
-    tokens.__dict__[marks.UNIFORM] = vocabulary - first
+    tokens.__dict__[marks.UNIFORM] = range(first, vocabulary)
     return tokens
 
 

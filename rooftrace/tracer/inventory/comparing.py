@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.tracer.changes import Change, Limit
+from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.aligning import union
-from rooftrace.tracer.changes.limits import broken
+from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import CAPACITY, EXACT, Metrics
 from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, total
 from rooftrace.tracer.paths import pattern_of
@@ -33,7 +33,7 @@ class ModuleParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterDiff(Plain, Shown):
+class ParameterDiff(Plain, Shown, Limited):
     """What changed in the parameters from one model to another."""
 
     names: tuple[str, str]
@@ -45,14 +45,12 @@ class ParameterDiff(Plain, Shown):
     schema = "rooftrace.parameters/1"
     KEYS = "schema before=names.0 after=names.1 params bytes unchanged_paths=unchanged modules"
 
-    def violations(self, conditions: Sequence[str]) -> list[str]:
-        """A sentence for each condition ("params>1%", "bytes>1 GiB") that does not hold.
+    METRICS = SIZES
+    COMPARED = "parameters"
 
-        Raises FailOnError for a condition that cannot be read.
-        """
-        changes = {"params": Change(*self.params), "bytes": Change(*self.bytes)}
-        limits = [Limit.parse(text, SIZES, "parameters") for text in conditions]
-        return broken(limits, SIZES, [("", changes)])
+    def places(self) -> list[tuple[str, Mapping[str, Change]]]:
+        """The parameters of all modules, and their bytes."""
+        return [("", {"params": Change(*self.params), "bytes": Change(*self.bytes)})]
 
     def __repr__(self) -> str:
         (before, after), names = self.params, " -> ".join(self.names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -12,7 +11,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import FrameType
 from typing import Any, NoReturn
 
 from rooftrace.errors import RequestError
@@ -20,8 +18,7 @@ from rooftrace.tracer.launching.records import HardExit, Stopped
 from rooftrace.tracer.patches import original_of, put
 
 GENTLE = 3
-"""How often a program that goes on is told to stop as an exception of its own call, before every
-jump or call that it makes raises."""
+"""How often a program that goes on is told to stop, before its process ends where it stands."""
 _PATIENCE = 5.0
 """Seconds in which threads of a program may end after it."""
 _REPLACING = ("execv", "execve", "execl", "execle", "execlp", "execlpe", "execvp", "execvpe")
@@ -54,40 +51,33 @@ def raise_exits() -> None:
 class Stopping:
     """Ends a program that runs, by `stop` in one of its calls.
 
-    It is made in the main thread, where it may run a handler of a signal.
+    It is made in the main thread, where it may run a handler of a signal.  give_up: ends the
+    process at once, as if the program had ended where it stands; for one that goes on after it was
+    told to stop several times.
     """
 
-    def __init__(self) -> None:
-        self.asked = 0
-        """How often the program was told to stop: all but the last were swallowed."""
+    def __init__(self, give_up: Callable[[], object]) -> None:
+        self._asked, self._give_up = 0, give_up
         if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(_SIGNAL, _stopped)
+            signal.signal(_SIGNAL, self._stop_here)
 
     def stop(self) -> None:
-        """Raise Stopped in the running call, and in the main thread, which may wait for this one.
-
-        A program that swallowed it several times is then stopped at any jump or call, also of its
-        handlers.
-        """
-        self.asked += 1
+        """Raise Stopped in the running call, and in the main thread, which may wait for it."""
+        self._asked += 1
         main = threading.main_thread()
-        other = threading.current_thread() is not main and _SIGNAL is not None
-        if other and signal.getsignal(_SIGNAL) is _stopped:
+        if threading.current_thread() is main:
+            self._stop_here()
+        if _SIGNAL is not None and signal.getsignal(_SIGNAL) == self._stop_here:
             signal.pthread_kill(main.ident or 0, _SIGNAL)
-        if self.asked > GENTLE:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and not _is_start(frame):
-                frame.f_trace = _stopping
-                frame = frame.f_back
-            sys.settrace(_stopping)  # the last: our own lines raise from here on
+        raise Stopped
+
+    def _stop_here(self, *signalled: Any) -> None:
+        if self._asked > GENTLE:
+            self._give_up()
         raise Stopped
 
 
 _SIGNAL: Any = getattr(signal, "SIGUSR2", None)
-
-
-def _stopped(number: int, frame: FrameType | None) -> None:
-    raise Stopped
 
 
 class LostErrors:
@@ -136,47 +126,12 @@ class LostErrors:
         return next(iter((*self._of_threads, *self._of_tasks.values())), None)
 
 
-def _is_start(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") == f"{__package__}.program"
-
-
-def _stopping(frame: FrameType, event: str, argument: Any) -> Any:
-    """A trace function: with each line another Stopped comes, at the next jump or call.
-
-    Python takes a trace function off that raises, so this one does not raise itself.
-    """
-    if event == "line":
-        _raise_soon(Stopped)
-    return _stopping
-
-
-def _raise_soon(kind: type[BaseException]) -> None:
-    """Let this thread raise an exception at its next jump backwards or call."""
-    thread = ctypes.c_ulong(threading.get_ident())
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
-
-
-def calm() -> None:
-    """The program is over: nothing of it raises Stopped any more.
-
-    What is still to come is let come here.  Taking it back would leave a mark in Python 3.11, for
-    which a trace function of somebody else would wait for ever.
-    """
-    sys.settrace(None)
-    try:
-        _raise_soon(Stopped)
-        for _ in range(1000):
-            pass
-    except Stopped:
-        pass
-
-
-def shut_down(before: set[threading.Thread], waiting: bool) -> tuple[str, ...]:
+def shut_down(before: set[threading.Thread], waiting: bool) -> None:
     """Do what Python does at the end of a program: end its pools, wait for its threads, call its
     exit functions.
 
     before: threads that are not the program's.  waiting: False, where the program was stopped:
-    its threads have some seconds.  Returns the names of those that go on.
+    its threads have some seconds.
     """
     own = [thread for thread in threading.enumerate() if thread not in before]
 
@@ -190,11 +145,9 @@ def shut_down(before: set[threading.Thread], waiting: bool) -> tuple[str, ...]:
     ending = threading.Thread(target=end_threads, daemon=True)
     ending.start()
     ending.join(None if waiting else _PATIENCE)
-    on = tuple(thread.name for thread in own if thread.is_alive())
     atexit._run_exitfuncs()  # they print what they raise
     with contextlib.suppress(ValueError, OSError, AttributeError):
         sys.stdout.flush()
-    return on
 
 
 def leave(code: int, error: BaseException | None) -> NoReturn:

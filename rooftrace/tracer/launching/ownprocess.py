@@ -390,6 +390,7 @@ def _work(descriptor: int, streams: list[int]) -> NoReturn:
             os.dup2(each, place)
             os.close(each)
         channel = Channel(socket.socket(fileno=descriptor))
+        _CHANNELS.append(channel)
         request: _Request = pickle.loads(channel.receive()[1])
         _be_there(request)
         code = _answered(channel, request)
@@ -404,7 +405,7 @@ def _work(descriptor: int, streams: list[int]) -> NoReturn:
 
 
 def _answered(channel: Channel, request: _Request) -> int:
-    """Call the function and send what it returns; the exit code."""
+    """Call the function, and end with what it returns; the exit code where it returns nothing."""
     import importlib
 
     module, _, name = request.name.partition(":")
@@ -423,8 +424,19 @@ def _answered(channel: Channel, request: _Request) -> int:
         return 1
     except KeyboardInterrupt:
         return _STOPPED
-    channel.send(_RESULT, result)
-    return 0
+    leave_with(result)
+
+
+_CHANNELS: list[Channel] = []
+"""That of this process, to who has called its function."""
+
+
+def leave_with(result: bytes) -> NoReturn:
+    """End this process now, with what its function would have returned."""
+    _CHANNELS[0].send(_RESULT, result)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    _END(0)
 
 
 def _be_there(request: _Request) -> None:

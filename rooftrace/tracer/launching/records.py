@@ -136,9 +136,7 @@ class Ended:
 
     reason: "end": it ran to its end; "exit": it exited with `code`; "stopped": it was stopped from
     outside; "error": it raised `exception`; thread: in the thread of this name, "" for the main
-    one.  swallowed: how often the program caught what was to
-    stop it.  ranks: as which it ran: a program that starts its processes itself says how many.
-    threads: names of threads of the program that were still running some seconds after its end.
+    one.  ranks: as which it ran: a program that starts its processes itself says how many.
     assumed: what was assumed of what is not there, as pairs of a kind and a text.
     """
 
@@ -146,7 +144,5 @@ class Ended:
     code: int = 0
     exception: BaseException | None = None
     thread: str = ""
-    swallowed: int = 0
     ranks: Ranks = field(default_factory=Ranks)
-    threads: tuple[str, ...] = ()
     assumed: tuple[tuple[str, str], ...] = ()

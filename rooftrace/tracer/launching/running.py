@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import ending, environment
 from rooftrace.tracer.launching.distributed import AXIS, Processes
 from rooftrace.tracer.launching.landlock import guard, refusal
 from rooftrace.tracer.launching.overlay import folder_of
+from rooftrace.tracer.launching.ownprocess import leave_with
 from rooftrace.tracer.launching.program import MainModule, prepared
 from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
 from rooftrace.tracer.launching.scratch import redirect
@@ -31,13 +31,15 @@ class ProgramRun:
 
     def __init__(self, program: MainModule, processes: Processes) -> None:
         self._program, self._processes = program, processes
-        self._stopping, self._lost = ending.Stopping(), ending.LostErrors()
+        self._stopping, self._lost = ending.Stopping(self._give_up), ending.LostErrors()
         self._assumed: dict[tuple[str, str], None] = {}
         if program.left_out:
             names = ", ".join(dict.fromkeys(program.left_out))
             text = f"magics and shell lines of the notebook are left out: {names}"
             self._assumed["notebook", text] = None
-        self._started, self._process = False, os.getpid()
+        self._process = os.getpid()
+        self._before = set(threading.enumerate())  # threads that are not the program's
+        self._then: Callable[[Ended], bytes] | None = None  # None: it has ended, or not begun
         self.at_end: Callable[[], None] = lambda: None  # is called before what it registered
 
     @property
@@ -50,11 +52,6 @@ class ProgramRun:
         """What was assumed up to now of what is not there: pairs of a kind and a text."""
         return (*self._assumed, *([AXIS] if self._processes.axis_assumed else ()))
 
-    @property
-    def stops(self) -> int:
-        """How often the program was told to stop; it swallows what it goes on after."""
-        return self._stopping.asked
-
     def assume(self, assumption: tuple[str, str]) -> None:
         """Note an assumption, once."""
         self._assumed.setdefault(assumption)
@@ -62,29 +59,26 @@ class ProgramRun:
     def stop(self) -> None:
         """End the program: raises Stopped, in a call that the program makes.
 
-        A program that catches it and goes on is told again at the next call.  After three times
-        every jump and call of it raises, also those of its handlers.
+        A program that catches it and goes on is told again at the next call.  After three times its
+        process ends there.
         """
         self._stopping.stop()
 
-    def __call__(self) -> Ended:
-        """Run the program and what it registered for its exit.
+    def __call__(self, then: Callable[[Ended], bytes]) -> bytes:
+        """Run the program and what it registered for its exit, and return what `then` gives.
 
-        What it raises is in the result; KeyboardInterrupt of the user is raised.
+        then: what this process returns to who has called it, by how the program ended.  It may be
+        called in the middle of a call of the program's, which does not go on.  KeyboardInterrupt of
+        the user is raised.
         """
-        if self._started:
-            raise RequestError("a program runs once; launch it again for another run")
-        self._started = True
-        before = set(threading.enumerate())
+        self._then = then
         raised: BaseException | None = None
-        reason, code, thread = "end", 0, ""
+        reason, code = "end", 0
         self._lost.watch()
         try:
             self._program.run()
         except Stopped:
             reason = "stopped"
-            if "hydra" in sys.modules and _MULTIRUN & {*sys.argv[1:]}:
-                self.assume(_FIRST_JOB)
         except HardExit as error:
             reason, code = "exit", error.code
         except SystemExit as error:
@@ -94,33 +88,33 @@ class ProgramRun:
             if refused := refusal(error):
                 self.assume(("refused", refused))
             _from_here(error)
-        while self.stops > ending.GENTLE:
-            try:
-                ending.calm()
-                break
-            except Stopped:
-                continue
+        self._then = None
         if raised is None and os.getpid() == self._process:
             self.at_end()
+        return then(self._ended(reason, code, raised))
+
+    def _give_up(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            leave_with(then(self._ended("stopped", 0, None)))
+
+    def _ended(self, reason: str, code: int, raised: BaseException | None) -> Ended:
+        """How the program ended, once what it registered for its exit has run."""
+        thread = ""
         try:
-            threads = ending.shut_down(before, waiting=reason != "stopped")
+            ending.shut_down(self._before, waiting=reason != "stopped")
         except Stopped:  # by a thread that it waits for
-            reason, threads = "stopped", ending.shut_down(before, waiting=False)
+            reason = "stopped"
+            ending.shut_down(self._before, waiting=False)
         if os.getpid() != self._process:  # one that the program has forked, which ends here
             ending.leave(code, raised)
+        if reason == "stopped" and "hydra" in sys.modules and _MULTIRUN & {*sys.argv[1:]}:
+            self.assume(_FIRST_JOB)
         lost = self._lost.first()
         if lost is not None and not code and reason in ("end", "exit"):
             reason, (thread, raised) = "error", lost
-        swallowed = self.stops - (reason == "stopped")
         made: dict[str, Any] = {"reason": reason, "code": code, "exception": raised}
-        return Ended(
-            **made,
-            thread=thread,
-            swallowed=max(swallowed, 0),
-            ranks=self.ranks,
-            threads=threads,
-            assumed=self.assumed,
-        )
+        return Ended(**made, thread=thread, ranks=self.ranks, assumed=self.assumed)
 
 
 def launched(

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,38 +147,6 @@ def _tracer_around() -> str:
     if torch.fx._symbolic_trace._is_fx_tracing_flag and not _dispatch.is_in_torch_dispatch_mode():
         return "torch.fx.symbolic_trace"
     return ""
-
-
-@contextlib.contextmanager
-def exchanging(owned: Callable[[Any], bool]) -> Iterator[None]:
-    """Inside, of the modes of this thread only those that `owned` picks are on, and may change.
-
-    Afterwards those that are on then stand where they stood, and the others around them as before.
-    """
-    functions, ops = _taken_off(), _ops_taken_off()
-    _put_on([mode for mode in functions if owned(mode)])
-    for mode in ops:
-        if owned(mode):
-            push(mode)
-    try:
-        yield
-    finally:
-        _put_on(_among(functions, _taken_off(), owned))
-        for mode in _among(ops, _ops_taken_off(), owned):
-            push(mode)
-
-
-def _among(before: Sequence[Any], ours: Sequence[Any], owned: Callable[[Any], bool]) -> list[Any]:
-    """Other modes as they stood, and ours in the place of the first that was ours."""
-    first = next((place for place, mode in enumerate(before) if owned(mode)), 0)
-    others = [[m for m in part if not owned(m)] for part in (before[:first], before[first:])]
-    return [*others[0], *ours, *others[1]]
-
-
-def _ops_taken_off() -> list[Any]:
-    """The dispatch modes of this thread, the innermost last; none is on afterwards."""
-    count = torch._C._len_torch_dispatch_stack()
-    return [_dispatch._pop_mode() for _ in range(count)][::-1]
 
 
 def _taken_off() -> list[Any]:

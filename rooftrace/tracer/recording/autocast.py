@@ -287,27 +287,6 @@ def followed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, no region that a recorder follows is on in this thread; afterwards it is on again.
-
-    Another recorder may have taken the place of the one that followed it.
-    """
-    enabled, dtype = _enabled_on(_DEVICE), _dtype_of(_DEVICE)
-    if not enabled:
-        yield
-        return
-    switch, choose = (original_of(torch, name) for name in _BY_DEVICE[2:])
-    switch(_DEVICE, False)
-    yield
-    scope = Scope.current()
-    follows = None if scope is None else scope.kept.get(_NAME)
-    if follows is not None:
-        follows.install()
-    switch(_DEVICE, True)
-    choose(_DEVICE, dtype)
-
-
-@contextlib.contextmanager
 def carried_here() -> Iterator[None]:
     """Inside, meta tensors carry the key of our kernels in this thread."""
     included, dtype = _torch_c._dispatch_tls_is_dispatch_key_included(_KEY), _dtype_of(_DEVICE)

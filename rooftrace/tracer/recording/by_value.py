@@ -209,7 +209,8 @@ def _masked_index(tape: Tape, call: Call) -> Any:
     run_args = (args[0], indices, *rest)
     run = replace(call, args=run_args, tensors=trees.listed(run_args))
     out = run.run()
-    taint |= values.propagate(run, [out]) or records.NO_TAINT
+    with values.uniform.followed(call, [out]):
+        taint |= values.propagate(run, [out]) or records.NO_TAINT
     tape.record(call, [out], single=True, taint=taint)
     return out
 

@@ -85,16 +85,28 @@ def _indexed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int
 
 
 def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int]:
-    """The number of different rows that an index reads; for draws of ours, among how many."""
-    classes = values.drawn_among(index)
-    if classes is not None:
-        facts["uniform_over"] = classes
+    """The number of different rows that an index reads; for draws of ours, among how many.
+
+    own_rows: how many classes have a row each, where all others share one.
+    """
+    draw = values.uniform.of(index)
+    reached = {} if draw is None else values.results.once(draw.becomes, ("classes",), _of_classes)
+    if reached:
+        facts.update(reached)
         return records.NO_TAINT
     entry = values.known(index)
     if entry is None:
         return records.NO_TAINT
     facts.update(values.results.once(entry.value, ("rows",), _distinct))
     return entry.taint
+
+
+def _of_classes(becomes: Tensor) -> dict[str, Any]:
+    counts = torch.unique(becomes, return_counts=True)[1]
+    own, classes = int((counts == 1).sum()), becomes.numel()
+    if own == classes:
+        return {"uniform_over": classes}
+    return {"uniform_over": classes, "own_rows": own} if len(counts) == own + 1 else {}
 
 
 def _distinct(index: Tensor) -> dict[str, Any]:

@@ -53,10 +53,9 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tape = self.tape if self.tape.live else self.tape.threads.living(self.tape)
-        if tape is None:  # in a thread that outlives the recording
+        tape = self.tape
+        if not tape.live:  # in a thread that outlives the recording
             return func(*args, **kwargs)
-        self.tape = tape
         if self.device is not None and func in _makers() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.device}
         if func in _TO_PYTHON:

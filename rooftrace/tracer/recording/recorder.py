@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
 )
@@ -92,22 +93,26 @@ class Recorder(TorchDispatchMode, Tape):
         release: Release | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.repeat_calls, self._run_apart, self._own_step = repeat_calls, run_apart, own_step
         Tape.__init__(self, values or Values(), record)
-        self.entries.own_step = own_step
-        self.repeat_calls = repeat_calls
-        self.failed_in: tuple[str, str] | None = None  # path and class of the module that failed
-        self.failed_op: tuple[Exception, str] | None = None  # an error, and the op that raised it
-        self._real = RealData(self)
         self.values.compute = self._from_data
         self.values.finite = self._finite
         self.values.where = lambda: self.here.path
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
-        self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
         self.scope = Scope(release)
-        self.storages = Storages(self)
         self._followers = threads.Threads(self, self.__torch_dispatch__, self.scope, self.functions)
-        self._exit = contextlib.ExitStack()
+        self._exit, self._of_graph = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def begin(self, record: bool) -> None:
+        """From here on another graph is recorded, of which nothing is known yet; if `record`."""
+        super().begin(record)
+        self.entries.own_step = self._own_step
+        self.failed_in: tuple[str, str] | None = None  # path and class of the module that failed
+        self.failed_op: tuple[Exception, str] | None = None  # an error, and the op that raised it
+        self._real = RealData(self)
+        self._module_calls = CallReplay(self, record and self.repeat_calls, self._run_apart)
+        self.storages = Storages(self)
         self._roots: list[nn.Module] = []
 
     @property
@@ -205,7 +210,7 @@ class Recorder(TorchDispatchMode, Tape):
         if not self.here_recorded():
             if not self.paths.is_named(module) or _get_current_dispatch_mode() is not None:
                 return  # a thread of somebody else
-            leave = self._followers.enter_here(META)
+            leave = self._followers.enter_here(META, self.threads.leader)
             if leave is None:
                 return
             here.leave = leave
@@ -230,19 +235,6 @@ class Recorder(TorchDispatchMode, Tape):
         """Call a module, or give what an equal call gave."""
         return self._module_calls.answer(module, *args, **kwargs)
 
-    def give_way(self, other: Recorder | None) -> None:
-        """Another recorder takes the place of this one, or none does, in the running thread."""
-        threads.give_way(self, other)
-
-    def lead_here(self, first: Callable[[], None], ended: Callable[[], Recorder]) -> bool:
-        """Enter this recorder where another one follows the thread; see `threads.lead_here`."""
-        return threads.lead_here(self, first, ended)
-
-    def stop(self) -> None:
-        """From here on nothing is recorded, though the recorder is on."""
-        with self.lock:
-            self._records = False
-
     def _settle(self) -> None:
         """Wait for threads of the code that it did not join."""
         self._followers.settle()
@@ -257,13 +249,13 @@ class Recorder(TorchDispatchMode, Tape):
         with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
             self._enter(undo.enter_context)
             contexts.push(self)
+            self.live = True
             self._exit = undo.pop_all()
         return self
 
     def _enter(self, enter: Callable[[AbstractContextManager[Any]], Any]) -> None:
         enter(self.scope.entered())
         enter(warnings_quiet())
-        enter(fallbacks_noted(self.values))
         enter(kept_whole())
         enter(flex_whole(self))
         enter(higher_order_dispatched())
@@ -280,23 +272,32 @@ class Recorder(TorchDispatchMode, Tape):
         enter(torch.autograd.set_multithreading_enabled(False))  # of this thread
         enter(calls_watched(self))
         enter(self._rolling.injected())
-        enter(self._module_calls.injected())
         enter(self.functions())
-        storages, lent = self.storages, self.lends_modules
-        enter(fsdp.fully_sharded(self._roots, storages.gathered, storages.resized, lent))
-        enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
+        self._of_graph = enter(contextlib.ExitStack())
+        self._enter_graph()
         enter(meshes.sizes_unseen())
         enter(self._followers.followed())
-        enter(self._alive())
 
-    @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        self.live = True
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.live = False
+    def _enter_graph(self) -> None:
+        """Begin what lasts as long as one graph is recorded."""
+        enter, storages, lent = self._of_graph.enter_context, self.storages, self.lends_modules
+        enter(fallbacks_noted(self.values))
+        enter(self._module_calls.injected())
+        enter(fsdp.fully_sharded(self._roots, storages.gathered, storages.resized, lent))
+        enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
+
+    def end_graph(self) -> None:
+        """The graph is done, though the recorder is on: what is alive now survives it."""
+        with _disable_current_modes():
+            self._of_graph.close()
+        self.tags.end()
+
+    def begin_graph(self, record: bool, prepare: Callable[[], None]) -> None:
+        """From here on another graph is recorded, if `record`, once `prepare` has been called."""
+        self.begin(record)
+        prepare()
+        with _disable_current_modes():
+            self._enter_graph()
 
     def __exit__(self, *exception: Any) -> Any:
         try:
@@ -322,7 +323,8 @@ def _convolution(*args: Any) -> Any:
 
 def check_not_inside(what: str, instead: str) -> None:
     """Raise RequestError in a thread that a recording follows.  instead: what to do."""
-    if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, Recorder | threads.Follower) for mode in modes):
         raise RequestError(
             f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
             f"modules stand on the meta device: {instead}"

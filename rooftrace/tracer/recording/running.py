@@ -99,7 +99,8 @@ class Runner:
             out = off_host(tape, call, out)
         single = isinstance(out, Tensor)
         outputs = [out] if single else trees.listed(out)
-        taint = _propagate(tape, call, outputs)
+        with tape.values.uniform.followed(call, outputs):
+            taint = _propagate(tape, call, outputs)
         taint |= learn_facts(tape.values, call, facts)
         taint |= learn_mask_facts(tape.values, call, outputs, facts)
         taint |= expect_counts(tape, call, facts)

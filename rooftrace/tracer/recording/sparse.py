@@ -419,10 +419,10 @@ def _coalesced(tape: Tape, call: Call, on: On) -> Any:
         return NotImplemented
     indices, values = pieces
     entry, count = tape.values.known(indices), indices.shape[1]
-    classes = tape.values.drawn_among(indices) if len(indices) == 1 else None
+    draw = tape.values.uniform.of(indices) if len(indices) == 1 else None
     places = None if entry is None else torch.unique(entry.value, dim=1)
-    if classes is not None:
-        count = round(functions.expected_distinct(count, 1, classes))
+    if draw is not None:
+        count = round(functions.expected_distinct(count, 1, draw.becomes.numel()))
     elif places is not None:
         count = places.shape[1]
     elif count > 1:
@@ -434,7 +434,7 @@ def _coalesced(tape: Tape, call: Call, on: On) -> Any:
         )
     with on():
         made = own_ops().coalesce(indices, values, x.shape[: x.sparse_dim()], count)
-    if classes is None and entry is not None and places is not None:
+    if draw is None and entry is not None and places is not None:
         tape.values.learn(made[0], places, entry.taint)
     return _made(tape, made[0], made[1], x.shape, True)
 

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftrace.tracer.patches import Scope, contexts, original_of, replaced
-from rooftrace.tracer.recording.autocast import carried_here, set_aside
+from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape
@@ -51,35 +51,12 @@ class Follower(TorchDispatchMode):
 
     def __init__(self, tape: Tape, dispatch: Dispatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._dispatch = tape, dispatch
+        self.tape, self._dispatch = tape, dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._tape.live:  # a thread that outlives the recording
-            heir = self._tape.threads.living(self._tape)
-            if heir is None:
-                return func(*args, **(kwargs or {}))
-            self._tape, self._dispatch = heir, heir.__torch_dispatch__
+        if not self.tape.live:  # a thread that outlives the recording
+            return func(*args, **(kwargs or {}))
         return self._dispatch(func, types, args, kwargs)
-
-
-class _Task(threading.local):
-    leave: Callable[[], None] | None = None  # ends the recording of the task that this thread runs
-
-
-_TASK = _Task()
-
-
-def taken_over(begin: Callable[[], Callable[[], None]]) -> bool:
-    """A recording that follows this thread leaves, and something else begins; False without any.
-
-    begin: begins that; what it returns ends it, at the end of the task that the thread runs.
-    """
-    leave = _TASK.leave
-    if leave is None:
-        return False
-    leave()
-    _TASK.leave = begin()
-    return True
 
 
 class Threads:
@@ -101,12 +78,13 @@ class Threads:
         self._tape, self._dispatch, self._scope = tape, dispatch, scope
         self._functions = functions
         self._threads = tape.threads
+        self.leaving: Callable[[], object] = lambda: None  # called as another thread's task ends
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Inside, work that this thread hands to others is recorded."""
-        ident = threading.get_ident()
-        self._threads.idents.add(ident)
+        self._threads.leader = ident = threading.get_ident()
+        self._threads.idents[ident] = ident
         kinds: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (threading.Thread, "start", self._started),
             (ThreadPoolExecutor, "submit", self._submitted),
@@ -144,7 +122,7 @@ class Threads:
     def _places(self) -> dict[int, tuple[Any, int]]:
         """Where the other threads stand: the innermost frame of each, and its instruction."""
         frames = sys._current_frames()
-        others = self._threads.idents - {threading.get_ident()}
+        others = self._threads.idents.keys() - {threading.get_ident()}
         return {n: (frames[n], frames[n].f_lasti) for n in others if n in frames}
 
     def _say(self, text: str) -> None:
@@ -187,30 +165,32 @@ class Threads:
         device = here.device or contexts.default_device()
         start = list(here.stack), list(here.modules), here.part, here.function
         source, paused = source_line(3) or here.source, here.paused
+        leader = self._threads.idents[threading.get_ident()]
 
         @functools.wraps(function, updated=())
         def task(*args: Any, **kwargs: Any) -> Any:
-            leave = self.enter_here(device)
+            leave = self.enter_here(device, leader)
             if leave is None:  # it is recorded already, or no more
                 return function(*args, **kwargs)
             here.stack, here.modules, here.part, here.function = start
             here.source, here.paused = source, paused
-            _TASK.leave = leave
             try:
                 return function(*args, **kwargs)
             finally:
-                leave, _TASK.leave = _TASK.leave, None
                 leave()
 
         return task
 
-    def enter_here(self, device: torch.device) -> Callable[[], None] | None:
-        """Begin to record this thread; returns what ends that, None if there is nothing to do."""
+    def enter_here(self, device: torch.device, leader: int) -> Callable[[], None] | None:
+        """Begin to follow this thread; returns what ends that, None if there is nothing to do.
+
+        leader: the thread whose work it does.
+        """
         tape, ident = self._tape, threading.get_ident()
         with tape.lock:
             if not tape.live or ident in self._threads.idents or Scope.current() is not None:
                 return None
-            self._threads.idents.add(ident)
+            self._threads.idents[ident] = leader
             self._threads.entered += 1
             tape.rolling.depends()
         undo = contextlib.ExitStack()
@@ -227,64 +207,10 @@ class Threads:
         here.device = device
 
         def leave() -> None:
+            self.leaving()
             undo.close()
             with tape.lock:
                 here.__init__()  # type: ignore[misc]
-                self._threads.idents.discard(ident)
+                self._threads.idents.pop(ident, None)
 
         return leave
-
-
-# -- a recorder takes the place of another, under whatever modes there are -------------------------
-
-
-class Handed(Protocol):
-    """A recorder, as far as its place matters."""
-
-    threads: Any
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
-
-
-def give_way(old: Handed, new: Handed | None) -> None:
-    """A recorder ends in this thread, and another one begins; regions of autocast stay on.
-
-    new: also gets what threads run that the old one has followed; None: none takes its place.
-    """
-    if new is None:
-        with contexts.exchanging(_is_recording):
-            old.__exit__(None, None, None)
-        return
-    old.threads.heir = old
-    try:
-        with contexts.exchanging(_is_recording), set_aside():
-            old.__exit__(None, None, None)
-            new.__enter__()
-    finally:
-        old.threads.heir = new
-
-
-def lead_here(new: Handed, first: Callable[[], None], ended: Callable[[], Handed]) -> bool:
-    """A recorder begins in this thread in place of what follows another one here.
-
-    first: is called before it does.  ended: is called at the end of what the thread does; it
-    returns the recorder that is on then.  False where no recorder follows this thread.
-    """
-
-    def begin() -> Callable[[], None]:
-        first()
-        new.__enter__()
-        return end
-
-    def end() -> None:
-        give_way(ended(), None)
-
-    with contexts.exchanging(_is_recording), set_aside():
-        return taken_over(begin)
-
-
-def _is_recording(mode: Any) -> bool:
-    """Whether a mode is one by which a recorder sees a thread."""
-    return isinstance(mode, Tape | Follower | Functions)

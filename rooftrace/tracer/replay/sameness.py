@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import marks
 
-PLAIN = (*trees.PLAIN, torch.Size)
+PLAIN: tuple[type, ...] = (*trees.PLAIN, torch.Size)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -22,7 +22,7 @@ from torch.overrides import get_testing_overrides
 
 from rooftrace.tracer.tensors import trees
 
-PLAIN = (*trees.PLAIN, type(...))
+PLAIN: tuple[type, ...] = (*trees.PLAIN, type(...))
 _HIDDEN = frozenset(
     {
         "apply_",

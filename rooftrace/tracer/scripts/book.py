@@ -29,7 +29,7 @@ class Book:
         self.derived: list[Derived] = []
 
     def graph(self, recorder: ScriptRecorder, root: Any, learnt: Any) -> int:
-        """The place of the graph of what a recorder has recorded; the recorder is emptied."""
+        """The place of the graph of what a recorder has recorded, which ends here."""
         recorder.settle(learnt.gradients)
         print_ = _print_of(recorder.graph)
         place = self._places.setdefault(print_, len(self.graphs))
@@ -41,7 +41,6 @@ class Book:
         elif kept > self._kept[place] and not self._is_sample(place):
             self.graphs[place] = _lowered(recorder, root, learnt)
             self._kept[place] = kept
-        self.discard(recorder)
         return place
 
     def derive(self, graph: OpGraph) -> int:
@@ -56,13 +55,6 @@ class Book:
     def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
         """Expected seconds of what a recorder has recorded so far; it goes on."""
         return prices.part(_print_of(recorder.graph), lambda: _lowered(recorder, root, learnt))
-
-    def discard(self, recorder: ScriptRecorder) -> None:
-        """Empty a recorder that is no more on."""
-        recorder.entries.close()
-        recorder.entries.inputs.clear()
-        recorder.tags.forget_places()
-        recorder.forget()
 
     def add(self, stretch: Turns) -> None:
         """One more turn, or several equal ones."""

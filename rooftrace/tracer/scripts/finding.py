@@ -93,7 +93,7 @@ class TurnsOfThreads(TurnKeeper):
 
         with torch._C.DisableTorchFunction():
             may = self._may_make(module) and (turn is None or self._is_whole(turn))
-        return may and self._stage.lead(first, self.end)
+        return may and self._stage.lead(first)
 
     def end(self) -> None:
         """The script has ended."""
@@ -137,7 +137,7 @@ class Finder(TurnsOfThreads):
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
-        return self._stage.here.answer(module, *args, **kwargs)
+        return self._stage.recorder.answer(module, *args, **kwargs)
 
     def call(self, made: ModuleCall) -> Any:
         """A module is called from outside of any module."""
@@ -230,7 +230,7 @@ class Finder(TurnsOfThreads):
     def before_step(self) -> None:
         """An optimizer is about to step."""
         if self._turn is not None and self._turn.repeating:
-            self._next_piece(self._turn)
+            self._close_piece(self._turn, named=True)
 
     def loaded(self, seconds: float) -> None:
         """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
@@ -323,20 +323,17 @@ class Finder(TurnsOfThreads):
         done = len(turn.calls)
         if turn.kind != TRAINING or done < 2 or not look.plain or turn.backwards != done:
             if turn.repeating:
-                self._next_piece(turn)
+                self._close_piece(turn, named=True)
             return False
         same = all(other.key == look.key for other in turn.calls[-2:])
         if not same:
             if turn.repeating or done > 2:
-                self._next_piece(turn)
+                self._close_piece(turn, named=True)
             return False
         if done == 2:
-            self._next_piece(turn)
+            self._close_piece(turn, named=True)
             return False
         return len(turn.pieces) > 0 and self._results[-1].known
-
-    def _next_piece(self, turn: OpenTurn) -> None:
-        self._close_piece(turn, self._name)
 
 
 # -- probing ---------------------------------------------------------------------------------------

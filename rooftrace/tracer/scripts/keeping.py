@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,7 +14,6 @@ from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.lengths import LengthForms, Seen
 from rooftrace.tracer.scripts.optimizers import Optimizers
 from rooftrace.tracer.scripts.presenting import Shapes
-from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
 from rooftrace.tracer.scripts.stage import RecorderStage
@@ -60,9 +58,7 @@ class TurnKeeper:
             self._stage.recorder.values.begin_step()
         self._results = []
         if turn.recorded or not self._unread or self._stage.recorder.is_long:
-            if self._unread:  # it holds what turns that were not run were given
-                self.book.discard(self._stage.recorder)
-            self.book.discard(self._stage.change(self._name if turn.recorded else None))
+            self._renew(named=turn.recorded)
             self._stage.recorder.entries.unread = not turn.recorded
         self._unread = not turn.recorded
         return turn
@@ -81,11 +77,21 @@ class TurnKeeper:
         """By what turns are alike: steps are one after another, calls by how the first looks."""
         return TRAINING if turn.kind == TRAINING or look is None else look.key
 
-    def _name(self, recorder: ScriptRecorder) -> None:
-        """A recorder knows the modules, the states of optimizers, and what else there is."""
+    def _renew(self, named: bool = True) -> None:
+        """What was recorded is dropped, and what runs from here on enters another graph.
+
+        named: which knows the modules, the states of optimizers, and what else there is.
+        """
+        if named:
+            self._stage.recorder.renew(prepare=self._name)
+        else:
+            self._stage.recorder.renew()
+
+    def _name(self) -> None:
+        recorder = self._stage.recorder
         steps.enter_modules(recorder, self._roots.container)
         self._optimizers.enter(recorder)
-        recorder.stand_in(self._stage.recorder)
+        recorder.stand_in()
 
     def _finish(self, turn: OpenTurn) -> None:
         self._turn = None
@@ -163,20 +169,21 @@ class TurnKeeper:
         turn.recorded, turn.by_form = True, None
         if turn.calls:
             self.variety.note(turn.kind, self.trained if turn.kind == TRAINING else self.called)
-        self.book.discard(self._stage.change(self._name))
+        self._renew()
 
-    def _close_piece(
-        self, turn: OpenTurn, prepare: Callable[[ScriptRecorder], None] | None = None
-    ) -> None:
-        """What was recorded becomes a piece; what was taken to be like the last one does not."""
-        root = self._roots.container
-        stepping.note_gradients(self._stage.recorder, root, turn.learnt)
-        old = self._stage.change(prepare)
-        turn.brought += old.brought_bytes
-        turn.taken += old.taken_bytes
-        if turn.repeating:
-            turn.repeating = False
-            self.book.discard(old)
-        else:
-            turn.pieces.append(TurnPiece(self.book.graph(old, root, turn.learnt)))
-        turn.learnt.gradients.clear()  # the next recorder numbers storages anew
+    def _close_piece(self, turn: OpenTurn, named: bool = False) -> None:
+        """What was recorded becomes a piece; what was taken to be like the last one does not.
+
+        named: see `_renew`.
+        """
+        root, recorder = self._roots.container, self._stage.recorder
+        with recorder.lock:
+            stepping.note_gradients(recorder, root, turn.learnt)
+            turn.brought += recorder.brought_bytes
+            turn.taken += recorder.taken_bytes
+            if turn.repeating:
+                turn.repeating = False
+            else:
+                turn.pieces.append(TurnPiece(self.book.graph(recorder, root, turn.learnt)))
+            self._renew(named)
+        turn.learnt.gradients.clear()  # the next graph numbers storages anew

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ranks, call_apart, launched, understood
+from rooftrace.tracer.launching import Ended, Ranks, call_apart, launched, understood
 from rooftrace.tracer.patches import original_of, put
 from rooftrace.tracer.scripts.calls import ModuleCall
 from rooftrace.tracer.scripts.failing import failure_of
@@ -88,17 +88,18 @@ def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds
         done = (trained or len(turns)) >= most or perf_counter() > end
         return done and len(turns) > 0
 
-    stops: list[Callable[[], None]] = []
-    timer = TurnTimer(torch.device(place), enough, lambda: stops[0]())
     compiled: list[Any] = []
     run = launched(line, Ranks(), real=True)
-    stops.append(run.stop)
+    timer = TurnTimer(torch.device(place), enough, run.stop)
+
+    def made(ended: Ended) -> bytes:
+        timer.end()
+        script = RealScript(tuple(timer.turns), ended.code, failure_of(ended), bool(compiled))
+        return msgspec.msgpack.encode(script)
+
     timer.begin()
     _note_compilers(compiled)
-    ended = run()
-    timer.end()
-    made = RealScript(tuple(timer.turns), ended.code, failure_of(ended), bool(compiled))
-    return msgspec.msgpack.encode(made)
+    return run(made)
 
 
 def _note_compilers(compiled: list[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.ops import info_of, traits
+from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.calls import Result
 from rooftrace.tracer.scripts.presenting import Presented, Shapes
@@ -24,7 +23,6 @@ from rooftrace.tracer.values import META, UnknownValueError, Values, marks
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _aten = torch.ops.aten
-_CPU = torch.device("cpu")
 _TAKES_VALUES = frozenset(
     {_aten.fill_, _aten.index_fill_, _aten.index_put_, _aten._index_put_impl_, _aten.masked_fill_}
 )
@@ -33,8 +31,6 @@ _MAX_HELD = 10**9
 """Bytes from the host of which a recording holds what the script may have let go of."""
 _LONG = 1000
 """Ops that a recorder may hold of turns that need no graph, before another takes its place."""
-_MAX_MADE = 10**9
-"""The most bytes that are computed while nothing is recorded, of what came from the host."""
 _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
 """Ops that read no number of their other tensor."""
 
@@ -42,7 +38,7 @@ _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
     """Records what a script runs on the device that is not there.
 
-    values: of the whole run.  record=False: the script is setting up, and nothing is recorded.
+    values: of the whole run.  While the script is setting up, nothing is recorded.
     shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
     of the whole run.  differentiated: is told when a backward of the script has run.
     """
@@ -53,7 +49,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def __init__(
         self,
         values: Values,
-        record: bool,
         shown: torch.device,
         shapes: Shapes,
         device_tensors: DeviceTensors,
@@ -61,16 +56,47 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     ) -> None:
         self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
         self._differentiated = differentiated
+        super().__init__(values, record=False, own_step=True, roll_loops=False)
+        self._runner.device = shown
+        self._followers.told_of_forks = True
+
+    def begin(self, record: bool) -> None:
+        """From here on another graph is recorded, of which nothing is known yet; if `record`."""
+        super().begin(record)
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
         self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
         self._inputs: set[int] = set()  # their storages
-        super().__init__(values, record, own_step=True, roll_loops=False)
-        self._runner.device = shown
-        self._followers.told_of_forks = True
         self.entries.weakly = True
-        self.entries.real_of = device_tensors.copies.of
+        self.entries.real_of = self._device_tensors.copies.of
         self.origins.tells_compiled = True
+
+    def renew(self, record: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
+        """What was recorded is dropped, and another graph is recorded from here on, if `record`.
+
+        prepare: is called before anything is.
+        """
+        with self.lock:
+            self.end_graph()
+            self._device_tensors.meet_results(self)
+            self.entries.close()
+            self.tags.forget_places()
+            self.forget()
+            torch.clear_autocast_cache()
+            self.begin_graph(record, prepare)
+
+    def tell_of_ends(self, leaving: Callable[[], None]) -> None:
+        """From here on `leaving` is called at the end of the task of another thread."""
+        self._followers.leaving = leaving
+
+    @property
+    def recording(self) -> bool:
+        """Whether ops that this thread runs now enter the graph."""
+        return super().recording and self.threads.led()
+
+    def here_recorded(self) -> bool:
+        """Whether what the running thread does is recorded here."""
+        return super().here_recorded() and self.threads.led()
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""
@@ -84,8 +110,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def backward_ran(self) -> None:
         """A backward of the script has run in this thread, and no module since."""
-        super().backward_ran()
-        self._differentiated()
+        if self.threads.led():
+            super().backward_ran()
+            self._differentiated()
 
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""
@@ -114,43 +141,12 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
         written = [t for t in info_of(func).written(args, kwargs) if t.is_meta]
-        if self.recording or not self._follow(func, args, kwargs, written, out):
-            self._device_tensors.copies.forget(written)
+        copies = self._device_tensors.copies
+        if self.recording or not copies.follow(self.values, func, (args, kwargs), written, out):
+            copies.forget(written)
         if not self.recording and isinstance(out, Tensor) and out.is_meta:
             self.unrecorded += 1
         return out
-
-    def _follow(
-        self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], out: Any
-    ) -> bool:
-        """Compute what an op makes of tensors that came from the host, where nothing is recorded
-        from which it could be computed later.  False where it cannot."""
-        copies, real = self._device_tensors.copies, dict[int, Tensor]()
-        tensors = tensors_in((args, kwargs))
-        if not isinstance(out, Tensor) or not out.is_meta or out.requires_grad or not tensors:
-            return False
-        if traits.is_random(func) or func._overloadpacket in flop_registry:
-            return False
-        if not written and trees.bytes_of(out) in map(trees.bytes_of, tensors):
-            return True  # a view
-        for tensor in tensors:
-            entry = self.values.known(tensor)
-            value = copies.of(tensor) if entry is None else entry.value
-            if value is None or (entry and entry.taint) or trees.is_sparse(tensor):
-                return False
-            real[id(tensor)] = value
-        copies.made += out.numel() * out.element_size()
-        if trees.is_sparse(out) or copies.made > _MAX_MADE:
-            return False
-        for tensor in written:
-            if (own := copies.owned(tensor)) is None:
-                return False
-            real[id(tensor)] = own
-        result = _on_host(func, args, kwargs, real)
-        if result is None or result.shape != out.shape:
-            return False
-        copies.settle(written) if written else copies.bring(out, result)
-        return True
 
     def _from_data(self, tensor: Tensor) -> Tensor | None:
         value = super()._from_data(tensor)
@@ -237,13 +233,13 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             if part.is_meta and not knows(self, part.untyped_storage()):
                 self.entries.standing.add(part, kind, name + suffix)
 
-    def stand_in(self, before: ScriptRecorder) -> None:
+    def stand_in(self) -> None:
         """What else is alive on the device stands from before this recording."""
-        self._device_tensors.meet_results(before)
         self._device_tensors.stand_in(self)
 
     def settle(self, gradients: Collection[int]) -> None:
-        """The recording is over: what it freed is told.  gradients: their storages."""
+        """The graph is done: what was freed in it is told.  gradients: their storages."""
+        self.end_graph()
         blocks = [twin.nodes for twin in self.twins()]
         self.entries.standing.settle({*gradients, *self._inputs}, blocks)
 
@@ -283,20 +279,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.chosen("value", text, fill)
             return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
-
-
-def _on_host(func: Any, args: Any, kwargs: Any, real: Mapping[int, Tensor]) -> Any:
-    """The result of an op on the device, on real tensors by identity; None for lack of a kernel."""
-
-    def swapped(item: Any) -> Any:
-        return real.get(id(item), _CPU if isinstance(item, torch.device) else item)
-
-    arguments, named = tree_map(swapped, list(args)), tree_map(swapped, kwargs)
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        try:
-            return traits.run_on_cpu(info_of(func).name, func, arguments, named)
-        except (RuntimeError, NotImplementedError, IndexError):
-            return None
 
 
 def _is_host(tensor: Any) -> bool:

@@ -86,9 +86,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     line = understood(asked.command)
     where = Ranks.of(line, asked.ranks, asked.rank, asked.per_node)
     began = perf_counter()
-    stops: list[Callable[[], None]] = []
     begins = Boundary.of(asked.boundary)
-    run = RunWatch(where.local_rank, asked.steps, lambda: stops[0](), asked.assume, begins)
     said: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
@@ -99,7 +97,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
 
     device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
     program = launched(line, where, asked.scratch)
-    stops.append(program.stop)
+    run = RunWatch(where.local_rank, asked.steps, program.stop, asked.assume, begins)
     finder = run.finder
     program.at_end = finder.prove
     if simulated:
@@ -109,16 +107,21 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     emulate(device, RecordedMemory(run.stage), finder.clock, where.local_rank, say, finder.told)
     if isinstance(finder.clock, SimulatedClock):
         finder.clock.tell()
-    ended = run.watched(program)
-    if isinstance(finder.clock, SimulatedClock):
-        said["simulated clock"] = finder.clock.said
-    if ended.exception is None:
-        finder.check()
-    said.update(ended.assumed)
-    said.update(finder.variety.said)
-    said.update(finder.lengths.said())
-    script = run.script(" ".join((line.program, *line.arguments)), began, ended, said)
-    return sending.script_bytes(script, finder.book.derived)
+
+    def made(ended: Ended) -> bytes:
+        run.end()
+        if isinstance(finder.clock, SimulatedClock):
+            said["simulated clock"] = finder.clock.said
+        if ended.exception is None:
+            finder.check()
+        said.update(ended.assumed)
+        said.update(finder.variety.said)
+        said.update(finder.lengths.said())
+        script = run.script(" ".join((line.program, *line.arguments)), began, ended, said)
+        return sending.script_bytes(script, finder.book.derived)
+
+    run.begin()
+    return program(made)
 
 
 class RunWatch:
@@ -140,23 +143,20 @@ class RunWatch:
         self.shown = torch.device("cuda", index)
         self.device_tensors = DeviceTensors(self.shapes)
         self.optimizers = Optimizers()
-        self.stage = RecorderStage(self._recorder)
-        self.finder = GraphFinder(
-            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
-        )
-
-    def _recorder(self, record: bool) -> ScriptRecorder:
-        return ScriptRecorder(
+        recorder = ScriptRecorder(
             self.values,
-            record,
             self.shown,
             self.shapes,
             self.device_tensors,
             lambda: self.finder.differentiated(),
         )
+        self.stage = RecorderStage(recorder, lambda: self.finder.end())
+        self.finder = GraphFinder(
+            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
+        )
 
-    def watched(self, program: Callable[[], Ended]) -> Ended:
-        """Run a program, and watch what it does."""
+    def begin(self) -> None:
+        """From here on what this process does is watched, for good."""
         finder = self.finder
         watch(finder)
         watch_marks(finder.marked)
@@ -170,12 +170,12 @@ class RunWatch:
             finder.stepped,
             lambda: finder.learnt,
         )
-        self.stage.open()
-        ended = program()
+        self.stage.recorder.__enter__()
+
+    def end(self) -> None:
+        """The script has ended."""
         with torch._C.DisableTorchFunction():
-            finder.end()
-        self.stage.close()
-        return ended
+            self.finder.end()
 
     def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
         """The record of the run."""
@@ -190,7 +190,7 @@ class RunWatch:
             code=ended.code,
             seconds=perf_counter() - began,
             said=dict(said),
-            outside=self.stage.unrecorded,
+            outside=self.stage.recorder.unrecorded,
             rank=ended.ranks.rank,
             world=ended.ranks.world,
             failure=failure_of(ended, chosen),
@@ -292,7 +292,7 @@ class GraphFinder(BoundaryFinder):
     def _aside(self) -> None:
         """Outside of turns, what was recorded is dropped."""
         if self._turn is None:
-            self.book.discard(self._stage.change(self._name))
+            self._renew()
 
     def _replay(self) -> None:
         """A graph is about to be replayed: a turn of its own, or a part of the open one."""

@@ -6,7 +6,6 @@ import queue
 import selectors
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +35,12 @@ class Here(threading.local):
         self.device: torch.device | None = None  # where another thread makes tensors
         self.submitting = False  # the thread hands work to a pool
         self.leave: Callable[[], None] | None = None  # ends what a module's call has begun
+
+    def restart(self) -> None:
+        """This thread begins a step: what it ran before belongs to another one."""
+        self.stack, self.modules, self.called_for = [], [], []
+        self.part, self.function, self.source = "forward", "", ""
+        self.after_backward = self.wants_gradients = False
 
     def call(self, module: nn.Module, path: str, number: int) -> None:
         """A module begins to run: the one at `path`, for the `number`-th time."""
@@ -71,30 +76,19 @@ _WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
 """Files of the standard library in which a thread stands that waits for others."""
 _WAYS = frozenset({"acquire", "get", "join", "put", "select", "wait", "_wait_for_tstate_lock"})
 """Functions of these files in which it does."""
-_MOMENT = 0.0005
-"""Seconds between two looks at a recording that gives way to another."""
 
 
 class RecordedThreads:
-    """The threads that one recorder records.
+    """The threads that one recorder follows, each with the thread whose work it does.
 
-    heir: the recording that follows them after this one; this one itself while it gives way.
+    leader: the thread whose work is recorded: that which entered the recorder, unless another one
+    has taken the lead.
     """
 
     def __init__(self) -> None:
-        self.heir: Any = None
-        self.idents: set[int] = set()
+        self.leader = 0
+        self.idents: dict[int, int] = {}
         self.entered = 0  # how often another thread began to be recorded
-
-    @staticmethod
-    def living(tape: Any) -> Any:
-        """A recording, or that which has taken its place and is on; None where none is."""
-        while tape is not None and not tape.live:
-            if tape.threads.heir is tape:  # it is just giving way
-                time.sleep(_MOMENT)
-            else:
-                tape = tape.threads.heir
-        return tape
 
     @staticmethod
     def awaits_others(ident: int) -> bool:
@@ -113,6 +107,10 @@ class RecordedThreads:
         """Whether the running thread is recorded."""
         return threading.get_ident() in self.idents
 
+    def led(self) -> bool:
+        """Whether the running thread does the work of the one that leads."""
+        return self.idents.get(threading.get_ident()) == self.leader
+
     def own(self) -> bool:
-        """Whether only the thread that entered the recorder is recorded, and runs."""
-        return len(self.idents) == 1 and self.here()
+        """Whether only the thread that leads is recorded, and runs."""
+        return self.led() and list(self.idents.values()).count(self.leader) == 1

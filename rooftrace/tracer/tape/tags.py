@@ -138,6 +138,8 @@ class Tags:
 
     def end(self) -> None:
         """The recording has ended: what is alive now survives it."""
+        if not self.alive:  # it had ended before, or made nothing that lasts
+            return
         self._left = dict(self.alive)
         self.survivors = frozenset(self.alive)
         for storage in self._left:

@@ -39,19 +39,24 @@ class Tape:
     hands_on_calls = False  # True: calls of modules come to another part of rooftrace first
 
     def __init__(self, values: Values, record: bool) -> None:
-        self._records = record
         self.values = values
-        self.graph = fx.Graph()
         self.here = Here()
         self.lock = threading.RLock()  # ops are recorded one at a time
         self.live = False  # the recording is under way
         self.threads = RecordedThreads()
-        self.paths = Paths()
-        self.tags = Tags(values)
-        self.entries = Entries(self.graph, values, self.tags, self.here)
-        self.origins = Origins(self.here, self.entries)
         self.rolling = LoopWatch()
         self.generators: Generators | None = None  # None: the code draws from the process's
+        self.begin(record)
+
+    def begin(self, record: bool) -> None:
+        """From here on another graph is recorded, of which nothing is known yet; if `record`."""
+        self._records = record
+        self.graph = fx.Graph()
+        self.here.restart()
+        self.paths = Paths()
+        self.tags = Tags(self.values)
+        self.entries = Entries(self.graph, self.values, self.tags, self.here)
+        self.origins = Origins(self.here, self.entries)
         self.shards = Shards()
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = (
+PLAIN: tuple[type, ...] = (
     int,
     float,
     bool,
@@ -90,7 +90,7 @@ def held_in(item: Any) -> Iterable[Any]:
     return (*vars(item).values(), *slots) if hasattr(item, "__dict__") else tuple(slots)
 
 
-ABSENT = object()
+ABSENT: object = object()
 """The value of a variable that has no value yet."""
 
 

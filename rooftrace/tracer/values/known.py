@@ -45,9 +45,8 @@ class KnownTensors:
         self, tensor: Tensor, value: Tensor | Implicit, taint: frozenset[int] = frozenset()
     ) -> None:
         """Remember that `tensor` holds `value` (of its shape; a tensor is one of the CPU)."""
-        place = trees.bytes_of(tensor)
-        tensor.__dict__[self.key] = LearntValue(value, taint, self._epochs.get(place, 0))
-        self._alive[place][id(tensor)] = tensor
+        tensor.__dict__[self.key] = LearntValue(value, taint, self.epoch(tensor))
+        self._alive[trees.bytes_of(tensor)][id(tensor)] = tensor
 
     def learn_shared(
         self,
@@ -103,7 +102,7 @@ class KnownTensors:
             if tensor.device.type == "cpu":
                 return LearntValue(tensor.detach(), _NO_TAINT, 0)
             return None
-        if entry.epoch != self._epochs.get(trees.bytes_of(tensor), 0):
+        if entry.epoch != self.epoch(tensor):
             return None
         return entry
 
@@ -122,6 +121,10 @@ class KnownTensors:
     def views(self, tensor: Tensor) -> list[Tensor]:
         """The tensors in the bytes of `tensor` of which something is known."""
         return list(self._alive.get(trees.bytes_of(tensor), {}).values())
+
+    def epoch(self, tensor: Tensor) -> int:
+        """How often the bytes of `tensor` became unknown."""
+        return self._epochs.get(trees.bytes_of(tensor), 0)
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""

@@ -37,7 +37,7 @@ IMPLICIT = "_rooftrace_implicit"
 """Attribute of a meta tensor that is too large for that: its `Implicit` value."""
 
 UNIFORM = "_rooftrace_uniform"
-"""Attribute of a meta tensor of whole numbers that were drawn here: among how many, all equally
+"""Attribute of a meta tensor of whole numbers that were drawn here: among which range, all equally
 likely.  What they reach counts as expected, and not as in the one draw."""
 
 _STORED = "_rooftrace_stored"

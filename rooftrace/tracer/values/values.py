@@ -33,6 +33,7 @@ from rooftrace.tracer.values.marks import (
     small,
 )
 from rooftrace.tracer.values.results import ResultMemo
+from rooftrace.tracer.values.uniform import UniformDraws
 
 # -- assumptions -----------------------------------------------------------------------------------
 # Assumptions about unknown values: by policy, or as the user decided.
@@ -225,22 +226,7 @@ class Values(Assumptions, KnownTensors):
         """Gives the value of a tensor from the real tensors of the caller, where it can."""
         self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
         """Gives what a test for inf and nan says of finite numbers; None for what is no such."""
-        self._uniform: dict[int, tuple[int, Tensor]] = {}  # by bytes: what they were drawn among
-
-    # -- knowing -----------------------------------------------------------------------------------
-
-    def learn_draw(self, tensor: Tensor, classes: int) -> None:
-        """Remember that `tensor` holds draws among so many classes, all equally likely."""
-        self._uniform[trees.bytes_of(tensor)] = classes, tensor
-
-    def drawn_among(self, tensor: Tensor) -> int | None:
-        """Among how many classes the numbers of a tensor were drawn; None where they were not.
-
-        Views of what was drawn count as drawn, until something is written to them.
-        """
-        place = trees.bytes_of(tensor)
-        classes, _ = self._uniform.get(place, (None, None))
-        return None if self._epochs.get(place) else classes
+        self.uniform = UniformDraws(self)
 
     # -- asking ------------------------------------------------------------------------------------
 

@@ -13,10 +13,11 @@ from rooftrace.costmodels.findings.diffs.edits import (
     differing_reads,
     op_of,
     pairs_of,
+    size,
     tensor_of,
 )
 from rooftrace.costmodels.findings.diffs.sides import LayerCount, Side, Sides
-from rooftrace.hardware.units import few, format_flop_rate, listed, plural
+from rooftrace.hardware.units import arrow, few, format_flop_rate, listed, plural
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS
@@ -140,10 +141,9 @@ def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     changes: dict[tuple[str, str], dict[str, None]] = {}
     for edit in edits:
         for first, second in _outside(sides, edit):
-            if first.shape != second.shape or first.dtype != second.dtype:
+            if size(first) != size(second):
                 old, name = (pattern_of(tensor.name) or tensor.role for tensor in (first, second))
-                name = name if old == name else f"{old} -> {name}"
-                changes.setdefault(difference(first, second), {})[name] = None
+                changes.setdefault(difference(first, second), {})[arrow(old, name)] = None
     for (text, note), names in changes.items():
         yield f"{few(list(names), _MOST)} {text}{note}"
 
@@ -257,17 +257,11 @@ def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         if edit.reads:
             continue
         first, second = sides[0].graph.ops[op], sides[1].graph.ops[partner]
-        made = [
-            (sides[0].graph.values[a], sides[1].graph.values[b])
-            for a, b in zip(first.outputs, second.outputs, strict=False)
-        ]
-        differing = [
-            pair
-            for pair in made
-            if (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape)
-        ]
-        if differing:
-            texts[f"{call(second)} makes {''.join(difference(*differing[0]))}"] = None
+        made = next(
+            (pair for pair in sides.made(op, partner) if size(pair[0]) != size(pair[1])), None
+        )
+        if made:
+            texts[f"{call(second)} makes {''.join(difference(*made))}"] = None
         elif first.collective is None:  # else the words are those of its group
             for name in _arguments(first, second):
                 texts[f"{call(second)}: {name}"] = None
@@ -360,14 +354,9 @@ def _precisions(sides: Sides, edits: Iterable[Edit]) -> str:
     """How many kernels work in another precision because of what they read."""
     changes: Counter[tuple[str, str]] = Counter()
     for edit, op, partner in pairs_of(edits):
-        for a, b in zip(
-            (sides[0].graph.values[i] for i in sides[0].graph.ops[op].outputs),
-            (sides[1].graph.values[i] for i in sides[1].graph.ops[partner].outputs),
-            strict=False,
-        ):
-            if a.dtype != b.dtype:
-                changes[a.dtype, b.dtype] += edit.times
-                break
+        dtypes = ((a.dtype, b.dtype) for a, b in sides.made(op, partner))
+        if changed := next((pair for pair in dtypes if pair[0] != pair[1]), None):
+            changes[changed] += edit.times
     if not changes:
         return ""
     ((old, new), count), *_ = changes.most_common(1)

@@ -8,14 +8,15 @@ from typing import Any
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
-from rooftrace.hardware.units import format_time
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.limits import broken
+from rooftrace.costmodels.memory import Held
+from rooftrace.hardware.units import arrow, format_time
+from rooftrace.tracer.changes import Change
+from rooftrace.tracer.changes.limits import Limited
 from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.revisions.origins import DiffOrigins
 
-NETWORK = ("communication", "exposed")
-"""Totals of steps of several processes: seconds of exchanges, and for which computing waits."""
+NONE = Change(0, 0)
+"""The change of what a row has nothing of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,10 @@ class DiffRow:
     count: int = 0
     before: str | None = None
     after: str | None = None
-    time: Change
-    bytes: Change
-    flops: Change
-    kernels: Change
+    time: Change = NONE
+    bytes: Change = NONE
+    flops: Change = NONE
+    kernels: Change = NONE
     eager: Change | None = None
 
     @property
@@ -77,9 +78,7 @@ class DiffRow:
     @property
     def lines(self) -> str:
         """The line on either side: "net.py:12 -> net.py:14", one where equal; "" for none."""
-        if self.before and self.after and self.before != self.after:
-            return f"{self.before} -> {self.after}"
-        return self.line or ""
+        return arrow(self.before or "", self.after or "")
 
     @property
     def place(self) -> str:
@@ -88,17 +87,16 @@ class DiffRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldChange:
+class HeldChange(Plain):
     """Tensors of one kind of which more or less is held at the peak of memory (byte)."""
 
-    role: str
-    module: str
-    op: str
-    part: str
-    name: str
-    dtype: str
-    saved: bool
+    held: Held  # of the second side, or of the first where it is gone
     bytes: Change
+
+    KEYS = (
+        "role=held.role module=held.module op=held.op part=held.part name=held.name "
+        "dtype=held.dtype saved=held.saved bytes"
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class PhaseDiff(Plain):
     """
 
     phase: str
-    totals: Mapping[str, Change]  # by name in TOTALS, and in NETWORK for several processes
+    totals: Mapping[str, Change]  # by name in TOTALS, and for several processes in `network_totals`
     modules: tuple[ModuleChange, ...]
     rows: tuple[DiffRow, ...] = ()
     held: tuple[HeldChange, ...] = ()
@@ -145,7 +143,7 @@ class Sources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(Plain, Shown):
+class Diff(Plain, Shown, Limited):
     """The difference of two revisions on one chip under one execution model."""
 
     names: tuple[str, str]
@@ -160,6 +158,8 @@ class Diff(Plain, Shown):
     # The estimates of both sides, by title, for a timeline.
     steps: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    METRICS = TOTALS
+    EXAMPLE = "memory>1 GiB"
     schema = "rooftrace.diff/1"
     KEYS = (
         "schema before=names.0 after=names.1 chip chips execution executions time_is only_before "
@@ -169,12 +169,12 @@ class Diff(Plain, Shown):
     @property
     def chip(self) -> str:
         """The chip, or both: "h100-sxm -> h200-sxm"."""
-        return _both(self.chips)
+        return arrow(*self.chips)
 
     @property
     def execution(self) -> str:
         """The execution model, or both: "eager -> compiled"."""
-        return _both(self.executions)
+        return arrow(*self.executions)
 
     @property
     def first(self) -> tuple[PhaseDiff, DiffRow] | None:
@@ -199,18 +199,9 @@ class Diff(Plain, Shown):
             )
         )
 
-    def violations(self, conditions: Sequence[str]) -> list[str]:
-        """A sentence for each condition ("time>5%", "memory>1 GiB") that some phase breaks.
-
-        Raises FailOnError for a condition that cannot be read.
-        """
-        places = [(f"{phase.phase}: ", phase.totals) for phase in self.phases]
-        return broken(self.limits(conditions), TOTALS, places)
-
-    @staticmethod
-    def limits(conditions: Sequence[str]) -> list[Limit]:
-        """The limits that conditions say.  Raises FailOnError."""
-        return [Limit.parse(text, TOTALS, example="memory>1 GiB") for text in conditions]
+    def places(self) -> list[tuple[str, Mapping[str, Change]]]:
+        """The totals of each phase."""
+        return [(f"{phase.phase}: ", phase.totals) for phase in self.phases]
 
     def __repr__(self) -> str:
         kind = "expected" if self.expected else "bound"
@@ -234,7 +225,3 @@ def _in_short(phase: PhaseDiff) -> str:
     time = phase.totals["time"]
     relative = "" if time.relative is None else f" ({time.relative:+.1%})"
     return f"{format_time(time.before)} -> {format_time(time.after)}{relative}"
-
-
-def _both(names: tuple[str, str]) -> str:
-    return names[0] if names[0] == names[1] else " -> ".join(names)

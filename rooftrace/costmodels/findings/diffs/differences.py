@@ -35,7 +35,6 @@ from rooftrace.costmodels.findings.diffs.sides import Side, Sides
 from rooftrace.costmodels.memory import Held, Memory
 from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.aligning import union
-from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -105,17 +104,16 @@ def _priced(estimates: tuple[Estimate, ...]) -> tuple[str, str]:
 def _phase(
     before: Estimate, after: Estimate, eager: tuple[Estimate, Estimate] | None
 ) -> changes.PhaseDiff:
-    first, second = _totals(before), _totals(after)
-    shown: tuple[str, ...] = tuple(TOTALS)
+    first, second = before.totals, after.totals
     if before.exchanges or after.exchanges:
-        shown = (*shown, *changes.NETWORK)
+        first, second = first | network_totals(before), second | network_totals(after)
     sides = Sides(before, after)
     places, edits = Whereabouts(sides), edits_of(sides)
     rows = diff_rows(sides, places, edits, Sides(*eager) if eager else None)
     held = held_changes(before.memory, after.memory, places.renamed)
     return changes.PhaseDiff(
         phase=before.phase,
-        totals={name: Change(first[name], second[name]) for name in shown},
+        totals={name: Change(first[name], second[name]) for name in first},
         # Without rows, whatever differs module by module is the same work in another place, and
         # with equal peaks whatever is held is the same under other names.
         modules=module_changes(sides, places, edits) if rows else (),
@@ -124,18 +122,6 @@ def _phase(
         assumed=_assumed(before.graph, after.graph),
         meshes=(before.graph.mesh, after.graph.mesh),
     )
-
-
-def _totals(estimate: Estimate) -> dict[str, float]:
-    return {
-        "time": estimate.t_est,
-        "flops": estimate.flops,
-        "bytes": estimate.bytes_hbm,
-        "memory": estimate.memory.peak,
-        "params": int(estimate.graph.model.get("params", 0)),
-        "kernels": estimate.kernels,
-        **network_totals(estimate),
-    }
 
 
 def _assumed(before: OpGraph, after: OpGraph) -> tuple[str, ...]:
@@ -166,21 +152,14 @@ def held_changes(
             sums[side][key] += held.bytes
             what[key] = held
     differing = [
-        changes.HeldChange(
-            role=held.role,
-            module=held.module,
-            op=held.op,
-            part=held.part,
-            name=held.name,
-            dtype=held.dtype,
-            saved=held.saved,
-            bytes=Change(sums[0][key], sums[1][key]),
-        )
+        changes.HeldChange(held=held, bytes=Change(sums[0][key], sums[1][key]))
         for key, held in what.items()
         if sums[0][key] != sums[1][key]
     ]
     kept = _without_moved(differing)
-    return tuple(sorted(kept, key=lambda held: (-abs(held.bytes.delta), held.module, held.name)))
+    return tuple(
+        sorted(kept, key=lambda row: (-abs(row.bytes.delta), row.held.module, row.held.name))
+    )
 
 
 def _renamed(held: Held, renamed: Mapping[str, str]) -> Held:
@@ -196,14 +175,14 @@ def _renamed(held: Held, renamed: Mapping[str, str]) -> Held:
 def _without_moved(differing: Sequence[changes.HeldChange]) -> list[changes.HeldChange]:
     """The changes without tensors that another module makes now, as many and as large."""
     groups: dict[Hashable, list[changes.HeldChange]] = defaultdict(list)
-    for held in differing:
-        key = held.role, held.op, held.part, held.dtype, held.saved, held.name.rpartition(".")[2]
-        groups[key].append(held)
+    for row in differing:
+        name = row.held.name.rpartition(".")[2]
+        groups[replace(row.held, module="", name=name, shape=(), count=1, bytes=0)].append(row)
     return [
-        held
+        row
         for members in groups.values()
         if sum(each.bytes.delta for each in members)
-        for held in members
+        for row in members
     ]
 
 
@@ -411,7 +390,7 @@ def _with_eager(
         owner = next((owners[p] for p in _sites(eager, cluster) if p in owners), None)
         if owner is None:
             row = _row(eager, called, cluster, eager, cluster.edits)
-            none = Change(0, 0)
+            none = changes.NONE
             rows.append(
                 replace(row, eager=row.time, time=none, bytes=none, flops=none, kernels=none)
             )
@@ -461,13 +440,4 @@ def _without_kernels(sides: Sides, change: Change, cause: str) -> list[changes.D
     """A row of time alone; none where it is the rounding of a sum."""
     if abs(change.delta) <= ROUNDING * max(sides.before.estimate.t_est, sides.after.estimate.t_est):
         return []
-    nothing = Change(0, 0)
-    return [
-        changes.DiffRow(
-            cause=cause,
-            time=change,
-            bytes=nothing,
-            flops=nothing,
-            kernels=nothing,
-        )
-    ]
+    return [changes.DiffRow(cause=cause, time=change)]

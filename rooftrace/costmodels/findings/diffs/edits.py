@@ -41,14 +41,14 @@ class Edit:
 
 def edits_of(sides: Sides) -> list[Edit]:
     """Every kernel that differs between two sides, those of the second side in its order first."""
-    matching = sides.matching
-    changed = [pair for pair in matching.pairs if _differs(sides, pair)]
-    gone = {pair.before for pair in changed} | set(matching.removed)
-    new = {pair.after for pair in changed} | set(matching.added)
+    removed, added = sides.matching.left
+    changed = [pair for pair in sides.matching.pairs if _differs(sides, pair)]
+    gone = {pair.before for pair in changed} | set(removed)
+    new = {pair.after for pair in changed} | set(added)
     edits = [_of_pair(sides, pair, gone, new) for pair in changed]
-    edits += [Edit(None, op, times) for op, times in matching.added.items()]
+    edits += [Edit(None, op, times) for op, times in added.items()]
     edits.sort(key=lambda edit: edit.after or 0)
-    return edits + [Edit(op, None, times) for op, times in sorted(matching.removed.items())]
+    return edits + [Edit(op, None, times) for op, times in sorted(removed.items())]
 
 
 def _differs(sides: Sides, pair: Pair[int]) -> bool:
@@ -87,14 +87,14 @@ def differing_reads(sides: Sides, first: int, second: int) -> Iterator[tuple[int
     """Position and reads of the tensors whose size or precision differs between two kernels."""
     reads = zip(_in_order(sides.before, first), _in_order(sides.after, second), strict=False)
     for position, (a, b) in enumerate(reads):
-        if _size(tensor_of(sides.before, a)) != _size(tensor_of(sides.after, b)):
+        if size(tensor_of(sides.before, a)) != size(tensor_of(sides.after, b)):
             yield position, a, b
 
 
 def _in_order(side: Side, op: int) -> list[Read]:
     reads = list(side.flow.reads[op])
     if in_any_order(side.graph.ops[op]):
-        reads.sort(key=lambda read: (_size(tensor_of(side, read)), read.origin < 0))
+        reads.sort(key=lambda read: (size(tensor_of(side, read)), read.origin < 0))
     return reads
 
 
@@ -103,7 +103,8 @@ def tensor_of(side: Side, read: Read) -> Tensor:
     return side.graph.values[read.value]
 
 
-def _size(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def size(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """What tells two tensors apart: precision and shape."""
     return tensor.dtype, tensor.shape
 
 

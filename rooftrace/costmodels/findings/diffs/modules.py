@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from rooftrace.costmodels.findings.diffs import changes
@@ -173,21 +173,16 @@ def _collapsed(single: Sequence[changes.ModuleChange]) -> list[changes.ModuleCha
         )
         groups[key].append(change)
     return [
-        members[0] if len(members) == 1 else _together(key[0], members)
+        replace(reduce(_added, members), path=key[0]) if len(members) > 1 else members[0]
         for key, members in groups.items()
     ]
 
 
-def _together(path: str, members: Sequence[changes.ModuleChange]) -> changes.ModuleChange:
-    def total(name: str) -> Change:
-        parts = [getattr(m, name) for m in members]
-        return Change(sum(p.before for p in parts), sum(p.after for p in parts))
-
+def _added(first: changes.ModuleChange, other: changes.ModuleChange) -> changes.ModuleChange:
     return replace(
-        members[0],
-        path=path,
-        count=len(members),
-        flops=total("flops"),
-        bytes=total("bytes"),
-        time=total("time"),
+        first,
+        count=first.count + other.count,
+        flops=first.flops + other.flops,
+        bytes=first.bytes + other.bytes,
+        time=first.time + other.time,
     )

@@ -17,8 +17,8 @@ from rooftrace.costmodels.findings.diffs.flow import Flow, Read, in_any_order
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import engines
 from rooftrace.tracer.changes import Change
-from rooftrace.tracer.changes.aligning import Pair, Pairing
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.changes.aligning import Pairing
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
 
 
@@ -124,7 +124,7 @@ class Sides:
 
     def __init__(self, before: Estimate, after: Estimate) -> None:
         self.before, self.after = Side(before), Side(after)
-        self.matching: Matching = match(self.before.flow, self.after.flow)
+        self.matching = match(self.before.flow, self.after.flow)
 
     def __getitem__(self, number: int) -> Side:
         return self.after if number else self.before
@@ -141,6 +141,12 @@ class Sides:
             "flops": Change(*(sum(row.flops for row in side) for side in rows)),
             "kernels": Change(*(sum(row.count for row in side) for side in rows)),
         }
+
+    def made(self, before: int, after: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a kernel of either side makes."""
+        first, second = self.before.graph, self.after.graph
+        for a, b in zip(first.ops[before].outputs, second.ops[after].outputs, strict=False):
+            yield first.values[a], second.values[b]
 
     def reads(self, before: int, after: int) -> Iterator[tuple[Read, Read]]:
         """What a kernel of either side reads, argument by argument."""
@@ -203,16 +209,7 @@ Labels = list[Mapping[int, int]]
 """By radius, the label of each kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matching:
-    """The kernels of two graphs that are the same, and how many runs of others are left over."""
-
-    pairs: Sequence[Pair[int]]
-    removed: Mapping[int, int]
-    added: Mapping[int, int]
-
-
-def match(before: Flow, after: Flow) -> Matching:
+def match(before: Flow, after: Flow) -> Pairing[int]:
     """Match the kernels of two graphs; every run of a kernel is in one pair or left over."""
     flows = before, after
     pairing = Pairing(*(_runs(flow) for flow in flows))
@@ -229,7 +226,7 @@ def match(before: Flow, after: Flow) -> Matching:
                     )
                     pairing.by(first, second)
     _by_anchors(pairing, flows)
-    return Matching(pairing.pairs, *pairing.left)
+    return pairing
 
 
 def _runs(flow: Flow) -> dict[int, int]:
