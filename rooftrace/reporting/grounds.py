@@ -22,7 +22,7 @@ def grounds_of(
             "several chips: the step of one of them, traced over a mesh; "
             f"{'; '.join(dict.fromkeys(map(_joined, asked.chips)))}"
         )
-    if asked.counts is None and not asked.job.request.mesh and asked.known is None:
+    if asked.counts is None and not asked.job.request.mesh and asked.form is None:
         yield "as few chips as hold the limits; name other numbers of them with --chips 1,2,4,8"
     if service.mix is not None:
         yield (

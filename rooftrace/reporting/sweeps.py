@@ -45,7 +45,6 @@ class SweepRequest(StepRequest):
     levels: Mapping[str, Sequence[int]]
     variants: tuple[Mapping[str, Any], ...] = ({},)
     most: int = MOST_TRACES
-    form: Form | None = None  # from a file, in place of the job's own
 
     @property
     def points(self) -> int:
@@ -106,16 +105,13 @@ def sweep_request(
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
-    known = known_form(source)
-    # A graph has no use for other arguments.
-    asked = StepRequest.of(sweep, source, args, kwargs, traced=known and known.example)
+    asked = StepRequest.of(sweep, source, args, kwargs, form=known_form(source))
     asked.job.refuse(levels, "its values are those of `over`; leave it out")
     return SweepRequest(
         **vars(asked.of_one_phase()),
         levels=levels,
         variants=tuple(variants_of(vary or {})),
         most=most,
-        form=known,
     )
 
 
