@@ -17,7 +17,6 @@ from rooftrace.costmodels.answers import (
     passing,
     rates,
     serving,
-    workloads,
 )
 from rooftrace.costmodels.meshing import ScalingAnswer
 from rooftrace.costmodels.sweeping import Form, SweepCase
@@ -28,6 +27,8 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.grounds import grounds_of
 from rooftrace.reporting.questions import Question
 from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.options import taken
+from rooftrace.reporting.requests.questions import SolveArguments
 from rooftrace.reporting.stepforms import (
     MOST_TRACES,
     decoding_first,
@@ -43,17 +44,6 @@ Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | cap
 def solve(
     source: Source,
     *args: Any,
-    find: str = "batch",
-    tpot: float | str | None = None,
-    ttft: float | str | None = None,
-    step: float | str | None = None,
-    mix: str | workloads.Mix | None = None,
-    over: Any = None,
-    chips: int | Sequence[int] | None = None,
-    price: float | Mapping[str, float] | None = None,
-    power: float | Mapping[str, float] | None = None,
-    apart: bool = False,
-    kept_free: float = 0.0,
     at: Mapping[str, int] | None = None,
     most: int = MOST_TRACES,
     progress: Callable[[str], None] | None = None,
@@ -79,17 +69,19 @@ def solve(
     answer has no `best`, and says what is nearest.
     """
     known = known_form(source)
+    own, kwargs = taken(SolveArguments, kwargs)
+    find = own.find
     fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
     if kwargs.get("chip") is None and kwargs.get("system") is None and find in asking.OF_ALL:
         kwargs["chip"] = asking.all_chips(find)
     request = StepRequest.of(solve, source, args, kwargs, form=known)
-    own_numbers = {"chips": asking.with_own_numbers(request.chips, price, power)}
+    own_numbers = {"chips": asking.with_own_numbers(request.chips, own.price, own.power)}
     asked = Question(
         **{**vars(request), **own_numbers}, find=find,
-        values=None if over is None else level_values(*asking.over_of(over, find)),
-        limits=asking.limits_of(step, tpot, ttft),
-        service=asking.service_of(mix, apart, kept_free),
-        counts=None if chips is None else asking.counts_of(chips),
+        values=None if own.over is None else level_values(*asking.over_of(own.over, find)),
+        limits=asking.limits_of(own.step, own.tpot, own.ttft),
+        service=asking.service_of(own.mix, own.apart, own.kept_free),
+        counts=None if own.chips is None else asking.counts_of(own.chips),
         at=fixed, most=most,
     )  # fmt: skip
     asking.check(asked)

@@ -11,9 +11,9 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+from rooftrace.reporting import priced
 from rooftrace.reporting.requests.calls import CALLS, conditions_of
 from rooftrace.reporting.requests.pricing import PRICES, PricingOptions, check_groups
-from rooftrace.reporting.requests.traces import priced
 from rooftrace.reporting.requests.workload import PrecisionOptions
 from rooftrace.tracer.asking import Job
 
