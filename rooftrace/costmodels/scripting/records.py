@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time, plural
 from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.scripts import Script, Turns
+from rooftrace.tracer.sources import collector_paused
 
 if TYPE_CHECKING:
     import pandas
@@ -298,6 +299,23 @@ class ScriptCost(Plain, Shown):
             return short(self, f"{self.title}: nothing ran on the device")
         times = plural(steady.turns, "turn")
         return short(self, f"{self.title}: {steady.kind}, {format_time(steady.t_est)} ({times})")
+
+
+def price_script(script: Script, chip: Chip, model: ExecutionModel) -> ScriptCost:
+    """What the turns of a script cost on a chip, run as the model says."""
+    with collector_paused():
+        steps = [estimate(graph, chip, model) for graph in script.graphs]
+    rows: dict[object, TurnCost] = {}
+    for stretch in script.stretches:
+        before = rows.get(stretch.key)
+        if before is not None:
+            rows[stretch.key] = replace(before, stretch=before.stretch.and_also(stretch))
+            continue
+        parts = tuple((steps[piece.graph], piece.times) for piece in stretch.pieces)
+        rows[stretch.key] = TurnCost(stretch=stretch, parts=parts)
+    return ScriptCost(
+        script=script, chip=chip, execution=model, rows=tuple(rows.values()), steps=tuple(steps)
+    )
 
 
 # -- compiled --------------------------------------------------------------------------------------

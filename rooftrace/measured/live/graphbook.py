@@ -73,7 +73,7 @@ class GraphBook:
 
     def whole(self, step: StepNote) -> OpGraph:
         """The graph of one whole step, in order.  Raises what `rooftrace.trace` raises."""
-        return self.graph or tracing.graph_of_step(self._notebook, step, self.forward)
+        return self.graph or self._graph_of(step.calls, step.optimizers)
 
     def estimated(self, graph: OpGraph) -> Estimate:
         """The estimate of a graph."""
@@ -89,11 +89,13 @@ class GraphBook:
             else:
                 self._refuse(_TOO_MANY.format(kinds=2 * self._kinds))
         self._tried += note not in self._prices
-        make = tracing.graph_of_call
-        return self._of_graph(note, lambda: make(self._notebook, note, self.forward))
+        return self._of_graph(note, lambda: self._graph_of([note], []))
 
     def _of_optimizer(self, number: int) -> Price | None:
-        return self._of_graph(number, lambda: tracing.graph_of_optimizer(self._notebook, number))
+        return self._of_graph(number, lambda: self._graph_of([], [number]))
+
+    def _graph_of(self, calls: Sequence[CallNote], optimizers: Sequence[int]) -> OpGraph:
+        return tracing.graph_of(self._notebook, calls, optimizers, self.forward)
 
     def _of_graph(self, part: Part, make: Callable[[], Any]) -> Price | None:
         if part not in self._prices:

@@ -23,18 +23,18 @@ class Figures:
 
     steps: int  # that were timed and whose work is known
     uncounted: int  # that were timed and whose work is not known: in no other number
-    seconds: float | None  # s of a step, mean
-    outside: float | None  # s between two steps, mean: data, logs, evaluation
-    flops: float | None  # FLOP of a step, mean
-    bytes: float | None  # byte of a step through HBM, as counted: mean
-    mfu: float | None  # useful matrix FLOPs per second over the peak
-    hfu: float | None  # with recomputation and masked blocks
-    bandwidth_share: float | None  # counted bytes per second over the chip's bandwidth
-    samples_per_s: float | None
-    tokens_per_s: float | None  # tokens that were run, padding included
-    expected: float | None  # s of such a step, predicted: mean over these steps
-    interval: tuple[float, float] | None  # s; nine of ten such steps lie between; None: no knobs
-    expected_mfu: float | None
+    seconds: float | None = None  # s of a step, mean
+    outside: float | None = None  # s between two steps, mean: data, logs, evaluation
+    flops: float | None = None  # FLOP of a step, mean
+    bytes: float | None = None  # byte of a step through HBM, as counted: mean
+    mfu: float | None = None  # useful matrix FLOPs per second over the peak
+    hfu: float | None = None  # with recomputation and masked blocks
+    bandwidth_share: float | None = None  # counted bytes per second over the chip's bandwidth
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None  # tokens that were run, padding included
+    expected: float | None = None  # s of such a step, predicted: mean over these steps
+    interval: tuple[float, float] | None = None  # s; of nine in ten such steps; None: no knobs
+    expected_mfu: float | None = None
 
     @property
     def flops_per_s(self) -> float | None:

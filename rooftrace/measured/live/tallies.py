@@ -88,7 +88,14 @@ class StepTally:
                 prices.append(price.times(entry.steps))
         outside = self.outside / self.gaps if self.gaps else None
         if not known.steps:
-            return _without_work(unknown, outside)
+            return Figures(  # rates that need no count of the work, of all steps
+                steps=0,
+                uncounted=unknown.steps,
+                seconds=unknown.seconds / unknown.steps if unknown.steps else None,
+                outside=outside,
+                samples_per_s=_ratio(unknown.samples, unknown.seconds) or None,
+                tokens_per_s=_ratio(unknown.tokens, unknown.seconds) or None,
+            )
         sums, steps, seconds = total(prices), known.steps, known.seconds
         interval = (sums.low / steps, sums.high / steps)
         return Figures(
@@ -107,26 +114,6 @@ class StepTally:
             interval=None if any(map(math.isnan, interval)) else interval,
             expected_mfu=_ratio(sums.useful_s, sums.expected),
         )
-
-
-def _without_work(steps: _Sum, outside: float | None) -> Figures:
-    """The rates that need no count of the work, of all steps."""
-    return Figures(
-        steps=0,
-        uncounted=steps.steps,
-        seconds=steps.seconds / steps.steps if steps.steps else None,
-        outside=outside,
-        flops=None,
-        bytes=None,
-        mfu=None,
-        hfu=None,
-        bandwidth_share=None,
-        samples_per_s=_ratio(steps.samples, steps.seconds) or None,
-        tokens_per_s=_ratio(steps.tokens, steps.seconds) or None,
-        expected=None,
-        interval=None,
-        expected_mfu=None,
-    )
 
 
 def _ratio(amount: float, seconds: float) -> float | None:

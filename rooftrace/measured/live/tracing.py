@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from rooftrace.errors import RequestError
-from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, StepNote
+from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook
 from rooftrace.tracer import trace
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.patches import contexts
@@ -30,31 +30,17 @@ Forward = Callable[..., Any]
 """Runs a noted call: (module, *args, **kwargs) -> its output."""
 
 
-def graph_of_call(notebook: Notebook, note: CallNote, forward: Forward) -> OpGraph:
-    """The graph of one call with its backward.  Raises what `rooftrace.trace` raises."""
-    return _traced(notebook, [note], [], forward)
-
-
-def graph_of_optimizer(notebook: Notebook, number: int) -> OpGraph:
-    """The graph of one step of an optimizer.  Raises what `rooftrace.trace` raises."""
-    return _traced(notebook, [], [number], called)
-
-
-def graph_of_step(notebook: Notebook, step: StepNote, forward: Forward) -> OpGraph:
-    """The graph of a whole step, in the order in which it ran.
-
-    Raises what `rooftrace.trace` raises.
-    """
-    return _traced(notebook, step.calls, step.optimizers, forward)
-
-
 def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _traced(
+def graph_of(
     notebook: Notebook, notes: Sequence[CallNote], steps: Sequence[int], forward: Forward
 ) -> OpGraph:
+    """The graph of calls, each with its backward, and of steps of optimizers by their numbers.
+
+    Raises what `rooftrace.trace` raises.
+    """
     for module in notebook.modules:
         _refuse_sharded(module)
     count = len(notebook.modules)

@@ -34,8 +34,6 @@ def answers(here: Emulation) -> Iterator[Answers]:
         "resetAccumulatedStats": lambda index: None,
         "getMemoryInfo": lambda index: (free(here), here.device.memory),
         "getDeviceCapability": lambda index: {"supported_dtypes": _precisions(here)},
-        "setAllocatorSettings": lambda text: here.settings.__setitem__("allocator", text),
-        "getAllocatorSettings": lambda: here.settings.get("allocator", ""),
         "hooks_device_count": lambda: here.count,
         "hooks_get_current_device": lambda: here.current,
         "hooks_set_current_device": here.choose,

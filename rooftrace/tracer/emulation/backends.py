@@ -68,17 +68,21 @@ def _built_with(here: Emulation) -> dict[str, Any]:
     }
 
 
-_KEPT = {
+_KEPT: dict[str, tuple[str, str, object]] = {
     "_cuda_{}_cudnn_benchmark_limit": ("get", "set", 10),
     "_cuda_{}CublasWorkspaceSize": ("get", "set", 0),
     "_cuda_{}CublasLtWorkspaceSize": ("get", "set", 0),
     "_cuda_{}_conv_benchmark_empty_cache": ("get", "set", True),
+    "_cuda_{}_sync_debug_mode": ("get", "set", 0),
+    "_cuda_{}MemoryMetadata": ("get", "set", ""),
+    "_accelerator_{}AllocatorSettings": ("get", "set", ""),
+    "_cuda_cudaCachingAllocator_{}": ("is_enabled", "enable", True),
 }
-"""Settings of libraries that change no op: their names, and what they are at first."""
+"""Settings that change no op: their names, and what they are at first."""
 
 
 def _settings(here: Emulation) -> dict[str, Any]:
-    """Functions of torch._C that read and write settings of libraries."""
+    """Functions of torch._C that read and write settings."""
     kept = here.settings
     functions: dict[str, Any] = {}
     for name, (read, write, first) in _KEPT.items():

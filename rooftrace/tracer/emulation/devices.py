@@ -25,14 +25,9 @@ def answers(here: Emulation) -> Iterator[Answers]:
 
 
 def _names(here: Emulation) -> dict[str, Any]:
-    settings = here.settings
-
     def architectures() -> str:
         own = here.device.architecture
         return own if here.device.is_rocm else " ".join(dict.fromkeys((*_BUILT_FOR, own)))
-
-    def set_mode(mode: int) -> None:
-        settings["sync_debug_mode"] = mode
 
     return {
         "_cuda_getDeviceCount": lambda: here.count,
@@ -47,8 +42,6 @@ def _names(here: Emulation) -> dict[str, Any]:
         "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
         "_cuda_synchronize": here.clock.synchronize,
         "_cuda_ipc_collect": lambda: None,
-        "_cuda_get_sync_debug_mode": lambda: settings.get("sync_debug_mode", 0),
-        "_cuda_set_sync_debug_mode": set_mode,
         "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_lock_mutex": lambda: None,
         "_cuda_unlock_mutex": lambda: None,

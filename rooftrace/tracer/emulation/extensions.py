@@ -98,41 +98,27 @@ def _of_module(module: ModuleType) -> tuple[Any, dict[str, Any]]:
     return module, _compilers(module)
 
 
-class _Watching:
-    """A loader that tells when its module has run."""
-
-    def __init__(self, loader: Any, loaded: Callable[[ModuleType], None]) -> None:
-        self._loader, self._loaded = loader, loaded
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._loaded(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 class _Finder:
-    """Finds the modules that are watched, wherever others find them."""
-
-    def __init__(self, loaded: Callable[[ModuleType], None]) -> None:
-        self._loaded = loaded
+    """Finds the modules that refuse to make code for a GPU, from when they have run on."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in (_TRITON, _CPP):
             return None
         spec: Any = spec_after(self, name, path, target)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Watching(spec.loader, self._loaded)
+        run = None if spec is None else getattr(spec.loader, "exec_module", None)
+        if run is not None:
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                put(*_of_module(module))
+
+            spec.loader.exec_module = exec_module
         return spec
 
 
 def watch_imports() -> None:
     """Modules that compile or launch code for a GPU refuse it from when they are imported on."""
-    finder: Any = _Finder(lambda module: put(*_of_module(module)))
+    finder: Any = _Finder()
     sys.meta_path.insert(0, finder)
 
 

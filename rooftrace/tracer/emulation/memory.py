@@ -103,9 +103,6 @@ def _names(here: Emulation) -> dict[str, Any]:
                 "The report has the memory of the step over time, by role",
             )
 
-    def set_caching(value: bool) -> None:
-        settings["caching"] = value
-
     hidden = "there are no blocks of an allocator"
     report = "The report has the memory of the step over time, by role"
     snapshot = refusal("torch.cuda.memory_snapshot", hidden, report)
@@ -128,11 +125,7 @@ def _names(here: Emulation) -> dict[str, Any]:
         "_cuda_isHistoryEnabled": lambda: False,
         "_cuda_attach_out_of_memory_observer": lambda observer: None,
         "_cuda_allocationTraceback": snapshot,
-        "_cuda_setMemoryMetadata": lambda text: settings.__setitem__("memory_metadata", text),
-        "_cuda_getMemoryMetadata": lambda: settings.get("memory_metadata", ""),
         "_cuda_cudaCachingAllocator_set_allocator_settings": lambda text: None,
-        "_cuda_cudaCachingAllocator_enable": set_caching,
-        "_cuda_cudaCachingAllocator_is_enabled": lambda: settings.get("caching", True),
     }
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from rooftrace.errors import RequestError
@@ -50,7 +49,7 @@ def accelerate(words: Sequence[str]) -> CommandLine:
         launcher="accelerate",
         processes=None if total in (None, 0) else max(int(total or 1) // machines, 1),
         nodes=machines,
-        environment=MappingProxyType(environment),
+        environment=environment,
         master=(args.main_process_ip or "127.0.0.1", str(args.main_process_port or _PORT)),
     )
 

@@ -53,9 +53,9 @@ class Processes:
             "get_backend": self.backend,
             "new_group": self._new_group,
             "barrier": _barrier,
-            "_set_pg_timeout": _set_time_limit,
-            "set_timeout": _set_time_limit,
-            "monitored_barrier": self._monitored_barrier,
+            "_set_pg_timeout": _nobody_waits,
+            "set_timeout": _nobody_waits,
+            "monitored_barrier": _nobody_waits,
             "all_gather_object": self._all_gather_object,
             "gather_object": self._gather_object,
             "broadcast_object_list": self._broadcast_objects,
@@ -189,9 +189,6 @@ class Processes:
 
     # -- objects -----------------------------------------------------------------------------------
 
-    def _monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """All other ranks are where this one is."""
-
     def _all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         self.say(OBJECTS)
         for place in range(len(object_list)):
@@ -244,8 +241,8 @@ def _barrier(
     return None
 
 
-def _set_time_limit(timeout: Any, group: Any = None) -> None:
-    """Stands for `torch.distributed.set_timeout`: nobody is waited for."""
+def _nobody_waits(*args: Any, **kwargs: Any) -> None:
+    """Stands for limits of time, and for meeting other ranks: all are where this one is."""
 
 
 def _asked(init_method: str | None, world: int, rank: int) -> tuple[int | None, int | None]:

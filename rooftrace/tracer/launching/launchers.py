@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from rooftrace.errors import RequestError
@@ -79,13 +78,11 @@ def of_torchrun(launcher: str, args: Any, words: Sequence[str], told: str = "") 
         launcher=launcher,
         processes=processes,
         nodes=nodes,
-        environment=MappingProxyType(
-            {
-                "ROLE_NAME": str(args.role),
-                "TORCHELASTIC_MAX_RESTARTS": str(args.max_restarts),
-                "TORCHELASTIC_RUN_ID": str(run),
-            }
-        ),
+        environment={
+            "ROLE_NAME": str(args.role),
+            "TORCHELASTIC_MAX_RESTARTS": str(args.max_restarts),
+            "TORCHELASTIC_RUN_ID": str(run),
+        },
         master=(address or "127.0.0.1", str(args.master_port or _PORT)),
         rank_argument=told,
     )
@@ -213,6 +210,6 @@ def lightning(words: Sequence[str]) -> CommandLine:
         launcher="fabric run",
         processes=processes,
         nodes=args.num_nodes,
-        environment=MappingProxyType({name: told[name] for name in told if told[name]}),
+        environment={name: told[name] for name in told if told[name]},
         master=(args.main_address, str(args.main_port)),
     )

@@ -8,7 +8,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -19,32 +19,13 @@ from rooftrace.tracer.launching.notebooks import SUFFIX, NotebookCells
 from rooftrace.tracer.launching.records import CommandLine
 
 
-class MainModule:
-    """The module `__main__` of a launch, and its code: of a notebook, that of each cell.
-
-    left_out: what of a notebook does not run.
-    The packages that hold it are imported when it runs, as code of the program.
-    """
-
-    def __init__(
-        self, module: ModuleType, codes: Sequence[CodeType], left_out: Sequence[str] = ()
-    ) -> None:
-        self._module, self._codes = module, codes
-        self.left_out = left_out
-
-    def run(self) -> None:
-        """Run the code; raises what it raises."""
-        package = vars(self._module).get("__package__")
-        if package:
-            importlib.import_module(package)
-        for code in self._codes:
-            exec(code, vars(self._module))
-
-
-def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
+def prepared(
+    launch: CommandLine, arguments: tuple[str, ...]
+) -> tuple[Callable[[], None], Sequence[str]]:
     """Make `__main__`, `sys.argv` and `sys.path` of this process those of a program.
 
-    Raises RequestError for a module that is not there, and for a file that is no program of Python.
+    Gives the function that runs it, and what of a notebook does not run.  Raises RequestError for a
+    module that is not there, and for a file that is no program of Python.
     """
     program = Path(launch.program)
     if launch.module:
@@ -53,13 +34,14 @@ def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
         first = str(program if program.is_dir() else program.resolve().parent)
     sys.path.insert(0, os.path.realpath(first))
     module = ModuleType("__main__")
+    names = vars(module)
     left_out: Sequence[str] = ()
-    vars(module)["__builtins__"] = builtins
+    names["__builtins__"] = builtins
     if launch.module or program.is_dir():
         spec, code = _of_module(launch.program if launch.module else "")
         codes = [code]
         origin = str(spec.origin)
-        vars(module).update(
+        names.update(
             __spec__=spec,
             __loader__=spec.loader,
             __package__=spec.parent,
@@ -70,15 +52,22 @@ def prepared(launch: CommandLine, arguments: tuple[str, ...]) -> MainModule:
     elif program.suffix == SUFFIX:
         shown, notebook = launch.written or launch.program, NotebookCells(launch.program)
         codes, left_out = notebook.cells, notebook.left_out
-        vars(module)["display"] = print
+        names["display"] = print
     else:
         shown = launch.written or launch.program
         loader = SourceFileLoader("__main__", launch.program)
         codes = [_compiled(program)]
-        vars(module).update(__file__=launch.program, __loader__=loader, __cached__=None)
+        names.update(__file__=launch.program, __loader__=loader, __cached__=None)
     sys.argv = [shown, *arguments]
     sys.modules["__main__"] = module
-    return MainModule(module, codes, left_out)
+
+    def run() -> None:
+        if names.get("__package__"):  # code of the program, too
+            importlib.import_module(names["__package__"])
+        for code in codes:  # of a notebook, that of each cell
+            exec(code, names)
+
+    return run, left_out
 
 
 def _compiled(path: Path) -> CodeType:
@@ -99,9 +88,7 @@ def _of_module(name: str) -> tuple[ModuleSpec, CodeType]:
             spec = _found(name)
         else:  # that of the folder which comes first; `__main__` in sys.modules is another
             spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
-    except ModuleNotFoundError as error:
-        raise RequestError(f"-m {name}: {error}") from error
-    except ValueError as error:
+    except (ModuleNotFoundError, ValueError) as error:
         raise RequestError(f"-m {name}: {error}") from error
     if spec is not None and spec.submodule_search_locations is not None:
         wanted = f"{name}.__main__"

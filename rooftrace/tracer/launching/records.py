@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 from rooftrace.errors import RequestError
-
-Mapping = MappingProxyType[str, str]
-_NONE: Mapping = MappingProxyType({})
 
 
 class Stopped(BaseException):
@@ -49,7 +46,7 @@ class CommandLine:
     launcher: str = ""
     processes: int | None = None
     nodes: int | None = None
-    environment: Mapping = field(default_factory=lambda: _NONE)
+    environment: Mapping[str, str] = field(default_factory=dict)
     master: tuple[str, str] = ("127.0.0.1", "29500")
     rank_argument: str = ""
     folder: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rooftrace.tracer.launching import ending, environment
@@ -13,7 +13,7 @@ from rooftrace.tracer.launching.distributed import AXIS, Processes
 from rooftrace.tracer.launching.landlock import guard, refusal
 from rooftrace.tracer.launching.overlay import folder_of
 from rooftrace.tracer.launching.ownprocess import leave_with
-from rooftrace.tracer.launching.program import MainModule, prepared
+from rooftrace.tracer.launching.program import prepared
 from rooftrace.tracer.launching.records import CommandLine, Ended, HardExit, Ranks, Stopped
 from rooftrace.tracer.launching.scratch import redirect
 from rooftrace.tracer.launching.starting import OtherProcesses
@@ -29,12 +29,14 @@ _FIRST_JOB = (
 class ProgramRun:
     """A launch whose process is ready: calling it runs the program, once."""
 
-    def __init__(self, program: MainModule, processes: Processes) -> None:
+    def __init__(
+        self, program: Callable[[], None], left_out: Sequence[str], processes: Processes
+    ) -> None:
         self._program, self._processes = program, processes
         self._stopping, self._lost = ending.Stopping(self._give_up), ending.LostErrors()
         self._assumed: dict[tuple[str, str], None] = {}
-        if program.left_out:
-            names = ", ".join(dict.fromkeys(program.left_out))
+        if left_out:
+            names = ", ".join(dict.fromkeys(left_out))
             text = f"magics and shell lines of the notebook are left out: {names}"
             self._assumed["notebook", text] = None
         self._process = os.getpid()
@@ -76,7 +78,7 @@ class ProgramRun:
         reason, code = "end", 0
         self._lost.watch()
         try:
-            self._program.run()
+            self._program()
         except Stopped:
             reason = "stopped"
         except HardExit as error:
@@ -138,10 +140,10 @@ def launched(
     arguments = launch.arguments
     if launch.rank_argument:
         arguments = (f"{launch.rank_argument}={ranks.local_rank}", *arguments)
-    program = prepared(launch, arguments)
+    program, left_out = prepared(launch, arguments)
     notes: list[Any] = []
     processes = Processes(ranks, ranks.said, lambda assumption: notes[0].assume(assumption))
-    run = ProgramRun(program, processes)
+    run = ProgramRun(program, left_out, processes)
     notes.append(run)
     run.assume(("environment", environment.OFFLINE_TEXT))
     if not real:

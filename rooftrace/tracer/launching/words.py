@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.launching import accelerated, launchers
@@ -59,19 +59,8 @@ def understood(words: Sequence[str], folder: str | os.PathLike[str] | None = Non
     program = launch.program if launch.module else _script(launch.program, here)
     if launch.module and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", launch.program):
         raise RequestError(f"-m {launch.program}: expected the dotted name of a module, as in a.b")
-    return CommandLine(
-        program=program,
-        written=launch.program,
-        module=launch.module,
-        arguments=launch.arguments,
-        launcher=launch.launcher,
-        processes=launch.processes,
-        nodes=launch.nodes,
-        environment=MappingProxyType(environment),
-        master=launch.master,
-        rank_argument=launch.rank_argument,
-        folder=here,
-    )
+    written = launch.program
+    return replace(launch, program=program, written=written, environment=environment, folder=here)
 
 
 def _start(words: list[str], environment: dict[str, str]) -> list[str]:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.patches import original_of, replaced
@@ -33,42 +34,64 @@ class Learnt:
     gradients: dict[int, str] = field(default_factory=dict)
     optimizers: list[str] = field(default_factory=list)
 
+    def step(self, optimizer: Optimizer) -> None:
+        """An optimizer steps."""
+        self.optimizers.append(type(optimizer).__name__.lower())
+
 
 @contextlib.contextmanager
 def noted(recorder: Recorder, root: nn.Module) -> Iterator[Learnt]:
     """Inside, ops of optimizers are the optimizer's, also where hooks on gradients call them."""
     learnt = Learnt()
-    outer: list[tuple[str, str]] = []
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if not recorder.here_recorded() or recorder.here.part == "optimizer":
-            return None  # a thread of somebody else, or the step that makes the states
-        outer.append((recorder.here.part, recorder.here.function))
+    def begins(optimizer: Optimizer, closure: bool) -> None:
         note_gradients(recorder, root, learnt)
-        recorder.here.part, recorder.here.function = "optimizer", type(optimizer).__name__
-        learnt.optimizers.append(type(optimizer).__name__.lower())
-        closures = bool(args[1:] or kwargs.get("closure"))
-        _prepare(recorder, optimizer, closure=closures)
-        return with_closures_outside(lambda: recorder, args, kwargs) if closures else None
-
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if outer and recorder.here_recorded() and recorder.recording:
-            recorder.here.part, recorder.here.function = outer.pop()
+        learnt.step(optimizer)
+        _prepare(recorder, optimizer, closure)
 
     with contextlib.ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(before).remove)
-        stack.callback(register_optimizer_step_post_hook(after).remove)
+        for handle in watched(recorder, begins, lambda optimizer: None):
+            stack.callback(handle.remove)
         yield learnt
 
 
-def with_closures_outside(
-    current: Callable[[], Recorder], args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """The arguments of an optimizer's step; ops of its closure, which runs the model, are not
-    the optimizer's.
+def watched(
+    recorder: Recorder,
+    begins: Callable[[Optimizer, bool], None],
+    ended: Callable[[Optimizer], None],
+) -> tuple[RemovableHandle, ...]:
+    """From here on, until these hooks are removed, ops of optimizers are the optimizer's.
 
-    current: gives the recorder that is on, which may be another after the closure.
+    begins: is called before each step, with whether a closure runs in it.  ended: is called after
+    it; only then it has stepped, as a closure may run all else of a step first.
     """
+    outer: list[tuple[Optimizer, str, str]] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        here = recorder.here
+        if not recorder.here_recorded() or here.part == "optimizer":
+            return None  # a thread of somebody else, or the step that makes the states
+        outer.append((optimizer, here.part, here.function))
+        here.part = "optimizer"
+        closure = bool(args[1:] or kwargs.get("closure"))
+        begins(optimizer, closure)
+        here.part, here.function = "optimizer", type(optimizer).__name__
+        return _with_closures_outside(recorder, args, kwargs) if closure else None
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        here = recorder.here
+        stepped = outer and outer[-1][0] is optimizer
+        if stepped and recorder.here_recorded() and not here.paused:
+            _, here.part, here.function = outer.pop()
+            ended(optimizer)
+
+    return register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+
+
+def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an optimizer's step; ops of its closure, which runs the model, are not
+    the optimizer's."""
+    here = recorder.here
 
     def outside(item: Any) -> Any:
         if not callable(item) or isinstance(item, (Optimizer, Tensor)):
@@ -76,13 +99,11 @@ def with_closures_outside(
 
         @functools.wraps(item)
         def closure(*args: Any, **kwargs: Any) -> Any:
-            here = current().here
             before = here.part, here.function
             here.part, here.function, here.after_backward = "forward", "", False
             try:
                 return item(*args, **kwargs)
             finally:
-                here = current().here
                 here.part, here.function = before
 
         return closure
@@ -122,12 +143,7 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
             "of the captured modules': make it of theirs inside the step, or pass it to "
             "rooftrace.trace as an argument of the step"
         )
-    names = [
-        recorder.name_of(p) or f"{type(optimizer).__name__.lower()}.{index}"
-        for index, p in enumerate(parameters)
-    ]
-    for parameter, name in zip(parameters, names, strict=True):
-        recorder.enter(parameter, "parameter", name)
+    enter_states(recorder, optimizer)
     if not closure and not any(optimizer.state.get(p) for p in parameters):
         with torch.no_grad(), functions_unseen(parameters), recorder.paused():
             try:
@@ -136,6 +152,16 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
             except RuntimeError:  # it asks for values, which only the recorder follows
                 optimizer.state.clear()
                 optimizer.step()
+        enter_states(recorder, optimizer)
+
+
+def enter_states(recorder: Recorder, optimizer: Optimizer) -> None:
+    """The weights of an optimizer, and the states that it has of them, are values of the graph."""
+    kind = type(optimizer).__name__.lower()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [recorder.name_of(p) or f"{kind}.{index}" for index, p in enumerate(parameters)]
+    for parameter, name in zip(parameters, names, strict=True):
+        recorder.enter(parameter, "parameter", name)
     for parameter, name in zip(parameters, names, strict=True):
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

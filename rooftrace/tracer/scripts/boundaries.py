@@ -151,7 +151,7 @@ class BoundaryFinder(Finder):
                 self._stop()
             self._unnamed = not self._roots.met
             self._begin(OpenTurn(kind, label), None)
-            self._stage.recorder.here.after_backward = False
+            self._recorder.here.after_backward = False
 
     def _has_run_enough(self, kind: str) -> bool:
         if self._boundary.at == "auto":
@@ -166,7 +166,7 @@ class BoundaryFinder(Finder):
                 self._name()
             turn.kind, turn.shape = self._kinds.of(made.module), made.shape
             turn.recorded = not self._is_known(turn, look)
-            self._unread = not turn.recorded
+            self._recorder.entries.unread = not turn.recorded
         return turn
 
     def _key(self, turn: OpenTurn, look: Look | None) -> Any:
@@ -176,10 +176,10 @@ class BoundaryFinder(Finder):
 
     def _finish(self, turn: OpenTurn) -> None:
         if self._boundary.at != "auto":
-            if not turn.calls and not self._stage.recorder.has_ops:  # nothing ran on the device
+            if not turn.calls and not self._recorder.has_ops:  # nothing ran on the device
                 self._turn, self._loaded = None, turn.loaded
                 return
-            differentiated = turn.backwards or self._stage.recorder.here.after_backward
+            differentiated = turn.backwards or self._recorder.here.after_backward
             trained = differentiated or self._optimizers.steps
             turn.kind = TRAINING if trained else INFERENCE
         super()._finish(turn)

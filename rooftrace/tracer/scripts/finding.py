@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
@@ -25,9 +26,8 @@ from rooftrace.tracer.scripts.keeping import TurnKeeper
 from rooftrace.tracer.scripts.kinds import weighs
 from rooftrace.tracer.scripts.lengths import Ops
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
-from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.tensors import tensors_in
 
@@ -37,17 +37,28 @@ from rooftrace.tracer.tensors import tensors_in
 
 _MOMENT = 0.001
 """Seconds between two looks at the turn of another thread."""
+_LOCKED = 0.005
+"""Seconds between two looks at a thread that another waits for."""
 _PATIENCE = 20.0
 """Seconds that threads wait for the end of another's step."""
 
 
 class TurnsOfThreads(TurnKeeper):
-    """Lets threads make turns, one at a time."""
+    """Lets threads make turns, one at a time: the main one, until another takes the lead."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, recorder: ScriptRecorder, *arguments: Any) -> None:
+        super().__init__(recorder, *arguments)
+        self._threads, self._main = recorder.threads, threading.get_ident()
+        self._looking = threading.RLock()  # of the thread that looks at turns or changes them
+        self._looker: int | None = None  # that thread
         self._proves = False  # no call begins a turn
         self._endless: OpenTurn | None = None  # that others have waited for in vain
+        recorder.tell_of_ends(self._leave)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the running thread is the one that leads."""
+        return threading.get_ident() == self._threads.leader
 
     @contextlib.contextmanager
     def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
@@ -56,14 +67,14 @@ class TurnsOfThreads(TurnKeeper):
         A thread takes the lead with a model that it trains, or with any in a script that trains
         none, if no other is in the middle of a turn; it waits a while for the end of that.
         """
-        until = monotonic() + _PATIENCE
+        until, here = monotonic() + _PATIENCE, threading.get_ident()
         while True:
-            with self._stage.turn() as alone:
+            with self._alone() as alone:
                 if monotonic() > until:
                     self._endless = self._turn
                 if not (alone and self._halfway_elsewhere(module)):
-                    leads = alone and (self._stage.leads or self._takes_over(module))
-                    if not leads and self._stage.is_aside:
+                    leads = alone and (self.leads or self._takes_over(module))
+                    if not (leads or self.leads) and self._threads.idents.get(here) == here:
                         self.variety.said["threads at once"] = (
                             "a thread called a model while another was halfway in a turn and "
                             "waited: such calls are not counted"
@@ -72,10 +83,37 @@ class TurnsOfThreads(TurnKeeper):
                     return
             sleep(_MOMENT)
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Inside, no other thread takes the lead.
+
+        False where another one has a call under way that waits, perhaps for this thread.
+        """
+        while not self._looking.acquire(timeout=_LOCKED):
+            looker = self._looker
+            if looker is not None and self._threads.awaits_others(looker):
+                yield False
+                return
+        outer, self._looker = self._looker, threading.get_ident()
+        try:
+            yield True
+        finally:
+            self._looker = outer
+            self._looking.release()
+
+    def _leave(self) -> None:
+        """A thread is at the end of its task."""
+        with self._looking:
+            if self.leads:
+                self.end()
+                self._threads.leader = self._main
+
     def _halfway_elsewhere(self, module: nn.Module | None) -> bool:
         """Whether a thread that goes on computing is halfway in a step, so that this one waits."""
         turn = self._turn
-        if self._stage.leads or turn is None or turn is self._endless or self._stage.waits:
+        if self.leads or turn is None or turn is self._endless:
+            return False
+        if self._threads.awaits_others(self._threads.leader):
             return False
         with torch._C.DisableTorchFunction():
             return self._may_make(module) and not self._kinds.whole(turn)
@@ -85,15 +123,16 @@ class TurnsOfThreads(TurnKeeper):
         return module is None or not self._optimizers.known or self._optimizers.trains(module)
 
     def _takes_over(self, module: nn.Module | None) -> bool:
-        turn = self._turn
-
-        def first() -> None:
-            if turn is not None:
-                self._finish(turn)
-
+        turn, here = self._turn, threading.get_ident()
         with torch._C.DisableTorchFunction():
             may = self._may_make(module) and (turn is None or self._is_whole(turn))
-        return may and self._stage.lead(first)
+        if not may or here not in self._threads.idents:  # nothing that it runs is seen
+            return False
+        if turn is not None:
+            self._finish(turn)
+        self._threads.idents[here] = self._threads.leader = here
+        self._recorder.renew(record=False)
+        return True
 
     def end(self) -> None:
         """The script has ended."""
@@ -103,7 +142,7 @@ class TurnsOfThreads(TurnKeeper):
 
     def _note_backward(self, turn: OpenTurn) -> None:
         """Note whether a backward has run since the last call."""
-        if self._stage.recorder.here.after_backward and turn.followed < len(turn.calls):
+        if self._recorder.here.after_backward and turn.followed < len(turn.calls):
             turn.followed = len(turn.calls)
             self._kinds.differentiated(turn)
 
@@ -119,25 +158,25 @@ class TurnsOfThreads(TurnKeeper):
 class Finder(TurnsOfThreads):
     """Is told what a script does, and has the recorder record it turn by turn.
 
-    stage: has the recorder.  steps: so many turns are wanted; then `stop` is called, which raises.
+    recorder: of the run.  steps: so many turns are wanted; then `stop` is called, which raises.
     """
 
     def __init__(
         self,
-        stage: RecorderStage,
-        shapes: Shapes,
+        recorder: ScriptRecorder,
         optimizers: Optimizers,
         wanted: int | None,
         stop: Callable[[], None],
     ) -> None:
-        super().__init__(stage, shapes, optimizers)
+        super().__init__(recorder, optimizers)
         self._wanted, self._stop = wanted, stop
+        recorder.differentiated = self.differentiated
 
     # -- what the script does ----------------------------------------------------------------------
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
-        return self._stage.recorder.answer(module, *args, **kwargs)
+        return self._recorder.answer(module, *args, **kwargs)
 
     def call(self, made: ModuleCall) -> Any:
         """A module is called from outside of any module."""
@@ -154,8 +193,8 @@ class Finder(TurnsOfThreads):
         ops: Ops | None = None
         try:
             if len(turn.calls) == 1 and self._may_differ_in_length(turn, turn.calls[0]):
-                output, ops = noted_call(self._stage, made.module, made.arguments)
-                self._stage.recorder.log = turn.after
+                output, ops = noted_call(self._recorder, made.module, made.arguments)
+                self._recorder.log = turn.after
             else:
                 output = made.run()
         except BaseException:
@@ -163,18 +202,18 @@ class Finder(TurnsOfThreads):
                 self._turn = None
             raise
         with contexts.untraced(), torch._C.DisableTorchFunction():
-            result = Result(output, self._stage.recorder.values)
+            result = Result(output, self._recorder.values)
             self._results.append(result)
         if ops is not None and result.leaves is not None:
             turn.ops = ops
             sizes = turn.calls[0].sizes
-            aside = CallAside(self._stage, made.module, made.arguments, sizes)
+            aside = CallAside(self._recorder, made.module, made.arguments, sizes)
             self.lengths.check(turn.calls[0], ops, aside)
         return output
 
     def prove(self) -> None:
         """The script is at its end: what was counted by formulas of a length is checked there."""
-        if self._stage.leads:
+        if self.leads:
             self._proves = True
             self.lengths.prove()
             self._proves = False
@@ -188,30 +227,30 @@ class Finder(TurnsOfThreads):
         look = look if whole else dataclasses.replace(look, kind=(look.kind, "begun"), plain=False)
         self._roots.meet(made.module)
         turn = self._turn_of(look, made)
-        self._kinds.note(turn, made.module, self._stage.recorder.brought_bytes)
+        self._kinds.note(turn, made.module, self._recorder.brought_bytes)
         if not turn.recorded:
             result = self._answer(turn, look)
             if result is not None:
                 turn.calls.append(look)
-                return (self._stage.recorder.given(result, made.module, made.arguments),)
+                return (self._recorder.given(result, made.module, made.arguments),)
             self._record_rest(turn)
         if self._accumulates(turn, look):
             if not turn.repeating:
                 self._close_piece(turn)
-                turn.repeating = self._stage.recorder.entries.unread = True
+                turn.repeating = self._recorder.entries.unread = True
             turn.repeat()
             turn.calls.append(look)
             result = self._results[-1]
             self._results.append(result)
-            return (self._stage.recorder.given(result, made.module, made.arguments),)
+            return (self._recorder.given(result, made.module, made.arguments),)
         turn.calls.append(look)
-        self._stage.recorder.enter_inputs(tensors_in(made.arguments))
+        self._recorder.enter_inputs(tensors_in(made.arguments))
         return None
 
     def _answer(self, turn: OpenTurn, look: Look) -> Result | None:
         """What a call of a turn that is not recorded gives; None where it has to run."""
         if turn.by_form is not None:
-            self._stage.recorder.log = turn.after
+            self._recorder.log = turn.after
             return None if turn.calls else turn.by_form.result
         first = turn.calls[0] if turn.calls else look
         return self._steady[self._key(turn, first)].answer(len(turn.calls), look)
@@ -220,12 +259,12 @@ class Finder(TurnsOfThreads):
         """A backward has run: where no optimizer says later which tensors are gradients, they are
         those that weights have now."""
         turn = self._turn
-        if turn is None or not turn.recorded or not self._stage.leads:
+        if turn is None or not turn.recorded or not self.leads:
             return
         with torch._C.DisableTorchFunction():
             if not self._optimizers.known:
                 root = self._roots.container
-                stepping.note_gradients(self._stage.recorder, root, turn.learnt)
+                stepping.note_gradients(self._recorder, root, turn.learnt)
 
     def before_step(self) -> None:
         """An optimizer is about to step."""
@@ -253,7 +292,7 @@ class Finder(TurnsOfThreads):
             place = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
             if turn.recorded:
                 seconds = prices.total(turn.pieces)
-                recorder = self._stage.recorder
+                recorder = self._recorder
                 before = turn.reached.get((place[0] - 1, place[1] - 1, place[2]))
                 if turn.repeating and before is not None:  # a pass is where the last one was
                     last = turn.pieces[-1].graph
@@ -278,8 +317,8 @@ class Finder(TurnsOfThreads):
         turn = self._turn
         if turn is not None:
             self._note_backward(turn)
-            self._stage.recorder.here.after_backward = False
-            brought = self._stage.recorder.brought_bytes
+            self._recorder.here.after_backward = False
+            brought = self._recorder.brought_bytes
             if not self._is_counted(turn) and self._kinds.goes_on(
                 turn, made.module, made.arguments, brought
             ):
@@ -340,13 +379,14 @@ class Finder(TurnsOfThreads):
 # Calls of modules whose ops are noted, and the same call again on other sizes, aside.
 
 
-def noted_call(stage: RecorderStage, module: nn.Module, arguments: Any) -> tuple[Any, Ops | None]:
+def noted_call(
+    recorder: ScriptRecorder, module: nn.Module, arguments: Any
+) -> tuple[Any, Ops | None]:
     """What a call gives, and its ops; None where it changes what the module holds.
 
     arguments: those without a name, and those with one.
     """
     args, kwargs = arguments
-    recorder = stage.recorder
     with torch._C.DisableTorchFunction():
         state = state_of(module)
     before, log = recorder.log, []  # type: ignore[var-annotated]
@@ -366,9 +406,9 @@ class CallAside:
     """
 
     def __init__(
-        self, stage: RecorderStage, module: nn.Module, arguments: Any, sizes: Sequence[int]
+        self, recorder: ScriptRecorder, module: nn.Module, arguments: Any, sizes: Sequence[int]
     ) -> None:
-        self._stage, self._module = stage, weakref.ref(module)
+        self._recorder, self._module = recorder, weakref.ref(module)
         with torch._C.DisableTorchFunction():
             self._arguments = resized(arguments, sizes)
         self._trains = [inner.training for inner in module.modules()]
@@ -388,12 +428,12 @@ class CallAside:
         enabled, dtype = self._cast
         try:
             with (
-                self._stage.recorder.paused(),
+                self._recorder.paused(),
                 torch.inference_mode(self._inference),
                 torch.set_grad_enabled(self._grad),
                 torch.autocast("cuda", dtype, enabled),
             ):
-                return noted_call(self._stage, module, arguments)[1]
+                return noted_call(self._recorder, module, arguments)[1]
         except Exception:  # whatever the module raises at these sizes
             return None
         finally:

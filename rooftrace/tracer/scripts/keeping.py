@@ -13,10 +13,9 @@ from rooftrace.tracer.scripts.clocks import HostClock
 from rooftrace.tracer.scripts.kinds import Kinds
 from rooftrace.tracer.scripts.lengths import LengthForms, Seen
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.tracer.scripts.roots import Roots
-from rooftrace.tracer.scripts.stage import RecorderStage
 from rooftrace.tracer.scripts.turns import LoadedBatches, OpenTurn, SteadyTurns, Variety
 
 _ALIKE = 2
@@ -26,19 +25,18 @@ _ALIKE = 2
 class TurnKeeper:
     """The open turn, and those before it.
 
-    stage: has the recorder.
+    recorder: of the whole run.
     """
 
-    def __init__(self, stage: RecorderStage, shapes: Shapes, optimizers: Optimizers) -> None:
+    def __init__(self, recorder: ScriptRecorder, optimizers: Optimizers) -> None:
         self.book = Book()
         self.lengths = LengthForms(self.book)
         self.clock: HostClock = HostClock()
-        self._stage, self._optimizers = stage, optimizers
-        self._kinds, self._roots = Kinds(optimizers), Roots(shapes)
+        self._recorder, self._optimizers = recorder, optimizers
+        self._kinds, self._roots = Kinds(optimizers), Roots(recorder.device_tensors.shapes)
         self._loaded = LoadedBatches()  # for the next turn
         self._turn: OpenTurn | None = None
         self._steady: dict[Any, SteadyTurns] = {}
-        self._unread = False  # what the recorder has is of turns that need no graph
         self._results: list[Result] = []  # of the calls of the open turn
         self.variety = Variety()
         self._has_stepped = False  # an optimizer has, in a turn that has ended
@@ -55,12 +53,12 @@ class TurnKeeper:
         self.clock.began()
         self._optimizers.steps.clear()
         if turn.kind == TRAINING:
-            self._stage.recorder.values.begin_step()
+            self._recorder.values.begin_step()
         self._results = []
-        if turn.recorded or not self._unread or self._stage.recorder.is_long:
+        recorder = self._recorder
+        if turn.recorded or not recorder.entries.unread or recorder.is_long:
             self._renew(named=turn.recorded)
-            self._stage.recorder.entries.unread = not turn.recorded
-        self._unread = not turn.recorded
+            recorder.entries.unread = not turn.recorded
         return turn
 
     def _is_known(self, turn: OpenTurn, look: Look) -> bool:
@@ -83,12 +81,12 @@ class TurnKeeper:
         named: which knows the modules, the states of optimizers, and what else there is.
         """
         if named:
-            self._stage.recorder.renew(prepare=self._name)
+            self._recorder.renew(prepare=self._name)
         else:
-            self._stage.recorder.renew()
+            self._recorder.renew()
 
     def _name(self) -> None:
-        recorder = self._stage.recorder
+        recorder = self._recorder
         steps.enter_modules(recorder, self._roots.container)
         self._optimizers.enter(recorder)
         recorder.stand_in()
@@ -98,7 +96,7 @@ class TurnKeeper:
         self._kinds.settle(turn)
         key = self._key(turn, turn.calls[0] if turn.calls else None)
         steady = self._steady.get(key)
-        self._stage.recorder.log = None
+        self._recorder.log = None
         if not turn.recorded and turn.by_form is not None:
             self.lengths.followed(turn.by_form, turn.after)
             self._add(turn, turn.by_form.stretch(self.book), run=0)
@@ -176,7 +174,7 @@ class TurnKeeper:
 
         named: see `_renew`.
         """
-        root, recorder = self._roots.container, self._stage.recorder
+        root, recorder = self._roots.container, self._recorder
         with recorder.lock:
             stepping.note_gradients(recorder, root, turn.learnt)
             turn.brought += recorder.brought_bytes

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 
 from rooftrace.tracer.patches import original_of, put
@@ -75,7 +73,7 @@ class Optimizers:
         """The states of all of them are on the device, also where nothing reads them."""
         for optimizer in list(self._made):
             if self._key(optimizer) is not None:
-                _enter_states(tape, optimizer)
+                stepping.enter_states(tape, optimizer)
 
     def trains(self, module: nn.Module) -> bool:
         """Whether one of them steps on a weight of a module."""
@@ -127,7 +125,7 @@ class Optimizers:
 
     def watch(
         self,
-        recorder: Callable[[], ScriptRecorder],
+        recorder: ScriptRecorder,
         before: Callable[[], None],
         after: Callable[[], None],
         learnt: Callable[[], stepping.Learnt | None],
@@ -137,38 +135,24 @@ class Optimizers:
         before, after: are called before and after each step.  learnt: what is known of the open
         turn.
         """
-        outer: list[tuple[Any, str, str]] = []
 
-        def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
-            if not recorder().here_recorded() or recorder().here.part == "optimizer":
-                return None
+        def begins(optimizer: Optimizer, closure: bool) -> None:
             with torch._C.DisableTorchFunction():
                 before()
-                tape = recorder()
-                _enter_states(tape, optimizer)
-                _note_gradients(tape, optimizer, learnt())
-            outer.append((optimizer, tape.here.part, tape.here.function))
+                stepping.enter_states(recorder, optimizer)
+                if (known := learnt()) is not None:  # the script may drop what it is about to read
+                    for weight in (w for group in optimizer.param_groups for w in group["params"]):
+                        known.gradients.update(stepping.gradients_of(recorder, weight))
             self._made.add(optimizer)
-            tape.here.part, tape.here.function = "optimizer", type(optimizer).__name__
-            if args[1:] or kwargs.get("closure"):
-                return stepping.with_closures_outside(recorder, args, kwargs)
-            return None
 
-        def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
-            # Only now has it stepped: a closure that it calls may have begun the turn.
-            tape = recorder()
-            if not outer or outer[-1][0] is not optimizer or not tape.here_recorded():
-                return
-            _, tape.here.part, tape.here.function = outer.pop()
+        def ended(optimizer: Optimizer) -> None:
             with torch._C.DisableTorchFunction():
                 self.note_step(optimizer)
-            known = learnt()
-            if known is not None:
-                known.optimizers.append(type(optimizer).__name__.lower())
+            if (known := learnt()) is not None:
+                known.step(optimizer)
             after()
 
-        register_optimizer_step_pre_hook(begins)
-        register_optimizer_step_post_hook(ends)
+        stepping.watched(recorder, begins, ended)
         self.meet()
         for home, names in stepping.on_meta():
             put(home, names)
@@ -176,21 +160,3 @@ class Optimizers:
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return list(getattr(optimizer, "param_groups", ()))
-
-
-def _note_gradients(tape: ScriptRecorder, optimizer: Any, learnt: stepping.Learnt | None) -> None:
-    """What an optimizer is about to read are gradients, though the script drops them afterwards."""
-    for weight in (weight for group in _groups(optimizer) for weight in group["params"]):
-        if learnt is not None:
-            learnt.gradients.update(stepping.gradients_of(tape, weight))
-
-
-def _enter_states(tape: ScriptRecorder, optimizer: Any) -> None:
-    weights = [weight for group in _groups(optimizer) for weight in group["params"]]
-    kind = type(optimizer).__name__.lower()
-    for index, weight in enumerate(weights):
-        name = tape.name_of(weight) or f"{kind}.{index}"
-        tape.enter(weight, "parameter", name)
-        for state, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                tape.enter(value, "optimizer", f"{name}.{state}")

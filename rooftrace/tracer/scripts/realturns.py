@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -116,14 +115,6 @@ def _note_compilers(compiled: list[Any]) -> None:
     put(frames, {name: noted} if callable(original) else {})
 
 
-@dataclass
-class _Timed:
-    """The turn that is open, and when it began."""
-
-    turn: OpenTurn
-    began: float
-
-
 class TurnTimer:
     """Is told what a script does, and times its turns.
 
@@ -140,7 +131,7 @@ class TurnTimer:
         self._device, self._enough, self._stop = device, enough, stop
         self._optimizers = Optimizers(self._there)
         self._kinds = Kinds(self._optimizers)
-        self._open: _Timed | None = None
+        self._open: OpenTurn | None = None
         self._alike: dict[Any, int] = {}  # numbers of turns, by what they called
         self._loading, self._batches = 0.0, 0
         self._looking = threading.Lock()
@@ -170,8 +161,8 @@ class TurnTimer:
     def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
         """Inside, whether calls of the running thread make turns: no other is halfway in one."""
         with self._looking:
-            here, timed = threading.get_ident(), self._open
-            if timed is None or (self._kinds.whole(timed.turn) and not self._calling):
+            here, turn = threading.get_ident(), self._open
+            if turn is None or (self._kinds.whole(turn) and not self._calling):
                 self._leader = here
             leads = self._leader == here
             self._calling |= leads
@@ -204,11 +195,11 @@ class TurnTimer:
         return tensor.device.type == self._device.type
 
     def _turn_begins(self, made: ModuleCall) -> None:
-        timed = self._open
-        if timed is not None:
-            self._note_backward(timed.turn)
-            if not self._kinds.goes_on(timed.turn, made.module, made.arguments, self._batches):
-                self._finish(timed)
+        turn = self._open
+        if turn is not None:
+            self._note_backward(turn)
+            if not self._kinds.goes_on(turn, made.module, made.arguments, self._batches):
+                self._finish(turn)
         if self._open is None:
             if self._enough(self.turns):
                 self._stop()
@@ -216,30 +207,30 @@ class TurnTimer:
             self._optimizers.steps.clear()
             self._synchronize()
             self._loading = 0.0
-            self._open = timed = _Timed(turn, perf_counter())
-        assert timed is not None
-        self._kinds.note(timed.turn, made.module, self._batches)
-        timed.turn.calls.append(made.look())
+            self._open, turn.began = turn, perf_counter()
+        assert turn is not None
+        self._kinds.note(turn, made.module, self._batches)
+        turn.calls.append(made.look())
 
     def _note_backward(self, turn: OpenTurn) -> None:
         if self._differentiated:
             self._kinds.differentiated(turn)
         self._differentiated = False
 
-    def _finish(self, timed: _Timed) -> None:
-        self._note_backward(timed.turn)
+    def _finish(self, turn: OpenTurn) -> None:
+        self._note_backward(turn)
         self._open = None
         peak = None
         self._synchronize()
-        seconds = perf_counter() - timed.began
+        seconds = perf_counter() - turn.began
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-        calls = tuple(look.key for look in timed.turn.calls)
+        calls = tuple(look.key for look in turn.calls)
         self.turns.append(
             RealTurn(
-                kind=timed.turn.kind,
-                label=timed.turn.label,
+                kind=turn.kind,
+                label=turn.label,
                 calls=self._alike.setdefault(calls, len(self._alike)),
                 seconds=max(seconds - self._loading, 0.0),
                 loading=self._loading,

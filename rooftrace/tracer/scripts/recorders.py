@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.recording import Recorder, functions as torch_functions
 from rooftrace.tracer.scripts.calls import Result
-from rooftrace.tracer.scripts.presenting import Presented, Shapes
+from rooftrace.tracer.scripts.presenting import Presented
 from rooftrace.tracer.scripts.standing import DeviceTensors, knows
 from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import owners, subclasses, tensors_in, trees
@@ -38,24 +38,16 @@ _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
     """Records what a script runs on the device that is not there.
 
-    values: of the whole run.  While the script is setting up, nothing is recorded.
-    shown: the device that the script sees.  shapes: what is really on meta.  device_tensors: those
-    of the whole run.  differentiated: is told when a backward of the script has run.
+    values: of the whole run.  shown: the device that the script sees.  While the script is setting
+    up, nothing is recorded.  `differentiated` is called when a backward of the script has run.
     """
 
     hands_on_calls = True
     lends_modules = False
 
-    def __init__(
-        self,
-        values: Values,
-        shown: torch.device,
-        shapes: Shapes,
-        device_tensors: DeviceTensors,
-        differentiated: Callable[[], None],
-    ) -> None:
-        self._shown, self._shapes, self._device_tensors = shown, shapes, device_tensors
-        self._differentiated = differentiated
+    def __init__(self, values: Values, shown: torch.device) -> None:
+        self.shown, self.device_tensors = shown, DeviceTensors()
+        self.differentiated: Callable[[], None] = lambda: None
         super().__init__(values, record=False, own_step=True, roll_loops=False)
         self._runner.device = shown
         self._followers.told_of_forks = True
@@ -68,7 +60,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self.log: list[Any] | None = None  # of the device's ops and the shapes that they made
         self._inputs: set[int] = set()  # their storages
         self.entries.weakly = True
-        self.entries.real_of = self._device_tensors.copies.of
+        self.entries.real_of = self.device_tensors.copies.of
         self.origins.tells_compiled = True
 
     def renew(self, record: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
@@ -78,7 +70,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """
         with self.lock:
             self.end_graph()
-            self._device_tensors.meet_results(self)
+            self.device_tensors.meet_results(self)
             self.entries.close()
             self.tags.forget_places()
             self.forget()
@@ -100,7 +92,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
         """The function mode of one thread, which shows the device."""
-        return Presented(self, None, self._shown, self._shapes)  # a thread begins without a default
+        return Presented(
+            self, None, self.shown, self.device_tensors.shapes
+        )  # a thread begins without a default
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, FakeTensor) for kind in types):
@@ -112,7 +106,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         """A backward of the script has run in this thread, and no module since."""
         if self.threads.led():
             super().backward_ran()
-            self._differentiated()
+            self.differentiated()
 
     def _settle(self) -> None:
         """Threads of a script, as those of data loaders, go on."""
@@ -120,7 +114,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._of_device(func, args, kwargs)
         tensors = (out,) if isinstance(out, Tensor) else tuple(tensors_in(out))
-        self._device_tensors.meet(tensors)
+        self.device_tensors.meet(tensors)
         if self.log is not None and any(t.is_meta for t in (*tensors, *tensors_in(args))):
             self.log.append((str(func), tuple(tuple(map(int, t.shape)) for t in tensors)))
         return out
@@ -141,7 +135,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
         written = [t for t in info_of(func).written(args, kwargs) if t.is_meta]
-        copies = self._device_tensors.copies
+        copies = self.device_tensors.copies
         if self.recording or not copies.follow(self.values, func, (args, kwargs), written, out):
             copies.forget(written)
         if not self.recording and isinstance(out, Tensor) and out.is_meta:
@@ -150,7 +144,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _from_data(self, tensor: Tensor) -> Tensor | None:
         value = super()._from_data(tensor)
-        real = self._device_tensors.copies.of(tensor) if value is None else None
+        real = self.device_tensors.copies.of(tensor) if value is None else None
         return value if real is None else real.clone()
 
     def _for_host(self, func: Any, args: Any) -> Any:
@@ -162,7 +156,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         if func._overloadpacket not in _TAKES_VALUES or any(tensor.dim() for tensor in theirs):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{self._shown} and cpu! (in {func._opname})"
+                f"{self.shown} and cpu! (in {func._opname})"
             )
         values = {id(tensor): self._value(tensor) for tensor in theirs}
         return tree_map(lambda item: values.get(id(item), item), args)
@@ -194,7 +188,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         elif type(tensor) is Tensor and not tensor.requires_grad:
             if self.brought_bytes > _MAX_HELD:
                 self.enter_inputs([made])  # without its numbers
-            self._device_tensors.copies.bring(made, tensor)
+            self.device_tensors.copies.bring(made, tensor)
             if (mask := marks.mask_in(tensor)) is not None and mask.leaf is not None:
                 own = mask.leaf.to(dtype, copy=True).expand(tensor.shape)
                 self.values.learn(made, mask.of(own))
@@ -205,7 +199,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def given(self, result: Result, module: nn.Module, arguments: Any) -> Any:
         """What a call that is not run gives: tensors of the device, as ops make them."""
         output = result.again(module, self.values, arguments)
-        self._device_tensors.meet(tensors_in(output))
+        self.device_tensors.meet(tensors_in(output))
         return output
 
     @property
@@ -221,8 +215,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def alive_bytes(self) -> int:
         """Bytes of the storages of the device that are alive."""
-        self._device_tensors.meet_results(self)
-        return sum(storage.nbytes() for storage, _ in self._device_tensors.there())
+        self.device_tensors.meet_results(self)
+        return sum(storage.nbytes() for storage, _ in self.device_tensors.there())
 
     def enter(self, tensor: Tensor, kind: str, name: str) -> None:
         """Make `tensor` a value that no op made (once); a gradient until the script drops it."""
@@ -235,7 +229,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def stand_in(self) -> None:
         """What else is alive on the device stands from before this recording."""
-        self._device_tensors.stand_in(self)
+        self.device_tensors.stand_in(self)
 
     def settle(self, gradients: Collection[int]) -> None:
         """The graph is done: what was freed in it is told.  gradients: their storages."""

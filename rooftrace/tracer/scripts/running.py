@@ -18,16 +18,14 @@ from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphfiles import graphs_bytes
 from rooftrace.tracer.launching import Ended, Ranks, call_apart, launched, understood
 from rooftrace.tracer.scripts import presenting, sending
+from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.boundaries import Boundary, BoundaryFinder
 from rooftrace.tracer.scripts.calls import Look, ModuleCall
 from rooftrace.tracer.scripts.clocks import Prices, SimulatedClock
 from rooftrace.tracer.scripts.failing import failure_of
 from rooftrace.tracer.scripts.optimizers import Optimizers
-from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING, Script
-from rooftrace.tracer.scripts.stage import RecorderStage
-from rooftrace.tracer.scripts.standing import DeviceTensors
 from rooftrace.tracer.scripts.turns import OpenTurn
 from rooftrace.tracer.scripts.watching import watch, watch_marks
 from rooftrace.tracer.tape import META_KEY, Recorded
@@ -97,19 +95,22 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
 
     device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
     program = launched(line, where, asked.scratch)
-    run = RunWatch(where.local_rank, asked.steps, program.stop, asked.assume, begins)
-    finder = run.finder
+    recorder = ScriptRecorder(
+        Values(assume=asked.assume or {}), torch.device("cuda", where.local_rank)
+    )
+    finder = GraphFinder(recorder, Optimizers(), asked.steps, program.stop, boundary=begins)
     program.at_end = finder.prove
     if simulated:
         finder.clock = SimulatedClock(
-            Prices(seconds, finder.book.graphs), lambda: run.stage.leads, finder.elapsed
+            Prices(seconds, finder.book.graphs), lambda: finder.leads, finder.elapsed
         )
-    emulate(device, RecordedMemory(run.stage), finder.clock, where.local_rank, say, finder.told)
+    emulate(device, RecordedMemory(recorder), finder.clock, where.local_rank, say, finder.told)
     if isinstance(finder.clock, SimulatedClock):
         finder.clock.tell()
 
     def made(ended: Ended) -> bytes:
-        run.end()
+        with torch._C.DisableTorchFunction():
+            finder.end()
         if isinstance(finder.clock, SimulatedClock):
             said["simulated clock"] = finder.clock.said
         if ended.exception is None:
@@ -117,84 +118,39 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         said.update(ended.assumed)
         said.update(finder.variety.said)
         said.update(finder.lengths.said())
-        script = run.script(" ".join((line.program, *line.arguments)), began, ended, said)
+        name = " ".join((line.program, *line.arguments))
+        script = _script(name, perf_counter() - began, finder.book, recorder, ended, said)
         return sending.script_bytes(script, finder.book.derived)
 
-    run.begin()
+    finder.begin()
     return program(made)
 
 
-class RunWatch:
-    """Everything that records one run; `finder` has what was found.
-
-    index: of the device that the script sees.  wanted: steps, after which `stop` is called.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        wanted: int | None,
-        stop: Callable[[], None],
-        assume: Mapping[str, Any] | None = None,
-        boundary: Boundary | None = None,
-    ) -> None:
-        self.values = Values(assume=assume or {})
-        self.shapes = Shapes()
-        self.shown = torch.device("cuda", index)
-        self.device_tensors = DeviceTensors(self.shapes)
-        self.optimizers = Optimizers()
-        recorder = ScriptRecorder(
-            self.values,
-            self.shown,
-            self.shapes,
-            self.device_tensors,
-            lambda: self.finder.differentiated(),
-        )
-        self.stage = RecorderStage(recorder, lambda: self.finder.end())
-        self.finder = GraphFinder(
-            self.stage, self.shapes, self.optimizers, wanted, stop, boundary=boundary
-        )
-
-    def begin(self) -> None:
-        """From here on what this process does is watched, for good."""
-        finder = self.finder
-        watch(finder)
-        watch_marks(finder.marked)
-        presenting.move_in_place()
-        presenting.show_devices(self.shown, self.shapes)
-        presenting.show_saved()
-        presenting.compare_checkpoints()
-        self.optimizers.watch(
-            lambda: self.stage.recorder,
-            finder.before_step,
-            finder.stepped,
-            lambda: finder.learnt,
-        )
-        self.stage.recorder.__enter__()
-
-    def end(self) -> None:
-        """The script has ended."""
-        with torch._C.DisableTorchFunction():
-            self.finder.end()
-
-    def script(self, name: str, began: float, ended: Ended, said: Mapping[str, str]) -> Script:
-        """The record of the run."""
-        graphs = tuple(map(_of_script, self.finder.book.graphs))
-        chosen = self.values.otherwise()
-        said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
-        return Script(
-            name=name,
-            graphs=tuple(map(_short, graphs)) if self.device_tensors.forked else graphs,
-            stretches=tuple(self.finder.book.stretches),
-            ended=ended.reason,
-            code=ended.code,
-            seconds=perf_counter() - began,
-            said=dict(said),
-            outside=self.stage.recorder.unrecorded,
-            rank=ended.ranks.rank,
-            world=ended.ranks.world,
-            failure=failure_of(ended, chosen),
-        )
+def _script(
+    name: str,
+    seconds: float,
+    book: Book,
+    recorder: ScriptRecorder,
+    ended: Ended,
+    said: Mapping[str, str],
+) -> Script:
+    """The record of a run."""
+    graphs = tuple(map(_of_script, book.graphs))
+    chosen = recorder.values.otherwise()
+    said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
+    return Script(
+        name=name,
+        graphs=tuple(map(_short, graphs)) if recorder.device_tensors.forked else graphs,
+        stretches=tuple(book.stretches),
+        ended=ended.reason,
+        code=ended.code,
+        seconds=seconds,
+        said=dict(said),
+        outside=recorder.unrecorded,
+        rank=ended.ranks.rank,
+        world=ended.ranks.world,
+        failure=failure_of(ended, chosen),
+    )
 
 
 def _of_script(graph: OpGraph) -> OpGraph:
@@ -220,13 +176,13 @@ class RecordedMemory:
     the largest answer since the last reset.  The report has the peaks of the steps.
     """
 
-    def __init__(self, stage: RecorderStage) -> None:
-        self._stage = stage
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self._recorder = recorder
         self._peak = 0
 
     def allocated(self) -> int:
         """Bytes alive now."""
-        now = self._stage.recorder.alive_bytes()
+        now = self._recorder.alive_bytes()
         self._peak = max(self._peak, now)
         return now
 
@@ -256,6 +212,17 @@ class GraphFinder(BoundaryFinder):
     _before: Counter[int] | None = None  # steps of optimizers before the capture that runs
     _seen = 0  # ops that were recorded before the replay that runs
     _replays = False  # a replay runs: modules that ops of it call are parts of it
+
+    def begin(self) -> None:
+        """From here on what this process does is watched, for good."""
+        watch(self)
+        watch_marks(self.marked)
+        presenting.move_in_place()
+        presenting.show_devices(self._recorder.shown, self._recorder.device_tensors.shapes)
+        presenting.show_saved()
+        presenting.compare_checkpoints()
+        self._optimizers.watch(self._recorder, self.before_step, self.stepped, lambda: self.learnt)
+        self._recorder.__enter__()
 
     def told(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
         """A capture or a replay begins, or has ended."""
@@ -306,12 +273,12 @@ class GraphFinder(BoundaryFinder):
         elif not turn.recorded:
             self._record_rest(turn)
         turn.calls.append(look)
-        self._seen = len(self._stage.recorder.graph.nodes)
+        self._seen = len(self._recorder.graph.nodes)
 
     def _replayed_steps(self) -> set[str]:
         """The classes of the optimizers whose ops were replayed."""
         names = set()
-        for place, node in enumerate(self._stage.recorder.graph.nodes):
+        for place, node in enumerate(self._recorder.graph.nodes):
             noted = node.meta.get(META_KEY)
             if place < self._seen or not isinstance(noted, Recorded):
                 continue

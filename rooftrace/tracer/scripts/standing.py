@@ -18,11 +18,10 @@ from rooftrace.tracer.tape import Entry, Tape, records
 
 
 class DeviceTensors:
-    """The storages of the device that are alive.  shapes: what is on meta for the script too."""
+    """The storages of the device that are alive; `shapes` is what is on meta for the script too."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.copies = HostCopies()
-        self._shapes = shapes
+    def __init__(self) -> None:
+        self.copies, self.shapes = HostCopies(), Shapes()
         self._alive: dict[int, tuple[Any, records.Spec]] = {}  # by the place of the bytes
         self._own, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked
 
@@ -63,7 +62,7 @@ class DeviceTensors:
             storage = reference()
             if storage is None or storage._cdata != key:
                 del self._alive[key]
-            elif not self._shapes.has(key):
+            elif not self.shapes.has(key):
                 there.append((storage, spec))
         return there
 

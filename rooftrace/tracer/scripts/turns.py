@@ -45,6 +45,7 @@ class OpenTurn:
     loaded: LoadedBatches = field(default_factory=LoadedBatches)
     brought: int = 0
     taken: int = 0
+    began: float = 0.0  # seconds of this machine's clock, for one that really runs
     helps: set[int] | None = field(default_factory=set)  # models, until one has gradients
     modules: set[int] = field(default_factory=set)  # that were called
     methods: frozenset[int] = frozenset()  # of modules, that made the first of these calls

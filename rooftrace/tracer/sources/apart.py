@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -203,34 +203,25 @@ def _named(error: Exception, name: str) -> Exception:
 
 def _told(job: Job, place: ProcessPlace) -> dict[str, Any]:
     """A job as JSON; `job_told` is the way back."""
-    options = job.options
+    options = {f.name: getattr(job.options, f.name) for f in fields(Options) if f.name != "loss"}
+    options["branches"] = list(job.options.branches.items())
+    options["assume"] = {name: place.value(value) for name, value in job.options.assume.items()}
     return {
         "source": place.target(job.name),
         "phases": job.phases,
         "request": {**asdict(job.request), "inputs": dict(job.request.inputs)},
-        "optimizer": options.optimizer,
-        "dtype": options.dtype,
-        "branches": list(options.branches.items()),
-        "assume": {name: place.value(value) for name, value in options.assume.items()},
-        "repeats": options.repeats,
-        "torch": options.torch,
+        "options": options,
     }
 
 
 def job_told(told: Mapping[str, Any]) -> Job:
     """The job that `_told` wrote as JSON."""
+    branches = {int(number): bool(way) for number, way in told["options"]["branches"]}
     return Job(
         source=told["source"],
         phases=None if told["phases"] is None else tuple(told["phases"]),
         request=Request(**told["request"]),
-        options=Options(
-            optimizer=told["optimizer"],
-            dtype=told["dtype"],
-            branches={int(number): bool(way) for number, way in told["branches"]},
-            assume=told["assume"],
-            repeats=told["repeats"],
-            torch=told["torch"],
-        ),
+        options=Options(**{**told["options"], "branches": branches}),
     )
 
 
