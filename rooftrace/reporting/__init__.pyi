@@ -10,7 +10,7 @@ from rooftrace.reporting.estimates import (
 from rooftrace.reporting.fleetsweeps import (
     SweepFleet as SweepFleet,
 )
-from rooftrace.reporting.requests.traces import (
+from rooftrace.reporting.traces import (
     in_precisions as in_precisions,
     priced as priced,
 )

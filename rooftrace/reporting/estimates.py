@@ -9,7 +9,7 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.traces import priced
+from rooftrace.reporting.traces import priced
 from rooftrace.tracer import only
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph

@@ -15,7 +15,9 @@ from rooftrace.hardware.units import UnitError, parse
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.options import taken
 from rooftrace.reporting.requests.pricing import PLAIN, PricingOptions
+from rooftrace.reporting.requests.questions import ExploreArguments
 from rooftrace.reporting.stepforms import form_of, known_form, level_values
 from rooftrace.tracer.asking import Job
 
@@ -28,9 +30,6 @@ NAMES = ("devices", "kv", "batch")
 def explore(
     source: Source,
     *args: Any,
-    over: Mapping[str, Any] | None = None,
-    alpha: float = 0.9,
-    link: str | float | None = None,
     plot: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -46,8 +45,9 @@ def explore(
     Raises RequestError for a name or values that there are not, ExploreError for devices without
     routed experts, and what `form` raises.
     """
-    levels = _levels(over)
-    bandwidth = _bandwidth(link)
+    own, kwargs = taken(ExploreArguments, kwargs)
+    levels = _levels(own.over)
+    bandwidth = _bandwidth(own.link)
     pricing, sizes = PricingOptions.parted(kwargs)
     _check_bounds(pricing)
     known = known_form(source)
@@ -74,7 +74,7 @@ def explore(
             devices=levels["devices"],
             kv=levels["kv"],
             batches=levels.get("batch"),
-            alpha=alpha,
+            alpha=own.alpha,
             link=bandwidth,
             fixed=fixed,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.pricing import check_groups
-from rooftrace.reporting.requests.traces import in_precisions
+from rooftrace.reporting.traces import in_precisions
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.breaking import GraphBreaks

@@ -26,7 +26,7 @@ def grounds_of(
             "several chips: the step of one of them, traced over a mesh; "
             f"{'; '.join(dict.fromkeys(map(_joined, asked.chips)))}"
         )
-    if counts and asked.counts is None and not asked.job.request.mesh and asked.known is None:
+    if counts and asked.counts is None and not asked.job.request.mesh and asked.form is None:
         more = "" if asked.find not in WORDS else (
             ", and twice as many where these could be 10 % better if they sent nothing"
         )  # fmt: skip

@@ -22,7 +22,7 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
-from rooftrace.reporting.requests.traces import priced
+from rooftrace.reporting.traces import priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.targets import isolation

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.answers import candidates, serving, workloads
-from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planning import usual_execution
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
@@ -16,7 +15,6 @@ from rooftrace.hardware.chip import Fact
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.stepforms import USUAL
-from rooftrace.tracer.asking import Job
 
 OTHERS = ("rates", "passing", "chips")
 """What is asked for besides sizes and objectives."""
@@ -24,25 +22,16 @@ WORDS = (*(name for name in serving.OBJECTIVES if name != "largest"), *OTHERS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(StepRequest):
     """A question as it is asked: what is looked for, in which steps, on which chips."""
 
-    request: StepRequest
-    known: Form | None  # a form from a file, in place of the job
     find: str  # the size of which the largest is looked for, an objective, or one of OTHERS
     values: Sequence[int] | None  # of the size that is left open
     limits: workloads.Limits
     service: candidates.Service
-    chips: tuple[Chip, ...]
     counts: tuple[int, ...] | None
-    conditions: tuple[Conditions, ...]
     at: Mapping[str, int]  # other sizes of a known form
     most: int
-
-    @property
-    def job(self) -> Job:
-        """What runs."""
-        return self.request.job
 
     @property
     def open(self) -> str:
@@ -59,12 +48,10 @@ def open_of(find: str) -> str:
 
 def settled(asked: Question, form: Form) -> Question:
     """The question with the execution that fits the phase, where none was asked for."""
-    pricing = asked.request.pricing
-    check_groups(lambda: [form.example] if form.regimes else [], asked.request.models)
-    if pricing.execution is not None or form.phase in ("prefill", "decode"):
+    check_groups(lambda: [form.example] if form.regimes else [], asked.models)
+    if asked.pricing.execution is not None or form.phase in ("prefill", "decode"):
         return asked
-    models = pricing.executions(usual_execution(asked.job))
-    return replace(asked, conditions=pricing.conditions(models))
+    return replace(asked, models=tuple(asked.pricing.executions(usual_execution(asked.job))))
 
 
 def seconds_of(name: str, value: float | str | None) -> float | None:
@@ -175,7 +162,7 @@ def check(asked: Question) -> None:
         raise RequestError("apart: it is for the prefills of a mix; give one with mix=")
     if service.mix is not None and asked.open != "batch":
         raise RequestError(f"mix: it says how long caches are; {asked.open} cannot be open beside")
-    if service.mix is not None and asked.known is not None:
+    if service.mix is not None and asked.form is not None:
         raise RequestError("mix: a saved form has one phase and no prefill; name the model itself")
     if service.mix is not None and asked.job.request.kv is not None:
         raise RequestError("kv: the mix says how long caches are; leave one of them out")

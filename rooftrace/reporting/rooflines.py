@@ -16,8 +16,8 @@ from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
-from rooftrace.reporting.requests.traces import priced
 from rooftrace.reporting.rooflinesteps import RooflineRow, Rooflines
+from rooftrace.reporting.traces import priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 

@@ -14,7 +14,7 @@ from rooftrace.measured.rundiffs import RunDiff, RunQuestion, diff_runs, is_meas
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import CHANGES, PLAIN, PricingOptions
-from rooftrace.reporting.requests.traces import in_precisions, priced
+from rooftrace.reporting.traces import in_precisions, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.asking.names import configs
 from rooftrace.tracer.graph import OpGraph

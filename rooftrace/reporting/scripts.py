@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.requests.calls import conditions_of, only_prices
+from rooftrace.reporting.requests.options import taken
 from rooftrace.reporting.requests.pricing import check_groups
+from rooftrace.reporting.requests.questions import RunArguments
 from rooftrace.tracer.asking.names import RUN
 
 if TYPE_CHECKING:
@@ -26,13 +27,6 @@ CLOCKS = ("real", "simulated")
 def run(
     command: str | Sequence[str],
     *,
-    steps: int | None = 3,
-    ranks: int | None = None,
-    rank: int = 0,
-    boundary: str = "auto",
-    clock: str = "real",
-    scratch: str | os.PathLike[str] | None = None,
-    assume: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> ScriptCost:
@@ -58,7 +52,8 @@ def run(
     """
     from rooftrace.tracer.launching import ownprocess
 
-    _check(clock, steps)
+    own, kwargs = taken(RunArguments, kwargs)
+    _check(own.clock, own.steps)
     ownprocess.get_ready()
     from rooftrace.costmodels.scripting import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
@@ -69,16 +64,16 @@ def run(
     request = ScriptRequest(
         command=words,
         chip=device,
-        steps=steps,
-        ranks=ranks,
-        rank=rank,
+        steps=own.steps,
+        ranks=own.ranks,
+        rank=own.rank,
         per_node=None if device.system is None else device.system.levels[0].size,
-        scratch=scratch,
-        assume=assume,
-        boundary=boundary,
+        scratch=own.scratch,
+        assume=own.assume,
+        boundary=own.boundary,
     )
     with telling(progress):
-        script = request.run(_seconds(device, model) if clock == "simulated" else None)
+        script = request.run(_seconds(device, model) if own.clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
         check_groups(script.by_phase().values, [model])

@@ -13,8 +13,8 @@ from rooftrace.costmodels.registry import own_rules
 from rooftrace.errors import RequestError, TargetError, is_ours, naming
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.requests.pricing import check_groups
-from rooftrace.reporting.requests.traces import in_precisions, priced
 from rooftrace.reporting.revisions import Placed, checked, pointers
+from rooftrace.reporting.traces import in_precisions, priced
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.revisions.origins import SideOrigin
 from rooftrace.tracer.sources.apart import (

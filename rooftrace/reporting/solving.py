@@ -17,7 +17,6 @@ from rooftrace.costmodels.answers import (
     passing,
     rates,
     serving,
-    workloads,
 )
 from rooftrace.costmodels.meshing import ScalingAnswer
 from rooftrace.costmodels.sweeping import Form, SweepCase
@@ -28,6 +27,8 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.grounds import grounds_of
 from rooftrace.reporting.questions import Question
 from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.options import taken
+from rooftrace.reporting.requests.questions import SolveArguments
 from rooftrace.reporting.stepforms import (
     MOST_TRACES,
     decoding_first,
@@ -43,17 +44,6 @@ Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | cap
 def solve(
     source: Source,
     *args: Any,
-    find: str = "batch",
-    tpot: float | str | None = None,
-    ttft: float | str | None = None,
-    step: float | str | None = None,
-    mix: str | workloads.Mix | None = None,
-    over: Any = None,
-    chips: int | Sequence[int] | None = None,
-    price: float | Mapping[str, float] | None = None,
-    power: float | Mapping[str, float] | None = None,
-    apart: bool = False,
-    kept_free: float = 0.0,
     at: Mapping[str, int] | None = None,
     most: int = MOST_TRACES,
     progress: Callable[[str], None] | None = None,
@@ -79,19 +69,20 @@ def solve(
     answer has no `best`, and says what is nearest.
     """
     known = known_form(source)
+    own, kwargs = taken(SolveArguments, kwargs)
+    find = own.find
     fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
     if kwargs.get("chip") is None and kwargs.get("system") is None and find in asking.OF_ALL:
         kwargs["chip"] = asking.all_chips(find)
-    # A graph has no use for other arguments.
-    request = StepRequest.of(solve, source, args, kwargs, traced=known and known.example)
+    request = StepRequest.of(solve, source, args, kwargs, form=known)
+    own_numbers = {"chips": asking.with_own_numbers(request.chips, own.price, own.power)}
     asked = Question(
-        request=request, known=known, find=find,
-        values=None if over is None else level_values(*asking.over_of(over, find)),
-        limits=asking.limits_of(step, tpot, ttft),
-        service=asking.service_of(mix, apart, kept_free),
-        chips=asking.with_own_numbers(request.chips, price, power),
-        counts=None if chips is None else asking.counts_of(chips),
-        conditions=request.conditions, at=fixed, most=most,
+        **{**vars(request), **own_numbers}, find=find,
+        values=None if own.over is None else level_values(*asking.over_of(own.over, find)),
+        limits=asking.limits_of(own.step, own.tpot, own.ttft),
+        service=asking.service_of(own.mix, own.apart, own.kept_free),
+        counts=None if own.chips is None else asking.counts_of(own.chips),
+        at=fixed, most=most,
     )  # fmt: skip
     asking.check(asked)
     with telling(progress):
@@ -121,9 +112,8 @@ def _serving(asked: Question) -> serving.ServingAnswer:
 
     def split_over(count: int) -> tables.Split:
         job = over_chips(asked, count, form.phase)
-        request = replace(asked.request, job=job)
         try:
-            return split_of(replace(asked, request=request, values=every))
+            return split_of(replace(asked, job=job, values=every))
         except TraceError as error:
             raise RequestError(str(error)) from error
 
@@ -180,8 +170,8 @@ def _question(asked: Question, objective: str, item: str) -> str:
 
 def _at_one_place(asked: Question) -> tuple[Form, dict[str, int]]:
     """A form whose only sizes are those that were asked for."""
-    if asked.known is not None:
-        return asked.known, dict(asked.at)
+    if asked.form is not None:
+        return asked.form, dict(asked.at)
     batch = asked.job.request.batch or 1
     form = open_form(replace(asked, values=(batch,)))
     return form, {**fixed_sizes(asked, form), "batch": batch}
@@ -279,8 +269,8 @@ _A_DOUBLING = 128
 
 def open_form(asked: Question) -> Form:
     """The form over the size that is left open."""
-    if asked.known is not None:
-        return asked.known
+    if asked.form is not None:
+        return asked.form
     values = asked.values
     if values is None:
         values = BATCHES if asked.open == "batch" else level_values(asked.open, None)
@@ -308,9 +298,9 @@ def split_of(asked: Question, form: Form | None = None) -> tables.Split:
 
 def over_chips(asked: Question, count: int, phase: str) -> Job:
     """The job over a mesh of so many chips.  Raises RequestError for what takes no mesh."""
-    if asked.known is not None:
+    if asked.form is not None:
         raise RequestError(
-            f"a saved form is of {units.plural(asked.known.example.processes, 'chip')}; name the "
+            f"a saved form is of {units.plural(asked.form.example.processes, 'chip')}; name the "
             "model itself"
         )
     request = replace(asked.job.request, mesh={"tp": count} if count > 1 else {})
@@ -336,7 +326,7 @@ def prefill_form(asked: Question) -> Form:
 
 def fixed_sizes(asked: Question, form: Form) -> dict[str, int]:
     """The sizes that are fixed, for those who read the answer."""
-    if asked.known is not None:
+    if asked.form is not None:
         fixed = {name: value for name, value in asked.at.items()}
         left = [name for name in form.names if name not in fixed and name != asked.open]
         if left:

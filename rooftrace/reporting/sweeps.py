@@ -25,7 +25,9 @@ from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
+from rooftrace.reporting.requests.options import taken
 from rooftrace.reporting.requests.pricing import check_groups
+from rooftrace.reporting.requests.questions import SweepArguments
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -45,7 +47,6 @@ class SweepRequest(StepRequest):
     levels: Mapping[str, Sequence[int]]
     variants: tuple[Mapping[str, Any], ...] = ({},)
     most: int = MOST_TRACES
-    form: Form | None = None  # from a file, in place of the job's own
 
     @property
     def points(self) -> int:
@@ -72,10 +73,7 @@ class SweepRequest(StepRequest):
 def sweep(
     source: Source,
     *args: Any,
-    over: Mapping[str, Any] | Sequence[str],
-    vary: Mapping[str, Sequence[Any]] | None = None,
     out: str | os.PathLike[str] | None = None,
-    most: int = MOST_TRACES,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Sweep:
@@ -89,33 +87,22 @@ def sweep(
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
     """
-    request = sweep_request(source, args, over=over, vary=vary, most=most, **kwargs)
+    request = sweep_request(source, args, **kwargs)
     with telling(progress):
         return swept(request, None if out is None else Path(out))
 
 
-def sweep_request(
-    source: Source,
-    args: Sequence[Any] = (),
-    /,
-    *,
-    over: Mapping[str, Any] | Sequence[str],
-    vary: Mapping[str, Sequence[Any]] | None = None,
-    most: int = MOST_TRACES,
-    **kwargs: Any,
-) -> SweepRequest:
+def sweep_request(source: Source, args: Sequence[Any] = (), /, **kwargs: Any) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
-    levels = levels_of(over)
-    known = known_form(source)
-    # A graph has no use for other arguments.
-    asked = StepRequest.of(sweep, source, args, kwargs, traced=known and known.example)
+    own, kwargs = taken(SweepArguments, kwargs)
+    levels = levels_of(own.over or ())
+    asked = StepRequest.of(sweep, source, args, kwargs, form=known_form(source))
     asked.job.refuse(levels, "its values are those of `over`; leave it out")
     return SweepRequest(
         **vars(asked.of_one_phase()),
         levels=levels,
-        variants=tuple(variants_of(vary or {})),
-        most=most,
-        form=known,
+        variants=tuple(variants_of(own.vary or {})),
+        most=own.most,
     )
 
 

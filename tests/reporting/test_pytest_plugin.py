@@ -64,8 +64,14 @@ def test_within(cost_of):
 @pytest.mark.costs(flops={FLOPS - 1}, memory="<= 1 GiB")
 def test_over(cost_of):
     cost_of(model, x)
+
+@pytest.mark.costs(system="dgx-h100", what_if={{"stragglers": 0.1}})
+def test_of_one_process(cost_of):
+    with pytest.raises(ValueError, match="stragglers"):
+        cost_of(model, x)
+    assert cost_of(model, x, what_if=None).estimate.chip.name == "h100-sxm"
 """)
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
         [f"*flops is {FLOPS:,} (65.5 kFLOP), expected <= {FLOPS - 1:,} (65.5 kFLOP)"]
     )

@@ -19,7 +19,7 @@ from rooftrace.reporting.cli.options import TARGET_HELP, Commas, timeline_option
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.outputs import Output
 from rooftrace.reporting.cli.shared import console, once, progress, write_result, write_timeline
-from rooftrace.reporting.requests.calls import CALLS
+from rooftrace.reporting.requests.kept import ASKED
 
 _HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
 
@@ -157,8 +157,7 @@ def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.Run, dict[str,
 
     if "target" in asked:
         raise click.UsageError("--run measures its own target: leave out --target")
-    of_run = {each.name for each in CALLS["compare"].options()}
-    job = {name: value for name, value in asked.items() if name in of_run}
+    job = {name: value for name, value in asked.items() if name in ASKED}
     left = [name for name in job if name not in ("batch", "seq", "kv", "phases")]
     if left:
         raise click.UsageError(

@@ -89,7 +89,7 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.requests.kept import PRICES, said
+    from rooftrace.reporting.requests.kept import PRICED, said
 
     pricing, _ = PricingOptions.parted(asked)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
@@ -98,13 +98,13 @@ def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
         if asked.get(name) == ():
             raise click.UsageError(f"--{name}: expected at least one")
     typed = {**asked, **({"factors": pricing.factors} if pricing.factors else {})}
-    changed = {name: typed[name] for name in PRICES if name in typed}
+    changed = {name: typed[name] for name in PRICED if name in typed}
     return replace(settings, **own, pricing=said({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.reporting.requests.kept import SIZES, said
+    from rooftrace.reporting.requests.kept import ASKED, said
 
     if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
@@ -112,7 +112,7 @@ def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any
             f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
         )
     _, others = PricingOptions.parted(asked)
-    request = {name: others[name] for name in SIZES if name in others}
+    request = {name: others[name] for name in ASKED if name in others}
     if not targets:
         for name in sorted(request):
             reason = "without a TARGET, each target of [tool.rooftrace] has its own"

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
     from rooftrace.tracer.changes import Limit
 
-_HOW = (
-    "chip", "execution", "phase", "batch", "seq", "kv", "dtype", "weights_dtype", "kv_dtype",
-    "optimizer", "torch",
-)  # fmt: skip
-"""Keys of the marker that are arguments of `cost_of`, where a call does not say them."""
 _MARKER = (
     "costs(flops=, bytes=, time=, memory=, params=, kernels=, chip=, phase=, ...): the most that "
     'each call of the fixture cost_of may cost, as "<= 2 GFLOP", "<= 5 ms" or a number in SI units'
@@ -100,8 +95,10 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
     from rooftrace.errors import hint
     from rooftrace.reporting.locks.budgets import BudgetError, most
+    from rooftrace.reporting.requests.calls import CALLS
     from rooftrace.tracer.changes.metrics import TOTALS
 
+    how = ("phase", *(each.name for each in CALLS["estimate"].options() if each.name != "phases"))
     limits: dict[str, Limit] = {}
     usual: dict[str, Any] = {}
     for marker in reversed(list(item.iter_markers("costs"))):
@@ -109,11 +106,11 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
         if marker.args:
             pytest.fail(f"{where}: {marker.args[0]!r:.60}: say it by name, as {_MARKER}", False)
         for name, said in marker.kwargs.items():
-            if name in _HOW:
+            if name in how:
                 usual[name] = said
                 continue
             if name not in TOTALS:
-                known = (*TOTALS, *_HOW)
+                known = (*TOTALS, *how)
                 pytest.fail(
                     f"{where}({name}=...): expected one of {', '.join(known)}{hint(name, known)}",
                     False,

@@ -24,7 +24,7 @@ from rooftrace.reporting.locks.records import (
     LockError,
     MadeFrom,
 )
-from rooftrace.reporting.requests.kept import Kept, PricesTable, TargetTable, said
+from rooftrace.reporting.requests.kept import Kept, PricedTable, TargetTable, said
 from rooftrace.tracer.changes.metrics import TOTALS
 
 NAME = "costs.lock"
@@ -82,7 +82,7 @@ def _checked(lock: Lock, where: str) -> Lock:
         name: replace(each, asked=read(TargetTable, each.asked, f"targets.{name}.asked"))
         for name, each in lock.targets.items()
     }
-    pricing = read(PricesTable, made.pricing, "made_from.pricing")
+    pricing = read(PricedTable, made.pricing, "made_from.pricing")
     return replace(lock, targets=targets, made_from=replace(made, pricing=pricing))
 
 

@@ -92,7 +92,7 @@ class LockedPhase:
 class LockedTarget:
     """What a target was asked at, the digests of its source files, and its phases."""
 
-    asked: dict[str, Kept]  # `target`, and values of SIZES
+    asked: dict[str, Kept]  # `target`, and values of ASKED
     sources: dict[str, str] = field(default_factory=dict)  # by path, relative to the lock
     phases: dict[str, LockedPhase] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from rooftrace.reporting.locks.records import (
     DEPTH,
     Lock,
 )
-from rooftrace.reporting.requests.kept import PRICES, Kept, PricesTable, TargetTable, said
+from rooftrace.reporting.requests.kept import PRICED, Kept, PricedTable, TargetTable, said
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.launching import understood
 
@@ -158,7 +158,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
     where = str(folder / FILE)
     if not isinstance(data, dict):
         raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
-    table = make_dataclass("PricedToolTable", [], bases=(ToolTable, PricesTable), frozen=True)
+    table = make_dataclass("PricedToolTable", [], bases=(ToolTable, PricedTable), frozen=True)
     section: ToolTable = record_of(table, data, where, _KIND, SECTION)
     inside(folder, folder / section.lock, f"{where}: {SECTION}.lock = {section.lock!r}")
     named = section.targets
@@ -192,7 +192,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
         chips=None if section.chips is None else tuple(section.chips),
         executions=None if section.executions is None else tuple(section.executions),
         depth=section.depth,
-        pricing=said({name: getattr(section, name) for name in PRICES}),
+        pricing=said({name: getattr(section, name) for name in PRICED}),
         budgets=budgets,
         usual=usual or DEFAULT,
         improvements=section.improvements,

@@ -13,7 +13,7 @@ from rooftrace._escapes import to_csv
 from rooftrace._formats import USUAL
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.planning import Plan, usual_execution
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.pages.files import check_formats, write_report
@@ -98,19 +98,21 @@ def _check_unique(name: str, values: Sequence[str]) -> None:
 def build_report(
     graphs: Mapping[str, OpGraph],
     chips: Sequence[str | Chip] | None = None,
-    executions: Sequence[str | ExecutionModel] = ("naive", "efficient"),
+    executions: Sequence[str | ExecutionModel] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Price each graph under each execution model and put it on each chip.
 
-    `graphs` is by phase name; `progress` is told the phase that is being priced.  Before a model
-    with measured factors on bytes stands the same model without them, as "detected".
+    graphs: by phase name.  executions: default naive and the usual one.  progress: is told the
+    phase that is being priced.  Before a model with measured factors on bytes stands the same model
+    without them, as "detected".
     Raises what `estimate` raises, and RequestError where any of the three is empty, or has a name
     twice.
     """
     if not graphs:
         raise RequestError("graphs: expected at least one, got none")
-    targets, models = conditions(chips, executions)
+    usual = ("naive", usual_execution(graphs))
+    targets, models = conditions(chips, usual if executions is None else executions)
     models = list(_with_detected(models))
     estimates: dict[str, dict[str, dict[str, Estimate]]] = {}
     for phase, graph in graphs.items():

@@ -3,6 +3,6 @@ from rooftrace.reporting.requests import (
     kept as kept,
     options as options,
     pricing as pricing,
-    traces as traces,
+    questions as questions,
 )
 from rooftrace.reporting.requests.steps import StepRequest as StepRequest

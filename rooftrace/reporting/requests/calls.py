@@ -176,7 +176,10 @@ def takes(function: Function) -> Function:
     call = CALLS[function.__name__]
     added = [
         inspect.Parameter(
-            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if each.metadata["option"].required else each.default,
+            annotation=each.type,
         )
         for record in call.records
         for each in fields(record)

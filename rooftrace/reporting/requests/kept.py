@@ -15,22 +15,22 @@ Kept: TypeAlias = options.Plain | list[str] | dict[str, options.Plain]
 """The value of an option in a file."""
 _OF_STEPS = ("chip", "execution")
 """Options of prices that stand with the costs of each step."""
-PRICES = {
+PRICED = {
     **{o.name: o.kept for o in options_of(ExecutionOptions) if o.name not in _OF_STEPS},
     "factors": dict[str, options.Plain],  # fields of every execution model
     "rules": list[str],  # files of the user with rules
 }
 """How every target is priced: the type of each value by its name."""
-SIZES = {o.name: o.kept for o in (*options_of(Workload), *options_of(PrecisionOptions))}
+ASKED = {o.name: o.kept for o in (*options_of(Workload), *options_of(PrecisionOptions))}
 """How a target is run: the type of each value by its name."""
 # As locks say them: an optimizer that is named stands there, the usual one too.
 _USUAL = {**vars(PLAIN), **vars(Workload()), "tf32": False, "optimizer": None}
-PricesTable = make_dataclass(
-    "PricesTable", [(*each, None) for each in PRICES.items()], frozen=True, kw_only=True
+PricedTable = make_dataclass(
+    "PricedTable", [(*each, None) for each in PRICED.items()], frozen=True, kw_only=True
 )
 TargetTable = make_dataclass(
     "TargetTable",
-    [("target", str), *((*each, None) for each in SIZES.items())],
+    [("target", str), *((*each, None) for each in ASKED.items())],
     frozen=True,
     kw_only=True,
 )

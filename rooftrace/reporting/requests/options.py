@@ -3,11 +3,13 @@ its text is read: each error quotes the option and what was typed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from rooftrace.errors import RequestError, hint
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,12 @@ def options_of(record: type) -> tuple[Option, ...]:
     """The options of a record's fields."""
     declared = {each.name: each.metadata.get("option") for each in fields(record)}
     return tuple(replace(option, name=name) for name, option in declared.items() if option)
+
+
+def taken(record: type[Record], named: Mapping[str, Any]) -> tuple[Record, dict[str, Any]]:
+    """A record of those arguments that are its fields, and the other arguments."""
+    own = {option.name: named[option.name] for option in options_of(record) if option.name in named}
+    return record(**own), {name: value for name, value in named.items() if name not in own}
 
 
 # -- readers ---------------------------------------------------------------------------------------

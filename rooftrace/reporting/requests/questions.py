@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import option
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.answers import workloads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ class SolveArguments:
         help="Limit: time to the first token of the longest prompt of --mix.", metavar="TIME"
     )
     step: float | str | None = option(help="Limit: time of one step, of any phase.", metavar="TIME")
-    mix: Any = option(
+    mix: str | workloads.Mix | None = option(
         help="Requests: tokens of prompt and output, with shares, for example "
         "2048:256@3,8192:1024.",
         metavar="IN:OUT[@SHARE],...",
@@ -150,7 +154,7 @@ class RunArguments:
         words=("real", "simulated"),
         shown="real",
     )
-    scratch: str | None = option(
+    scratch: str | os.PathLike[str] | None = option(
         help="Folder in which files come to lie that the script writes.", metavar="DIR"
     )
     assume: Mapping[str, Any] | None = option(

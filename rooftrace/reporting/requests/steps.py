@@ -11,14 +11,15 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+from rooftrace.reporting import priced
 from rooftrace.reporting.requests.calls import CALLS, conditions_of
 from rooftrace.reporting.requests.pricing import PRICES, PricingOptions, check_groups
-from rooftrace.reporting.requests.traces import priced
 from rooftrace.reporting.requests.workload import PrecisionOptions
 from rooftrace.tracer.asking import Job
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.planforms import Conditions
+    from rooftrace.costmodels.sweeping import Form
     from rooftrace.tracer.graph import OpGraph
 
 
@@ -30,6 +31,7 @@ class StepRequest:
     pricing: PricingOptions
     models: tuple[ExecutionModel, ...]
     chips: tuple[Chip, ...]
+    form: Form | None = None  # what the source is, or whose file it names; the job has its example
 
     @staticmethod
     def of(
@@ -38,9 +40,9 @@ class StepRequest:
         args: Sequence[Any] = (),
         named: Mapping[str, Any] = MappingProxyType({}),
         *,
-        traced: Any = None,
+        form: Form | None = None,
     ) -> StepRequest:
-        """What a call of `function`, one of ours, asks.  traced: what runs, in place of the source.
+        """What a call of `function`, one of ours, asks.  form: the one that the source names.
 
         Raises RequestError for arguments that nothing takes, what loading chips and executions
         raises, and for precisions that there are not.
@@ -57,7 +59,9 @@ class StepRequest:
         first = next(iter(phases), None) if isinstance(phases, (list, tuple)) else phases
         models, chips = conditions_of(function, pricing, source, phase=first)
         ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
-        job = Job.of(function, source if traced is None else traced, args, others, **ours)
+        # An example, which is a graph, has no use for other arguments.
+        runs = source if form is None else form.example
+        job = Job.of(function, runs, args, others, **ours)
         if call.one_phase and len(job.phases or ()) > 1:
             raise RequestError(f"--phase {','.join(job.phases or ())}: expected one phase")
         if "dtype" in call.several:
@@ -65,7 +69,7 @@ class StepRequest:
         else:
             check_precisions(*job.precisions)
             pricing = replace(pricing, **job.precisions._asdict())
-        return StepRequest(job=job, pricing=pricing, models=models, chips=chips)
+        return StepRequest(job=job, pricing=pricing, models=models, chips=chips, form=form)
 
     @property
     def model(self) -> ExecutionModel:
