@@ -311,10 +311,11 @@ class WrongSteps(Steps):
 class Parallel(Mixer):
     """All tokens at once: pairs of neighbours are combined in place, upwards and then downwards.
 
-    skew: how far off the partner of each pair stands in the last sweep: no scan unless 0.
+    skew: how far off the partner of each pair stands in the last sweep: no scan unless 0.  reach: 4
+    leaves out the last sweep upwards.
     """
 
-    skew = 0
+    skew, reach = 0, 2
 
     def scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         decay = torch.exp(dt.unsqueeze(-1) * a)
@@ -325,7 +326,7 @@ class Parallel(Mixer):
     def combined(self, a: Tensor, h: Tensor) -> Tensor:
         """h_t of all tokens; a and h are [B, D, S, N], with a power of two of tokens."""
         tokens, step = h.shape[2], 1
-        while 2 * step <= tokens:
+        while self.reach * step <= tokens:
             left, right = slice(step - 1, None, 2 * step), slice(2 * step - 1, None, 2 * step)
             h[:, :, right].add_(a[:, :, right] * h[:, :, left])
             a[:, :, right].mul_(a[:, :, left])
@@ -343,5 +344,23 @@ class Parallel(Mixer):
         return h
 
 
+class Remembering(Parallel):
+    """The state behind the last token leaves, too."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids), self.last
+
+    def combined(self, a: Tensor, h: Tensor) -> Tensor:
+        h = super().combined(a, h)
+        self.last = h[:, :, -1]
+        return h
+
+
 class Skewed(Parallel):
     skew = 1
+
+
+class Nearsighted(Parallel):
+    """Late tokens do not see the first ones."""
+
+    reach = 4

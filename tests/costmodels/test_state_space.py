@@ -40,6 +40,7 @@ BY_HAND = {
     layers.ByToken: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Padded: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Parallel: {"causal-conv1d": 1, "selective-scan": 1},
+    layers.Remembering: {"causal-conv1d": 1, "selective-scan": 1},
     layers.Skewed: {"causal-conv1d": 1},
     layers.Listing: {"ssd": 1},
     layers.Decayed: {"ssd": 1},
@@ -62,6 +63,14 @@ def test_layers_by_hand_are_found_where_they_are_what_a_kernel_computes(kind: An
     result, count = changes(graph, *OURS)
     assert count == BY_HAND[kind]
     assert differences(graph, result, module) < EXACT
+
+
+@pytest.mark.parametrize("length", (8, 1024))
+def test_a_scan_in_place_sees_the_first_token_from_the_last(length: int) -> None:
+    graph = traced(filled(layers.Nearsighted()), "forward", length=length)
+    assert changes(graph, "selective-scan") == (graph, {})
+    graph = traced(filled(layers.Parallel()), "forward", length=length)
+    assert changes(graph, "selective-scan")[1] == {"selective-scan": 1}
 
 
 def test_a_prompt_that_is_no_whole_number_of_chunks() -> None:

@@ -161,7 +161,7 @@ def test_the_predicted_difference_stands_beside_the_measured_one(
     a, b = (traced(tmp_path / f"{n}.json", graph) for n, graph in enumerate(graphs))
     result = rt.diff(a, b, graphs=graphs)
     step = result.steps[0]
-    assert step.prediction is not None and step.prediction.chips == ("h200-sxm", "h200-sxm")
+    assert step.prediction is not None and step.prediction.diff.chips == ("h200-sxm", "h200-sxm")
     estimates = [rt.estimate(graph, "h200-sxm", "eager") for graph in graphs]
     times = [estimate.t_est for estimate in estimates]
     assert step.prediction.totals["time"].delta == pytest.approx(times[1] - times[0])
@@ -176,7 +176,6 @@ def test_the_predicted_difference_stands_beside_the_measured_one(
     predicted = sum(group.predicted.delta for group in step.modules if group.predicted)
     serial = [estimate.times.t_serial for estimate in estimates]
     assert predicted == pytest.approx(serial[1] - serial[0])
-    assert step.prediction.diff is not None
     assert step.prediction.diff.phases[0].totals["time"].delta == pytest.approx(times[1] - times[0])
     assert "predicted" in str(result) and "h200-sxm" in str(result)
 
@@ -201,8 +200,7 @@ def test_two_devices_are_predicted_each_on_its_own(
     b = tmp_path / "b.json"
     b.write_text(a.read_text().replace("NVIDIA H200", "NVIDIA L4"))
     step = rt.diff(a, b, graphs=graphs[0]).steps[0]
-    assert step.prediction is not None and step.prediction.chips == ("h200-sxm", "l4")
-    assert step.prediction.diff is None
+    assert step.prediction is not None and step.prediction.diff.chips == ("h200-sxm", "l4")
     assert (
         step.prediction.totals["time"].before == rt.estimate(graphs[0], "h200-sxm", "eager").t_est
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rooftrace.costmodels.allocating.caching import CachingAllocator, Piece, rounded
-from rooftrace.costmodels.liveness import EDGE, Lives, Visits, lifetimes
+from rooftrace.costmodels.liveness import EDGE, Lives, Visits, bytes_of_weights, lifetimes
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.traffic import layouts, storage_sizes
 from rooftrace.hardware.precisions import storage_bytes
@@ -149,9 +149,7 @@ class _Written:
         self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
     ) -> None:
         self.graph, self.visits = graph, visits
-        self.sizes = list(storage_sizes(graph))
-        for storage in unmade:
-            self.sizes[storage] = 0
+        self.sizes = storage_sizes(graph, unmade)
         self.program = Program()
         self.streams: dict[int, str] = {}
         self.threads: dict[tuple[bool, str], int] = {}
@@ -183,10 +181,9 @@ class _Written:
             if size:
                 change = Allocation("make", number, size, "", times)
                 (program.states if role == "optimizer" else program.before).append(change)
-        model = self.graph.model
-        known = int(model.get("bytes_parameters", 0)) + int(model.get("bytes_buffers", 0))
-        if known > weights:  # of weights that the step does not read no sizes are known
-            program.before.append(Allocation("make", -1, known - weights))
+        unread = bytes_of_weights(self.graph) - weights  # of these no sizes are known
+        if unread > 0:
+            program.before.append(Allocation("make", -1, unread))
 
     def _change(self, lived: Iterable[tuple[int, int]], sign: int, stream: str = "") -> None:
         for number, times in lived:

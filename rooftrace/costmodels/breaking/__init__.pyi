@@ -1,5 +1,5 @@
-from rooftrace.costmodels.breaking.pricing import price_breaks as price_breaks
-from rooftrace.costmodels.breaking.records import (
+from rooftrace.costmodels.breaking.pricing import (
     BreakCost as BreakCost,
     GraphBreaks as GraphBreaks,
+    price_breaks as price_breaks,
 )

@@ -4,5 +4,5 @@ from rooftrace.costmodels.factorial.effects import (
     Interaction as Interaction,
     MainEffect as MainEffect,
     factorial as factorial,
+    grid_of as grid_of,
 )
-from rooftrace.costmodels.factorial.tables import grid_of as grid_of

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.estimating import Estimate
@@ -126,7 +126,9 @@ def module_tree(
             below[path.rpartition(".")[0]].append(path)
 
     def node(path: str, depth: int) -> ModuleNode:
-        entry = sums[path]
+        entry: dict[str, Any] = asdict(sums[path])
+        if not known:
+            entry["trainable"] = None
         children = [node(child, depth + 1) for child in below.get(path, ())]
         return ModuleNode(
             name=path.rpartition(".")[2],
@@ -136,13 +138,8 @@ def module_tree(
             input=shapes.inputs.get(path),
             output=shapes.outputs.get(path),
             kernel_size=shapes.windows.get(path),
-            params=entry.params,
-            trainable=entry.trainable if known else None,
-            macs=entry.macs,
-            flops=entry.flops,
-            bytes=entry.bytes,
-            seconds=entry.seconds,
             children=tuple(_folded(children) if fold else children),
+            **entry,
         )
 
     return node("", 0)
@@ -186,17 +183,12 @@ def _together(nodes: Sequence[ModuleNode]) -> ModuleNode:
         return first
     name = _ranges([int(node.name) for node in nodes]) if first.name.isdigit() else first.name
     inside = zip(*(node.children for node in nodes), strict=True)
+    names = ["count", *(each.name for each in fields(_Sums))]
+    if first.trainable is None:
+        names.remove("trainable")
+    sums: dict[str, Any] = {n: sum(getattr(node, n) for node in nodes) for n in names}
     return replace(
-        first,
-        name=name,
-        count=sum(node.count for node in nodes),
-        params=sum(node.params for node in nodes),
-        trainable=None if first.trainable is None else sum(n.trainable or 0 for n in nodes),
-        macs=sum(node.macs for node in nodes),
-        flops=sum(node.flops for node in nodes),
-        bytes=sum(node.bytes for node in nodes),
-        seconds=sum(node.seconds for node in nodes),
-        children=tuple(_named_as_first(group) for group in inside),
+        first, name=name, children=tuple(_named_as_first(group) for group in inside), **sums
     )
 
 

@@ -38,12 +38,7 @@ def guidance(
     compiling, launching as one graph, each named rewrite, precisions one step narrower, and larger
     kernels than those of the plan.  What saves less than 1 % of the step is left out.
     """
-    if isinstance(graph, Estimate):
-        return _guidance(graph)
-    return _guidance(estimate(graph, chip, execution))
-
-
-def _guidance(step: Estimate) -> Guidance:
+    step = graph if isinstance(graph, Estimate) else estimate(graph, chip, execution)
     if not step.t_est:
         return Guidance(step, ())
     priced = [(change, what_if) for change in changes_of(step) for what_if in _priced(step, change)]

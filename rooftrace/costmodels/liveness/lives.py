@@ -229,6 +229,12 @@ class Visits:
         return times
 
 
+def bytes_of_weights(graph: OpGraph) -> int:
+    """Bytes of all parameters and buffers: those that a step does not read (experts without tokens)
+    are there all the same."""
+    return sum(int(graph.model.get(f"bytes_{what}", 0)) for what in ("parameters", "buffers"))
+
+
 @dataclass(frozen=True, slots=True)
 class Lives:
     """When storages come and go: by visit, (number of a storage, how many such).

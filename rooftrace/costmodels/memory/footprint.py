@@ -10,13 +10,13 @@ maximum is at one end of these.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from rooftrace._plain import Plain, Positive
 from rooftrace._shown import short, some
-from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
+from rooftrace.costmodels.liveness import Lives, Visit, Visits, bytes_of_weights, lifetimes
 from rooftrace.costmodels.memory import sharing
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware import Chip
@@ -244,9 +244,7 @@ class _Stored:
     def __init__(
         self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
     ) -> None:
-        self.sizes = list(storage_sizes(graph))
-        for storage in unmade:
-            self.sizes[storage] = 0
+        self.sizes = storage_sizes(graph, unmade)
         self._optimizers = _made_by_optimizer(graph)
         self._values, self._visits, self._saved = graph.values, visits, lives.saved
 
@@ -283,9 +281,7 @@ def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]
     alive: Counter[str] = Counter()
     for number, times in lives.births.get(-1, ()):
         alive[stored.kind(number)] += times * stored.size(number)
-    # Weights that this step does not read (experts without tokens) are there all the same.
-    known = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
-    alive["weights"] = max(alive["weights"], known)
+    alive["weights"] = max(alive["weights"], bytes_of_weights(graph))
     return alive
 
 
@@ -380,31 +376,23 @@ _Key = tuple[int, bool]
 def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
     """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
     alive: Counter[_Key] = Counter()
-    inside: list[Counter[_Key]] = []
+    before: list[Counter[_Key]] = []
 
-    def change(lived: Iterable[tuple[_Key, int]], sign: int) -> None:
-        for key, times in lived:
-            alive[key] += sign * times
-            if inside:
-                inside[-1][key] += sign * times
-
-    def keyed(lived: Iterable[tuple[int, int]]) -> Iterator[tuple[_Key, int]]:
+    def change(lived: Iterable[tuple[int, int]], sign: int) -> None:
         for number, times in lived:
-            yield (stored.storage(number), stored.saved(number)), times
+            alive[stored.storage(number), stored.saved(number)] += sign * times
 
-    change(keyed(lives.births.get(-1, ())), 1)
+    change(lives.births.get(-1, ()), 1)
     for number, visit in enumerate(visits[: last + 1]):
-        inside += [Counter() for _ in range(visit.begins)]
-        change(keyed(lives.replaced.get(number, ())), -1)
-        change(keyed(lives.births.get(number, ())), 1)
+        before += [Counter(alive)] * visit.begins
+        change(lives.replaced.get(number, ()), -1)
+        change(lives.births.get(number, ()), 1)
         if number == last:
             break
-        change(keyed(lives.deaths.get(number, ())), -1)
+        change(lives.deaths.get(number, ()), -1)
         for left_out in visit.ends:
-            changed = inside.pop()
-            if inside:
-                inside[-1].update(changed)
-            change([(key, left_out * times) for key, times in changed.items()], 1)
+            was = before.pop()
+            alive.update({key: left_out * (count - was[key]) for key, count in alive.items()})
     return Counter({key: count for key, count in alive.items() if count > 0})
 
 

@@ -211,11 +211,9 @@ def _hand_on(edit: Editor, like: Op, made: int, copy: _ResultCopy | None) -> Non
     """What comes after reads the result as it did."""
     (out,) = like.outputs
     if copy is not None:
-        turn: dict[str, Argument] = {"self": Ref(made), "dim0": 1, "dim1": 2}
-        edit.emit(like, "aten.transpose.int", turn, (copy.value,), kind="view")
-        return
-    whole: dict[str, Argument] = {"self": Ref(made), "shape": edit.values[out].shape}
-    edit.emit(like, "aten.reshape.default", whole, (out,), kind="view")
+        edit.turns_into(like, Ref(made), copy.value)
+    else:
+        edit.stands_for(like, Ref(made), out)
 
 
 def _layout(edit: Editor, item: Ref) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import ATTENTION, Editor, operand
 from rooftrace.costmodels.rewriting.marks import BY_LENGTHS
-from rooftrace.costmodels.rewriting.places import Places, merged
+from rooftrace.costmodels.rewriting.places import Places, beside, merged
 from rooftrace.costmodels.rewriting.unused import rewritten, without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.graph import Op, OpGraph
@@ -58,7 +58,7 @@ def _stored(places: Places, op: Op, name: str) -> Ref | None:
     if maker is None or maker.name != "aten.clone" or maker.repeats != op.repeats:
         return None
     source, whole, copy = (values[i] for i in (maker.inputs[0], item.id, maker.outputs[0]))
-    plain = not (item.then or item.every or any(r.then or r.every for r in maker.reads))
+    plain = not (item.then or item.every or beside(maker))
     if not plain or len(source.shape) != len(whole.shape) + 1 or len(whole.shape) < 3:
         return None
     *lead, shared, group, length, width = source.shape

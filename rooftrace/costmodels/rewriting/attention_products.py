@@ -78,7 +78,7 @@ class _Attention:
         """out = dropout(softmax(scale q k^T + mask)) v."""
         q, k, v = self._rows(self.query), self._shared(self.key), self._shared(self.value)
         scores = self._scores()
-        self._product(q, self._transposed(k), scores)
+        self._product(q, self.edit.turned(self.op, k), scores)
         scaled = self._made("aten.mul.Tensor", {"self": Ref(scores), "other": self.scale})
         probabilities = self._softmax(self._masked(self._capped(scaled)))
         dropped, mask = probabilities, None
@@ -102,9 +102,9 @@ class _Attention:
         q, k, v = self._rows(self.query), self._shared(self.key), self._shared(self.value)
         grad = self._rows(operand(self.op, "grad_out"))
         grad_q, grad_k, grad_v, *grad_mask = self.op.outputs
-        self._into_shared(grad_v, self._transposed(Ref(saved.dropped)), grad)
+        self._into_shared(grad_v, self.edit.turned(self.op, Ref(saved.dropped)), grad)
         grad_p = self._scores()
-        self._product(grad, self._transposed(v), grad_p)
+        self._product(grad, self.edit.turned(self.op, v), grad_p)
         if saved.mask is not None:
             scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
             kept = {"grad_output": Ref(grad_p), "mask": Ref(saved.mask), "scale": scale}
@@ -116,7 +116,7 @@ class _Attention:
         grad_s = self._made("aten._softmax_backward_data.default", softmax)
         scaled = self._made("aten.mul.Tensor", {"self": Ref(grad_s), "other": self.scale})
         self._into(grad_q, lambda out: self._product(Ref(scaled), k, out))
-        self._into_shared(grad_k, self._transposed(Ref(scaled)), q)
+        self._into_shared(grad_k, self.edit.turned(self.op, Ref(scaled)), q)
         if grad_mask and self.edit.values[grad_mask[0]].elements:
             self._mask_gradient(grad_s, grad_mask[0])
 
@@ -175,7 +175,8 @@ class _Attention:
         column = edit.viewed(op, sinks, (self.lead[-1], 1, 1))
         strides = (*(0,) * (len(rows) - 2), edit.values[column.id].stride[0], 0, 1)
         wide = edit.view(column, (*rows, 1), strides, op.repeats)
-        self._view("aten.expand.default", {"self": column, "size": (*rows, 1)}, wide)
+        spread: dict[str, Argument] = {"self": column, "size": (*rows, 1)}
+        edit.emit(op, "aten.expand.default", spread, (wide,), kind="view")
         parts = (self._reshaped(Ref(scores), (*rows, self.length)), Ref(wide))
         both, soft = self._scores(1), self._scores(1)
         shape = (*rows, self.length + 1)
@@ -210,15 +211,8 @@ class _Attention:
             )
         else:
             self._kernel("aten.add.Tensor", {"self": wide, "other": mask}, out)
-        self._view(
-            "aten.reshape.default",
-            {"self": Ref(out), "shape": self.edit.values[masked].shape},
-            masked,
-        )
+        self.edit.stands_for(self.op, Ref(out), masked)
         return masked
-
-    def _view(self, target: str, arguments: Mapping[str, Argument], out: int) -> None:
-        self.edit.emit(self.op, target, arguments, (out,), kind="view")
 
     def _as(self, index: int, shape: tuple[int, ...]) -> int:
         """Another view of a value that is made here."""
@@ -247,16 +241,12 @@ class _Attention:
         )
         return Ref(wide)
 
-    def _transposed(self, item: Ref) -> Ref:
-        """The [H, b, a] view of an [H, a, b] value."""
-        return self.edit.turned(self.op, item)
-
     def _into(self, target: int, make: Callable[[int], None]) -> None:
         """Let `make` write the value `target` of the original graph, as [heads, rows, width]."""
         wanted = self.edit.values[target]
         flat = self._as(target, (math.prod(wanted.shape[:-2]), *wanted.shape[-2:]))
         make(flat)
-        self._view("aten.reshape.default", {"self": Ref(flat), "shape": wanted.shape}, target)
+        self.edit.stands_for(self.op, Ref(flat), target)
 
     def _into_shared(self, target: int, a: Ref, b: Ref) -> None:
         """The gradient a b of keys or values; what shared heads give is added up."""
@@ -285,4 +275,4 @@ class _Attention:
             self._kernel("aten.sum.dim_IntList", {"self": wide, "dim": dims, "keepdim": True}, out)
         else:
             self._kernel("aten.clone.default", {"self": wide}, out)
-        self._view("aten.reshape.default", {"self": Ref(out), "shape": wanted.shape}, target)
+        self.edit.stands_for(self.op, Ref(out), target)

@@ -21,10 +21,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     ReadValue,
     Walker,
     full,
-    plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.recurrences import ends
 from rooftrace.costmodels.rewriting.scans import (
     blank,
@@ -72,9 +71,9 @@ def fuse_causal_convs(graph: OpGraph) -> tuple[OpGraph, int]:
 
 def _convs(walker: Walker) -> Iterator[_Conv]:
     for op in walker.graph.ops:
-        if op.name == "aten.convolution" and op.part == "forward" and plain(op.reads):
+        if op.name == "aten.convolution" and op.part == "forward" and not beside(op):
             conv = _conv(walker, op)
-        elif op.name == "aten.sum" and op.part == "forward" and plain(op.reads):
+        elif op.name == "aten.sum" and op.part == "forward" and not beside(op):
             conv = _step(walker, op)
         else:
             continue
@@ -234,7 +233,7 @@ def _moved_on(
     """x, the state of before, and what made this one of them: ids of ops, and further values."""
     values = walker.graph.values
     op = walker.places.made_by(value)
-    if op is None or len(op.inputs) != 2 or not plain(op.reads) or op.repeats != reader.repeats:
+    if op is None or len(op.inputs) != 2 or beside(op) or op.repeats != reader.repeats:
         return None
     products = {r.id for r in walker.readers[value] if r.name == "aten.mul"}
     others = [r for r in walker.readers[value] if r.id not in products]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,7 +22,7 @@ from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.scans import laid_out
 from rooftrace.costmodels.rewriting.statechains import CREATED, StateWiring, chains
 from rooftrace.costmodels.rewriting.staterules import rule_of
-from rooftrace.costmodels.rewriting.statetrials import TABLE, StateRule, StateStream
+from rooftrace.costmodels.rewriting.statetrials import TABLES, StateRule, StateStream
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -79,7 +78,11 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
             break
         op = outside[0]
         if op.name == "aten.copy_" and op.inputs[-1] == value:
-            return changed(rule, **_kept_by(wiring, rule, op, between))
+            room = wiring.made_by(op.inputs[0])
+            room = room if room is not None and room.name in CREATED else None
+            if not _fits_into(wiring, rule, op, room):
+                break
+            return changed(rule, into=op, between=tuple(between), room=room)
         if op.name not in COPIES:
             break
         between.append(op)
@@ -87,21 +90,17 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
     return rule
 
 
-def _kept_by(wiring: StateWiring, rule: StateRule, op: Op, between: Sequence[Op]) -> dict[str, Any]:
-    """The write of the last state into a cache, and what makes room for it in this step."""
-    graph, target, last = wiring.graph, op.inputs[0], rule.chain.last
-    owner = graph.values[target].storage
-    if rule.turned or rule.in_blocks or graph.values[owner].elements != graph.values[last].elements:
-        return {}
-    if graph.values[target].shape != graph.values[last].shape:
-        return {}
-    room = wiring.made_by(target)
-    if room is not None and room.name in CREATED:
-        read_first = any(reader.id < op.id for reader in wiring.used_by[target])
-        if read_first or graph.values[target].dtype != graph.values[last].dtype:
-            return {}
-        return {"into": op, "between": tuple(between), "room": room}
-    return {"into": op, "between": tuple(between)}
+def _fits_into(wiring: StateWiring, rule: StateRule, write: Op, room: Op | None) -> bool:
+    """Whether the kernel can write the last state to where it is copied; room: what makes that."""
+    graph = wiring.graph
+    target, last = graph.values[write.inputs[0]], graph.values[rule.chain.last]
+    whole = graph.owner(write.inputs[0]).elements == last.elements
+    if rule.turned or rule.in_blocks or not whole or target.shape != last.shape:
+        return False
+    readers = wiring.used_by[write.inputs[0]]
+    return room is None or (
+        target.dtype == last.dtype and all(reader.id >= write.id for reader in readers)
+    )
 
 
 def _place(wiring: StateWiring, rule: StateRule) -> Op:
@@ -151,7 +150,7 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
         sizes["D"] = columns if role == "value" else width
         tensor, axes = editor.values[stream.value], [d for d in "BTHD" if d in stream.order]
         lies = list(stream.order) == axes and tensor.shape == tuple(sizes[d] for d in axes)
-        if stream.order == TABLE or lies:
+        if role in TABLES or lies:
             operands[role] = Ref(stream.value)
         else:
             operands[role] = laid_out(editor, like, _read(tensor, stream, sizes), axes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
@@ -80,6 +81,10 @@ class _Chunk:
     x: ReadValue
     y: ReadValue
 
+    def sums_to(self, walker: Walker, factor: ReadValue, end: Dim) -> bool:
+        """Whether a factor is the sum of a from the start of a chunk to `end`."""
+        return _sum(walker, factor, full(self.row, self.length)) == (end, self.logarithm)
+
 
 def _chunked(walker: Walker, op: Op) -> Scan | None:
     walker.passed = {op.id}
@@ -106,24 +111,26 @@ def _segments(walker: Walker, read: ReadValue) -> tuple[ReadValue, Dim, Dim] | N
     if not masked or not _is(walker, masked[1], _ABOVE):
         return None
     row, column = masked[1].dims
-    sums = walker.under(masked[0], "sub")
-    if len(sums) == 2:
-        a, other = (_running(walker, *pair) for pair in zip(sums, (row, column), strict=True))
-        if a is None or other is None:
-            return None
-        return (a, row, column) if _moved(other, column, row) == a else None
-    summed = _running(walker, masked[0], row)
-    masked = [] if summed is None else walker.under(summed, "masked_fill", value=0)
-    if not masked or not _is(walker, masked[1], _ON_AND_ABOVE) or masked[1].dims[1] != column:
+    sums = [_sum(walker, side, row) for side in walker.under(masked[0], "sub") or masked[:1]]
+    end, a = sums[0] or (None, None)
+    if a is None or end != row:
         return None
-    return None if column in masked[0].dims and column.atoms else (masked[0], row, column)
+    if len(sums) == 2:
+        return (a, row, column) if sums[1] == (column, a) else None
+    terms = walker.under(a, "masked_fill", value=0)
+    if not terms or not _is(walker, terms[1], _ON_AND_ABOVE) or terms[1].dims[1] != column:
+        return None
+    return None if column in terms[0].dims and column.atoms else (terms[0], row, column)
 
 
-def _running(walker: Walker, factor: ReadValue, along: Dim) -> ReadValue | None:
-    """What a value is the running sum of, along the dimension that is read so."""
+def _sum(walker: Walker, factor: ReadValue, row: Dim) -> tuple[Dim, ReadValue] | None:
+    """Up to where a value is a running sum, and what it sums up, which is read at `row`."""
     op = walker.maker(factor.value)
-    summed = walker.under(factor, "cumsum")
-    return summed[0] if op and summed and factor.dims[int(op.arguments["dim"])] == along else None
+    if op is None or not walker.under(factor, "cumsum"):
+        return None
+    dim = int(op.arguments["dim"]) % len(factor.dims)
+    read = (*factor.dims[:dim], row, *factor.dims[dim + 1 :])
+    return factor.dims[dim], walker.source(ReadValue(op.inputs[0], read))
 
 
 def _is(walker: Walker, mask: ReadValue, triangle: tuple[Pat, Pat]) -> bool:
@@ -154,15 +161,12 @@ def _products(
     """y within a chunk as the product of C, B, the decays and x, summed over s and the state."""
     a, later, earlier, length = known
     y = walker.fresh(op.outputs[0])
-    pieces = walker.holding(y, decays.value) or []
-    own = [piece for piece in pieces if piece.value == decays.value]
-    names = named(own[0], decays.dims) if len(own) == 1 else None
+    names, others = walker.seen(y, decays)
     if names is None:
         return None
     factors = [
         renamed(part, names)
-        for piece in pieces
-        if piece.value != decays.value
+        for piece in others
         for part in walker.apart(piece, lambda f: not _both(f, names, {later, earlier}))
     ]
     over = {ax for f in factors if f for ax in f.axes if isinstance(ax, SumAxis)}
@@ -215,7 +219,10 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
     other = walker.aligned(rest, after.dims)
     same = within.queries.value
     pieces = walker.apart(other, lambda f: f.value == same or within.row not in f.axes)
-    decays = [p for p in pieces if _from_start(walker, p, within)]
+    row = full(within.row, within.length)
+    decays = [
+        p for p in pieces if any(within.sums_to(walker, s, row) for s in walker.under(p, "exp"))
+    ]
     queries = [p for p in pieces if p.value == same]
     states = [p for p in pieces if p not in decays and p not in queries]
     if not len(decays) == len(queries) == len(states) == 1:
@@ -223,13 +230,6 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
     names = named(queries[0], within.queries.dims)
     begun = None if names is None else renamed(states[0], names)
     return None if begun is None else (after, begun)
-
-
-def _from_start(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
-    """Whether a factor is the decay from the start of a chunk: the exponential of the sum of a."""
-    along = full(within.row, within.length)
-    inner = walker.under(factor, "exp")
-    return bool(inner) and _running(walker, inner[0], along) == within.logarithm
 
 
 def _states(
@@ -277,16 +277,8 @@ def _ends_of_chunks(walker: Walker, within: _Chunk, a: ReadValue, row: Dim, chun
     walker.passed.add(op.id)
     dims = list(a.dims)
     dims[place[0]] = full(chunks.axis, chunks.size)
-    return _at_end(walker, walker.source(ReadValue(op.inputs[0], tuple(dims))), within)
-
-
-def _at_end(walker: Walker, factor: ReadValue, within: _Chunk) -> bool:
-    """Whether a factor is the sum of a over a whole chunk."""
-    end, row = Dim((), within.length - 1), full(within.row, within.length)
-    if end not in factor.dims:
-        return False
-    anywhere = _moved(factor, end, row)
-    return anywhere is not None and _running(walker, anywhere, row) == within.logarithm
+    ends = walker.source(ReadValue(op.inputs[0], tuple(dims)))
+    return within.sums_to(walker, ends, Dim((), within.length - 1))
 
 
 def _left_behind(
@@ -315,27 +307,17 @@ def _left_behind(
     names = named(x[0], within.x.dims)
     read = None if names is None else renamed(keys[0], names)
     decay = None if names is None else renamed(decays[0], names)
-    if read != within.keys or decay is None or not _to_end(walker, decay, within):
+    # The decay from a token to the end of its chunk.
+    sums = [] if decay is None else walker.under(decay, "exp", "sub")
+    places = Dim((), within.length - 1), full(within.column, within.length)
+    if (
+        read != within.keys
+        or len(sums) != 2
+        or not all(map(partial(within.sums_to, walker), sums, places))
+    ):
         return None
     state = walker.source(ReadValue(first, (*dims[:place], Dim(()), *dims[place + 1 :])))
     return (None if blank(walker, state.value) else state,)
-
-
-def _to_end(walker: Walker, decay: ReadValue, within: _Chunk) -> bool:
-    """Whether a factor is the decay from a token to the end of its chunk."""
-    sums = walker.under(decay, "exp", "sub")
-    column, row = full(within.column, within.length), full(within.row, within.length)
-    summed = _running(walker, sums[1], column) if len(sums) == 2 else None
-    if summed is None or not _at_end(walker, sums[0], within):
-        return False
-    return _moved(summed, column, row) == within.logarithm
-
-
-def _moved(factor: ReadValue, old: Dim, new: Dim) -> ReadValue | None:
-    """A factor that is read at another index of one dimension."""
-    if [atom.size for atom in old.atoms] == [atom.size for atom in new.atoms] and old.atoms:
-        return renamed(factor, {old.atoms[0].axis: [(old.atoms[0], new.atoms[0])]})
-    return ReadValue(factor.value, tuple(new if d == old else d for d in factor.dims))
 
 
 def _last(
@@ -355,15 +337,10 @@ def _last(
                 continue
             if op.kind != "view" or len(op.outputs) != 1:
                 return None
-            pieces = walker.holding(walker.fresh(op.outputs[0]), whole.value) or []
-            read = pieces[0].dims[place] if len(pieces) == 1 else None
-            if read != Dim((), chunks) or result is not None:
+            read = walker.at_index(op.outputs[0], whole, place, chunks)
+            if read is None or result is not None:
                 return None
-            dims = (*whole.dims[:place], read, *whole.dims[place + 1 :])
-            names = named(pieces[0], dims)
-            result = None if names is None else renamed(walker.fresh(op.outputs[0]), names)
-            if result is None:
-                return None
+            result = read
     return (result,)
 
 

@@ -186,9 +186,13 @@ class Editor:
         source = self.values[item.id]
         (heads, a, b), (outer, rows, columns) = source.shape, source.stride
         out = self.view(item, (heads, b, a), (outer, columns, rows), like.repeats)
-        turn = {"self": item, "dim0": 1, "dim1": 2}
-        self.emit(like, "aten.transpose.int", turn, (out,), kind="view")
+        self.turns_into(like, item, out)
         return Ref(out)
+
+    def turns_into(self, like: Op, item: Ref, value: int) -> None:
+        """Let a value be another one with its dimensions 1 and 2 the other way round."""
+        turn: dict[str, Argument] = {"self": item, "dim0": 1, "dim1": 2}
+        self.emit(like, "aten.transpose.int", turn, (value,), kind="view")
 
     def done(self) -> OpGraph:
         """The new graph."""

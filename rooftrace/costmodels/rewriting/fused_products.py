@@ -28,10 +28,10 @@ from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _ATTENTIONS = (ATTENTION, LATENT_ATTENTION, PACKED_ATTENTION, PACKED_LATENT_ATTENTION)
-_PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
+PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
 """Products with a weight, and what they call their input."""
 _ANY_PRODUCT = frozenset({
-    *_PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "rooftrace.expert_mm",
+    *PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "rooftrace.expert_mm",
     "rooftrace.index_scores",
 })  # fmt: skip
 _WALK = 64
@@ -86,7 +86,7 @@ def _meeting(places: Places) -> Iterator[list[Op]]:
 
 def _input(places: Places, product: Op) -> StoragePlace | None:
     """Where the rows that a product multiplies with a weight lie."""
-    name = _PRODUCTS.get(product.name)
+    name = PRODUCTS.get(product.name)
     return None if name is None else places.place(operand(product, name).id)
 
 
@@ -163,7 +163,7 @@ def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
         by_kind[(part.kind, part.product.repeats, weight.dtype)].append(part)
     for alike in by_kind.values():
         first, last = alike[0].product, alike[-1].product
-        rows = operand(first, _PRODUCTS[first.name]).id
+        rows = operand(first, PRODUCTS[first.name]).id
         written = places.overwritten(rows, first.id, last.id)
         if len(alike) > 1 and not written and _fit_side_by_side(places, alike):
             yield alike

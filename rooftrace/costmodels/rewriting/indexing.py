@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rooftrace.costmodels.rewriting.places import COPIES, Places
-from rooftrace.tracer.arguments import Ref
+from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
 from rooftrace.tracer.graph import Op
 
 Axis = Hashable
@@ -32,6 +31,10 @@ class Dim(NamedTuple):
 
     atoms: tuple[Atom, ...]
     start: int = 0
+
+
+Names = dict[Axis, list[tuple[Atom, Atom]]]
+"""By axis, its digits, each with the digit that it is called by."""
 
 
 class ReadValue(NamedTuple):
@@ -103,7 +106,7 @@ class Walker:
     def maker(self, value: int) -> Op | None:
         """The op that made a value, where it is made of the same iteration's values alone."""
         op = None if value in self._edges else self.places.made_by(value)
-        return None if op is None or op.part != "forward" or not plain(op.reads) else op
+        return None if op is None or op.part != "forward" or beside(op) else op
 
     def only_reader(self, value: int) -> Op | None:
         """The op that alone reads a value, and makes one; None where the step returns it, too."""
@@ -195,6 +198,21 @@ class Walker:
         if len(parts) == 1 and parts[0] == factor:
             return [factor]
         return [piece for part in parts for piece in self.apart(part, whole)]
+
+    def at_index(self, view: int, whole: ReadValue, dim: int, index: int) -> ReadValue | None:
+        """A view that is all of a value at one index of a dimension, its axes called as those of
+        the value; None for another one."""
+        there = (*whole.dims[:dim], Dim((), index), *whole.dims[dim + 1 :])
+        names, others = self.seen(self.fresh(view), ReadValue(whole.value, there))
+        return None if names is None or others else renamed(self.fresh(view), names)
+
+    def seen(self, factor: ReadValue, known: ReadValue) -> tuple[Names | None, list[ReadValue]]:
+        """What the axes of a factor are called where a value in it is read as it is known, and the
+        other factors; no names where it is not in it, or more than once."""
+        pieces = self.holding(factor, known.value) or []
+        own = [piece for piece in pieces if piece.value == known.value]
+        names = named(own[0], known.dims) if len(own) == 1 else None
+        return names, [piece for piece in pieces if piece.value != known.value]
 
     def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
         """An operand that is broadcast to these dims."""
@@ -376,10 +394,6 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     return tuple(made)
 
 
-Names = dict[Axis, list[tuple[Atom, Atom]]]
-"""By axis, its digits, each with the digit that it is called by."""
-
-
 def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
     """What the axes of a factor are called once it is read at `dims`; None where they differ."""
     names: Names = {}
@@ -407,7 +421,7 @@ def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
     return names
 
 
-def renamed(factor: ReadValue, names: Mapping[Axis, list[tuple[Atom, Atom]]]) -> ReadValue | None:
+def renamed(factor: ReadValue, names: Names) -> ReadValue | None:
     """A factor with its axes called by other names; an axis without a name keeps its own."""
     made: list[Dim] = []
     for dim in factor.dims:
@@ -435,8 +449,3 @@ def renamed(factor: ReadValue, names: Mapping[Axis, list[tuple[Atom, Atom]]]) ->
 def called(sizes: Mapping[Axis, tuple[Axis, int]]) -> Names:
     """Names for whole axes: by axis, what it is called and how long it is."""
     return {old: [(Atom(old, 1, n), Atom(new, 1, n))] for old, (new, n) in sizes.items()}
-
-
-def plain(refs: Sequence[Ref]) -> bool:
-    """Whether none of these reads a neighbour, or all iterations."""
-    return not any(ref.then or ref.every for ref in refs)

@@ -323,8 +323,7 @@ def emit(edit: Editor, match: LatentAttention) -> None:
     split = edit.viewed(op, Ref(made), (heads, batch, queries, ev), wide)
     flat = edit.viewed(op, edit.permuted(op, split, (1, 2, 0, 3)), (batch, queries, heads * ev))
     whole = edit.viewed(op, flat, (batch, queries, heads, ev))
-    turn: dict[str, Argument] = {"self": whole, "dim0": 1, "dim1": 2}
-    edit.emit(op, "aten.transpose.int", turn, (out,), kind="view")
+    edit.turns_into(op, whole, out)
 
 
 def _cached(edit: Editor, match: LatentAttention, sizes: tuple[int, int, int]) -> tuple[Ref, Ref]:

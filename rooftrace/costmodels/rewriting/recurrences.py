@@ -23,11 +23,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     Walker,
     called,
     full,
-    named,
-    plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES, Places
+from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
 from rooftrace.costmodels.rewriting.scans import Scan, blank, emit_scan, finished
 from rooftrace.costmodels.rewriting.unused import with_matches
 from rooftrace.tracer.arguments import Ref
@@ -73,7 +71,7 @@ def scans(walker: Walker) -> Iterator[Scan]:
     """Recurrences over all tokens of a sequence, and of one token."""
     steps: dict[int, _Step] = {}
     for op in walker.graph.ops:
-        if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and plain(op.reads):
+        if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and not beside(op):
             step = _step(walker, op)
             if step is not None:
                 steps[step.h] = step
@@ -103,7 +101,7 @@ def _step(walker: Walker, add: Op) -> _Step | None:
             continue
         for decay, state in (product.reads, product.reads[::-1]):
             read = walker.aligned(decay.id, dims)
-            for exponent in walker.under(read, "exp") if plain((decay,)) else ():
+            for exponent in walker.under(read, "exp") if not (decay.then or decay.every) else ():
                 entered = walker.aligned(rest.id, dims)
                 step = _with_sum(walker, add, product, state, exponent, entered)
                 if step is not None:
@@ -126,7 +124,7 @@ def _with_sum(
         return None
     shape = walker.graph.values[h].shape
     read = walker.aligned(state.id, tuple(full(d, size) for d, size in enumerate(shape)))
-    start = walker.source(read) if plain((state,)) else read
+    start = read if state.then or state.every else walker.source(read)
     factors |= {"y": y, "state": start}
     return _Step(add, state, start.value, factors, n, inside | {product.id})
 
@@ -161,15 +159,11 @@ def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
 
 def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
     y = walker.fresh(op.outputs[0])
-    pieces = walker.holding(y, h) or []
-    own = [piece for piece in pieces if piece.value == h]
-    others = [piece for piece in pieces if piece.value != h]
-    if len(own) != 1 or len(others) != 1:
-        return None
     shape = walker.graph.values[h].shape
-    names = named(own[0], [full(d, n) for d, n in enumerate(shape)])
-    over = {a for a in own[0].axes if isinstance(a, SumAxis)}
-    if names is None or len(over) != 1:
+    state = ReadValue(h, tuple(full(d, n) for d, n in enumerate(shape)))
+    names, others = walker.seen(y, state)
+    over = {axis for axis in names or () if isinstance(axis, SumAxis)}
+    if names is None or len(others) != 1 or len(over) != 1:
         return None
     by, called_y = renamed(others[0], names), renamed(y, names)
     n = [other.axis for _, other in names[over.pop()]]
@@ -327,9 +321,8 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
     called_ = None
     for step, item in zip(chain, items, strict=True):
         y = step.factors["y"]
-        pieces = walker.holding(ReadValue(item.id, tuple(inner)), y.value) or []
-        names = named(pieces[0], y.dims) if len(pieces) == 1 else None
-        if names is None or sum(counts) != walker.graph.values[made.value].shape[dim]:
+        names, others = walker.seen(ReadValue(item.id, tuple(inner)), y)
+        if names is None or others or sum(counts) != walker.graph.values[made.value].shape[dim]:
             return None
         names |= {a.axis: [(a, Atom("t", 1, a.size))] for a in token.atoms}
         now = renamed(made, names)

@@ -6,7 +6,8 @@ the state for each of these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +20,9 @@ from rooftrace.costmodels.rewriting.indexing import (
     ReadValue,
     Walker,
     named,
-    plain,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES
+from rooftrace.costmodels.rewriting.places import COPIES, beside
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, Tensor
@@ -171,7 +171,7 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
     first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
     while True:
         op = walker.only_reader(now.value)
-        if op is None or not plain(op.reads) or op.repeats != scan.place.repeats:
+        if op is None or beside(op) or op.repeats != scan.place.repeats:
             return scan
         if op.id > first:  # the state behind the last token is read before
             return scan
@@ -205,11 +205,9 @@ def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
     if op.name in ("aten.add", "aten.add_"):
         if not _is_sum(op) or now.value not in op.inputs:
             return None
-        pieces = [walker.aligned(now.value, fresh.dims)]
+        names = named(walker.aligned(now.value, fresh.dims), now.dims)
     else:
-        pieces = walker.holding(fresh, now.value) or []
-    own = [piece for piece in pieces if piece.value == now.value]
-    names = named(own[0], now.dims) if len(own) == 1 else None
+        names, _ = walker.seen(fresh, now)
     return None if names is None else renamed(fresh, names)
 
 
@@ -330,16 +328,23 @@ def _emit_dual(
     part("output", ("x", "C", "D", "z"), ending, (y,))
 
 
+def _digits(factor: ReadValue, stride: Sequence[int]) -> list[tuple[Atom, int]]:
+    """The digits that the dimensions of a value are read at, and how far apart each lies."""
+    digits = []
+    for dim, step in zip(factor.dims, stride, strict=True):
+        below = math.prod(atom.size for atom in dim.atoms)
+        for atom in dim.atoms:
+            below //= atom.size
+            digits.append((atom, step * below))
+    return digits
+
+
 def memory_order(
     factor: ReadValue, tensor: Tensor, axes: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How a value lies in memory: its axes, outermost first, and the strides of each."""
-    strides = {}
-    for dim, stride in zip(factor.dims, tensor.stride, strict=True):
-        for atom in reversed(dim.atoms):
-            strides[atom.axis] = stride
-            stride *= atom.size
-    known = sorted(strides, key=lambda axis: -strides[axis])
+    strides = {atom.axis: step for atom, step in reversed(_digits(factor, tensor.stride))}
+    known = sorted(reversed(strides), key=lambda axis: -strides[axis])
     order = [axis for axis in axes if axis not in strides] + known
     return tuple(axes.index(str(axis)) for axis in order), tuple(
         strides.get(axis, 1) for axis in axes
@@ -390,30 +395,17 @@ def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -
     """An operand with a dimension for each of these axes, of one element where it has none."""
     ref = Ref(factor.value)
     for d, dim in enumerate(factor.dims):
-        length = 1
-        for atom in dim.atoms:
-            length *= atom.size
+        length = math.prod(atom.size for atom in dim.atoms)
         ref = edit.sliced(like, ref, d, dim.start, dim.start + length)
     tensor = edit.values[ref.id]
-    atoms: list[Atom] = []
-    stride: list[int] = []
-    for dim, step in zip(factor.dims, tensor.stride, strict=True):
-        steps = []
-        for atom in reversed(dim.atoms):
-            steps.append(step)
-            step *= atom.size
-        atoms += dim.atoms
-        stride += steps[::-1]
-    by_axis: dict[Any, list[tuple[Atom, int]]] = {}
-    for atom, step in zip(atoms, stride, strict=True):
-        by_axis.setdefault(atom.axis, []).append((atom, step))
-    sizes = tuple(atom.size for atom in atoms)
+    digits = _digits(factor, tensor.stride)
+    sizes = tuple(atom.size for atom, _ in digits)
     if sizes != tensor.shape:
-        ref = edit.viewed(like, ref, sizes, tuple(stride))
-    there = [axis for axis in axes if axis in by_axis]
-    order = tuple([a.axis for a in atoms].index(axis) for axis in there)
+        ref = edit.viewed(like, ref, sizes, tuple(step for _, step in digits))
+    places = [atom.axis for atom, _ in digits]
+    order = tuple(places.index(axis) for axis in axes if axis in places)
     if order != tuple(range(len(order))):
         ref = edit.permuted(like, ref, order)
-    shape = tuple(by_axis[axis][0][0].size if axis in by_axis else 1 for axis in axes)
-    steps_ = tuple(by_axis[axis][0][1] if axis in by_axis else 1 for axis in axes)
+    there = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}
+    shape, steps_ = zip(*(there.get(axis, (1, 1)) for axis in axes), strict=True)
     return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, steps_)

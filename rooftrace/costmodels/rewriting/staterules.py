@@ -21,7 +21,6 @@ from rooftrace.costmodels.rewriting.statechains import (
     shared,
 )
 from rooftrace.costmodels.rewriting.statetrials import (
-    TABLE,
     TABLES,
     Sizes,
     StateRule,
@@ -148,7 +147,8 @@ def _candidates(
 ) -> list[StateStream]:
     """Where a kernel may take a stream from: from its leaf on, to where it meets another one."""
     if role in TABLES:
-        return [StateStream(leaf, TABLE, sizes[2])]
+        long = [n for n in region.graph.values[leaf].shape if n != 1]
+        return [StateStream(leaf, "HIJ"[: len(long)], sizes[2])]
     batch, tokens, heads, width, columns = sizes
     graph = region.graph
     counts = [h for h in range(heads, 0, -1) if heads % h == 0]

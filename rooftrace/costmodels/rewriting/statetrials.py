@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _DIGITS = 1e-9
-TABLE = "table"
-"""The order of a stream that is a table: heads first, then places in a block."""
 TABLES = ("query_decay", "key_decay", "pair_decay")
 
 
@@ -32,7 +30,8 @@ Sizes = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class StateStream:
-    """A value, and which of its dimensions are batch, tokens, heads and channels ("BTHD").
+    """A value, and which of its dimensions are batch, tokens, heads and channels ("BTHD"), or of a
+    table heads and places in a block ("HI", "HIJ").
 
     heads: how many it has.
     """
@@ -127,7 +126,7 @@ def scale_of(trial: StateTrial) -> float | None:
 
     sizes = _small_sizes(rule)
     names = tuple(
-        (role, s.heads, "".join(sorted(s.order)) if s.order != TABLE else _table(graph, s))
+        (role, s.heads, _table(graph, s) if role in TABLES else "".join(sorted(s.order)))
         for role, s in sorted(rule.streams.items())
     )
     held = rule.chain.first is not None
@@ -187,9 +186,7 @@ def _run(
         heads = (stream.heads, stream.heads * small["H"] // long["H"])
         factors = {"B": (long["B"], small["B"]), "T": (long["T"], small["T"]), "H": heads,
                    "D": (long[letter], small[letter])}  # fmt: skip
-        if stream.order == TABLE:
-            pieces[stream.value] = _laid_table(graph, stream, arrays[role], heads)
-            continue
+        factors |= zip("IJ", ((n, n) for n in _table(graph, stream)), strict=False)
         pieces[stream.value] = _laid(graph, stream, arrays[role], factors)
     state = [(long[d], small[d]) for d in ("BHVK" if rule.turned else "BHKV")]
     dims = tuple((f,) if f[0] != 1 else () for f in state)
@@ -212,36 +209,29 @@ def _run(
 def _laid(
     graph: OpGraph, stream: StateStream, array: Array, factors: Mapping[str, tuple[int, int]]
 ) -> SmallTensor:
-    """Numbers [B, T, H, D] as a stream has them."""
-    usual = [d for d in "BTHD" if d in stream.order]
+    """Numbers [B, T, H, D], or a table [H, I] or [H, I, J], as a stream has them."""
+    usual = [d for d in "BTHDIJ" if d in stream.order]
     turned = array.transpose([usual.index(d) for d in stream.order])
-    left = [factors[d] for d in stream.order if factors[d][0] != 1]
-    dims: list[Dim] = []
-    for n in graph.values[stream.value].shape:
-        dims.append((left.pop(0),) if n != 1 else ())
-    return SmallTensor(turned.reshape(short(dims)).copy(), dims)
-
-
-def _laid_table(
-    graph: OpGraph, stream: StateStream, array: Array, heads: tuple[int, int]
-) -> SmallTensor:
-    """A table [H, n] or [H, n, n] as the graph has it."""
     shape = graph.values[stream.value].shape
-    first = next((d for d, n in enumerate(shape) if n != 1), 0)
-    if shape[first] != heads[0]:
-        raise NotRun("a table that does not begin with heads")
-    dims = [((heads if d == first else (n, n)),) if n != 1 else () for d, n in enumerate(shape)]
-    return SmallTensor(array.reshape(short(dims)).copy(), dims)
+    left = [factors[d] for d in stream.order if factors[d][0] != 1]
+    if [long for long, _ in left] != [n for n in shape if n != 1]:
+        raise NotRun("a stream in another order")
+    dims: list[Dim] = [(left.pop(0),) if n != 1 else () for n in shape]
+    return SmallTensor(turned.reshape(short(dims)).copy(), dims)
 
 
 @lru_cache(16)
 def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> dict[str, Array]:
-    """Random operands: keys that are short, so that nothing grows; decays below one."""
+    """Random operands: keys that are short, so that nothing grows; decays below one.
+
+    The longer the sequence, the slower they decay: what the first token adds is seen at the last.
+    """
     import numpy as np
 
     random = np.random.default_rng(20)
     batch, tokens, heads, width, columns = sizes
     most = max(count for _, count, _ in names)
+    span = min(0.03, 2 / tokens)
     result: dict[str, Array] = {}
     for role, count, dims in names:
         if isinstance(dims, tuple):
@@ -254,7 +244,7 @@ def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> 
             result[role] = random.uniform(0.1, 0.9, shape)
         elif role == "decay":
             result[role] = (
-                random.uniform(-0.03, 0, shape) if is_log else random.uniform(0.97, 1, shape)
+                random.uniform(-span, 0, shape) if is_log else random.uniform(1 - span, 1, shape)
             )
         else:
             result[role] = random.standard_normal(shape) / (1 if role == "value" else width) ** 0.5

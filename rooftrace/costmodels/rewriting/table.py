@@ -18,12 +18,13 @@ from rooftrace.costmodels.rewriting.duals import fuse_dual_scans
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
-from rooftrace.costmodels.rewriting.fused_products import fuse_gate_up, fuse_qkv
+from rooftrace.costmodels.rewriting.fused_products import PRODUCTS, fuse_gate_up, fuse_qkv
 from rooftrace.costmodels.rewriting.index_scores import fuse_index_scores
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.narrow_products import narrow_operands
 from rooftrace.costmodels.rewriting.parallel_scans import fuse_selective_scans
 from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.regions import can_be_one
 from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Argument, Ref
@@ -33,8 +34,6 @@ from rooftrace.tracer.graph import Op, OpGraph
 # The head of a prompt on its last position alone: a server needs no other logits.
 
 
-_PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
-"""Products with a weight, and what they call their input."""
 _BY_POSITION = frozenset({
     "aten._to_copy", "aten.mul", "aten.div", "aten.tanh", "aten.add", "aten.clone",
 })  # fmt: skip
@@ -82,15 +81,15 @@ def _match(places: Places, output: int, sizes: tuple[object, ...]) -> _Head | No
     value, after = output, list[Op]()
     for _ in range(_LONGEST):
         op = places.made_by(value)
-        refs = () if op is None else op.reads
-        if op is None or op.repeats or any(r.then or r.every for r in refs):
+        if op is None or op.repeats:
             return None
         rows = (shape[0] * shape[1], shape[2])
-        if op.name in _PRODUCTS:
-            inputs = graph.values[operand(op, _PRODUCTS[op.name]).id]
+        if op.name in PRODUCTS:
+            inputs = graph.values[operand(op, PRODUCTS[op.name]).id]
             plain = graph.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
-            read = _read_elsewhere(places, op, after, output)
-            return _Head(op, tuple(reversed(after)), output) if plain and not read else None
+            inside = frozenset({op.id, *(later.id for later in after)})
+            alone = can_be_one(places, inside, (output,), ()) and not places.read_by[output]
+            return _Head(op, tuple(reversed(after)), output) if plain and alone else None
         source = graph.values[op.inputs[0]].shape if op.inputs else ()
         if len(op.inputs) != 1 or source not in (shape, rows):
             return None
@@ -101,21 +100,10 @@ def _match(places: Places, output: int, sizes: tuple[object, ...]) -> _Head | No
     return None
 
 
-def _read_elsewhere(places: Places, product: Op, after: list[Op], output: int) -> bool:
-    """Whether the logits, or what they are made of on the way, have other readers or leave."""
-    graph = places.graph
-    known = {product.id, *(op.id for op in after)}
-    made = {value for op in (product, *after) for value in op.outputs}
-    storages = {graph.values[value].storage for value in made}
-    readers = {op.id for storage in storages for op in places.readers[storage]}
-    leaving = [v for v in graph.outputs if graph.values[v].storage in storages]
-    return bool(readers - known) or leaving != [output]
-
-
 def _emit(edit: Editor, head: _Head) -> int:
     """The product of the last rows, and what is done to it; returns the new logits."""
     op, (batch, length, size) = head.product, edit.values[head.output].shape
-    name = _PRODUCTS[op.name]
+    name = PRODUCTS[op.name]
     rows = operand(op, name)
     source = edit.values[rows.id]
     down, across = source.stride

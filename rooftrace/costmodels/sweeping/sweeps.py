@@ -53,28 +53,50 @@ class SweepCase:
 
 
 @dataclass(frozen=True)
-class LimiterChange:
-    """Where another limiter takes over, as one size grows: between `size` and the one before."""
+class SizeChange:
+    """Where a step becomes another one as one size of it grows.
 
-    labels: Mapping[str, Any]
-    chip: str
-    at: Mapping[str, int]  # the other sizes
-    name: str
-    size: int  # the first with the new limiter; the one before has the old
-    before: str
-    after: str
-    t_est: float  # seconds, at `size`
-
-
-@dataclass(frozen=True)
-class Cliff:
-    """One more of a size that costs much: from `size` to `size + 1`."""
+    labels: of its case.  at: the other sizes.  name: of the one that grows to `size`.
+    """
 
     labels: Mapping[str, Any]
     chip: str
     at: Mapping[str, int]
     name: str
     size: int
+    before: str | float
+    after: str | float
+
+    def to_row(self) -> dict[str, Any]:
+        """The place, and what is there before and after."""
+        place = {**self.labels, "chip": self.chip, **self.at, self.name: self.size}
+        return {**place, "before": self.before, "after": self.after}
+
+    def where(self, cases: Sequence[SweepCase]) -> str:
+        """The labels in which cases differ, the other sizes and the chip: "decode, seq 64, l4"."""
+        words = [
+            str(label)
+            for name, label in self.labels.items()
+            if len({str(case.labels.get(name)) for case in cases}) > 1
+        ]
+        return ", ".join([*words, *(f"{n} {size:,}" for n, size in self.at.items()), self.chip])
+
+
+@dataclass(frozen=True)
+class LimiterChange(SizeChange):
+    """Where another limiter takes over: `size` is the first with it, the one before has the old."""
+
+    t_est: float  # seconds, at `size`
+
+    def to_row(self) -> dict[str, Any]:
+        """The place, both limiters, and the seconds."""
+        return {**super().to_row(), "t_est": self.t_est}
+
+
+@dataclass(frozen=True)
+class Cliff(SizeChange):
+    """One more of a size that costs much: from `size` to `size + 1`."""
+
     before: float  # seconds
     after: float
 
@@ -176,16 +198,8 @@ class Sweep(Shown):
         """Plain data: all lines, crossings, cliffs, and for which sizes each form is proven."""
         return {
             "lines": lines_of(self.frame()),
-            "crossings": [
-                {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
-                 "after": c.after, "t_est": c.t_est}
-                for c in self.crossings()
-            ],
-            "cliffs": [
-                {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
-                 "after": c.after}
-                for c in self.cliffs()
-            ],
+            "crossings": [crossing.to_row() for crossing in self.crossings()],
+            "cliffs": [cliff.to_row() for cliff in self.cliffs()],
             "proven": [
                 {**case.settings, "where": where, "traces": len(regime.form.samples),
                  "equal": len(regime.proven)}
@@ -217,16 +231,8 @@ class Sweep(Shown):
         for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
             low, high = int(sizes[place]), int(sizes[place + 1])
             for size, before, after, seconds in self._changes(case, chip, name, at, low, high):
-                yield LimiterChange(
-                    labels=case.labels,
-                    chip=self.chips[chip].name,
-                    at=at,
-                    name=name,
-                    size=size,
-                    before=REGIMES[before],
-                    after=REGIMES[after],
-                    t_est=seconds,
-                )
+                where = case.labels, self.chips[chip].name, at, name, size
+                yield LimiterChange(*where, REGIMES[before], REGIMES[after], seconds)
 
     def _changes(
         self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], low: int, high: int
@@ -264,19 +270,8 @@ class Sweep(Shown):
                 seconds = table["t_est"]
                 steep = _beyond_trend(seconds) > least
                 for place in np.flatnonzero(steep & (np.diff(every) == 1)):
-                    before, after = float(seconds[place]), float(seconds[place + 1])
-                    chip_name, here = self.chips[chip].name, int(every[place])
-                    cliffs.append(
-                        Cliff(
-                            labels=case.labels,
-                            chip=chip_name,
-                            at=at,
-                            name=name,
-                            size=here,
-                            before=before,
-                            after=after,
-                        )
-                    )
+                    where = case.labels, self.chips[chip].name, at, name, int(every[place])
+                    cliffs.append(Cliff(*where, float(seconds[place]), float(seconds[place + 1])))
         return sorted(cliffs, key=lambda cliff: -cliff.jump)
 
     def _along(

@@ -259,8 +259,11 @@ class _Factors:
         return scale
 
 
-def storage_sizes(graph: OpGraph) -> list[int]:
-    """Bytes by value id of an owner: a storage is as large as its largest view."""
+def storage_sizes(graph: OpGraph, unmade: Iterable[int] = ()) -> list[int]:
+    """Bytes by value id of an owner: a storage is as large as its largest view.
+
+    unmade: storages that never are in memory.
+    """
     sizes = [0] * len(graph.values)
     known: dict[tuple[Any, ...], int] = {}  # few sizes, many values
     for tensor in graph.values:
@@ -270,6 +273,8 @@ def storage_sizes(graph: OpGraph) -> list[int]:
             size = known[form] = tensor.nbytes
         if size > sizes[tensor.storage]:
             sizes[tensor.storage] = size
+    for storage in unmade:
+        sizes[storage] = 0
     return sizes
 
 

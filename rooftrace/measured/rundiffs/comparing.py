@@ -11,7 +11,7 @@ from rooftrace.hardware.units import format_time
 from rooftrace.measured.alignment import keys as alignment_keys
 from rooftrace.measured.rundiffs.kernelnames import kernel_key
 from rooftrace.measured.rundiffs.metrics import METRICS
-from rooftrace.measured.rundiffs.noise import noise_of
+from rooftrace.measured.rundiffs.noise import change_of
 from rooftrace.measured.rundiffs.rundiff import (
     NO_MODULE,
     GroupChange,
@@ -50,14 +50,9 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
 
 def _totals(before: MeasuredSide, after: MeasuredSide) -> dict[str, MeasuredChange]:
     """The figures that both sides have."""
+    how = before.middle, after.middle
     return {
-        name: MeasuredChange(
-            before=middle_of(before.figures[name], before.middle),
-            after=middle_of(after.figures[name], after.middle),
-            noise=noise_of(
-                before.figures[name], after.figures[name], (before.middle, after.middle)
-            ),
-        )
+        name: change_of(before.figures[name], after.figures[name], how)
         for name in METRICS
         if name in before.figures and name in after.figures
     }
@@ -78,11 +73,7 @@ def _time(pairs: Sequence[KernelPair], steps: tuple[int, int]) -> MeasuredChange
         or [0.0] * steps[side]
         for side in (0, 1)
     )
-    return MeasuredChange(
-        before=middle_of(before, "mean"),
-        after=middle_of(after, "mean"),
-        noise=noise_of(before, after),
-    )
+    return change_of(before, after)
 
 
 def _count(pairs: Sequence[KernelPair]) -> MeasuredChange:

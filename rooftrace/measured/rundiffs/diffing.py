@@ -18,7 +18,7 @@ from rooftrace.measured.fused import is_compiled
 from rooftrace.measured.pairing import Graphs, MeasuredRequestError, matching, read_measured
 from rooftrace.measured.rundiffs.comparing import compare_sides
 from rooftrace.measured.rundiffs.kernelnames import family_of_kernel, family_of_op
-from rooftrace.measured.rundiffs.noise import noise_of
+from rooftrace.measured.rundiffs.noise import change_of
 from rooftrace.measured.rundiffs.predicting import chip_for, with_prediction
 from rooftrace.measured.rundiffs.rundiff import MeasuredChange, RunDiff, StepDiff
 from rooftrace.measured.rundiffs.sides import (
@@ -204,11 +204,7 @@ def _operations(before: Run, after: Run) -> Mapping[str, MeasuredChange]:
     """Seconds of the operations alone that both runs have, by key."""
     other = {row.key: row for row in after.micro}
     return {
-        row.key: MeasuredChange(
-            before=row.median,
-            after=other[row.key].median,
-            noise=noise_of(row.seconds, other[row.key].seconds, ("median", "median")),
-        )
+        row.key: change_of(row.seconds, other[row.key].seconds, ("median", "median"))
         for row in before.micro
         if row.key in other
     }

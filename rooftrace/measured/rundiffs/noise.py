@@ -6,10 +6,24 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from rooftrace.measured.rundiffs.rundiff import MeasuredChange
+from rooftrace.measured.rundiffs.sides import middle_of
+
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantile 97.5 % of Student's t for 1 to 10 degrees of freedom."""
 _MEDIAN = math.sqrt(math.pi / 2)
 """The standard error of a median over that of a mean, for normal values."""
+
+
+def change_of(
+    before: Sequence[float], after: Sequence[float], how: tuple[str, str] = ("mean", "mean")
+) -> MeasuredChange:
+    """A figure of the measured steps before and after; how: mean or median of each."""
+    return MeasuredChange(
+        before=middle_of(before, how[0]),
+        after=middle_of(after, how[1]),
+        noise=noise_of(before, after, how),
+    )
 
 
 def standard_error(values: Sequence[float], how: str = "mean") -> float | None:

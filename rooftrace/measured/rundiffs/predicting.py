@@ -40,15 +40,8 @@ def with_prediction(step: StepDiff, before: Estimate, after: Estimate, by_path: 
         for name in ("time", busy, "kernels", "memory")
         if name in step.totals
     }
-    same = before.chip.name == after.chip.name and before.execution == after.execution
-    phase = after.phase
-    prediction = Prediction(
-        chips=(before.chip.name, after.chip.name),
-        executions=(before.execution.name, after.execution.name),
-        expected=before.expected and after.expected,
-        totals=totals,
-        diff=diff_estimates({phase: before}, {phase: after}) if same else None,
-    )
+    diff = diff_estimates({after.phase: before}, {after.phase: after})
+    prediction = Prediction(diff=diff, totals=totals)
     step = replace(
         step,
         modules=_beside(step.modules, both, _patterns, "(root)") if by_path else step.modules,

@@ -15,7 +15,6 @@ from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.limits import Limited
 
-SCHEMA = "rooftrace.rundiff/1"
 _UNITS = {"second": "s", "byte": "byte", "count": "launches"}
 """Units of metrics, as JSON names them."""
 NO_MODULE = "(no module)"
@@ -87,19 +86,11 @@ class GroupChange(Plain):
 class Prediction(Plain):
     """What was predicted for a step, before and after."""
 
-    chips: tuple[str, str]
-    executions: tuple[str, str]
-    expected: bool  # whether times are expected ones, by knobs; else bounds
+    diff: Diff  # of its cost
     totals: Mapping[str, MeasuredChange]  # by name in METRICS, those that can be predicted
-    diff: Diff | None = None  # the cost of the two, where both are on one chip
     notes: tuple[str, ...] = ()  # where prediction and measurement disagree
 
-    KEYS = "chips executions time_is totals notes"
-
-    @property
-    def time_is(self) -> str:
-        """What its seconds are: "expected", by knobs, or a "bound"."""
-        return "expected" if self.expected else "bound"
+    KEYS = "chips=diff.chips executions=diff.executions time_is=diff.time_is totals notes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +148,7 @@ class RunDiff(Plain, Shown, Limited):
     METRICS = METRICS
     COMPARED = "measured runs"
     EXAMPLE = "idle>1 ms"
-    schema = SCHEMA
+    schema = "rooftrace.rundiff/1"
     KEYS = (
         "schema before=names.0 after=names.1 kinds metrics=_metrics only_before only_after steps "
         "operations"

@@ -65,6 +65,11 @@ def totals(
     return view.Table(columns=columns, rows=rows, padded=False)
 
 
+def times(path: str, count: int) -> str:
+    """ "layers.*.mlp x4": a module, or how many there are of a pattern."""
+    return f"{path or '(root)'} x{count}" if count > 1 else path or "(root)"
+
+
 def cut(columns: Sequence[view.Column], rows: Sequence[Any], most: int) -> list[view.Part]:
     """A table that a page has whole, and of which a screen has the first rows."""
     return [

@@ -123,7 +123,7 @@ def _section(
 
 def _renamed(result: CheckpointDiff) -> list[dict[str, Any]]:
     """Renamed tensors; those that were renamed alike stand in one row, with the largest drift."""
-    groups: dict[tuple[str, str, str], list[TensorDiff]] = {}
+    groups: dict[tuple[str, str, str | None], list[TensorDiff]] = {}
     for tensor in result.tensors:
         if tensor.renamed_from:
             patterns = pattern_of(tensor.renamed_from), pattern_of(tensor.name)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import format_flops
+from rooftrace.reporting.text.changed import times
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.findings.counters import Comparison, Difference
+    from rooftrace.costmodels.findings.counters import Comparison
 
 SHOWN = 12
 _UNEXPLAINED = "not explained"
@@ -102,7 +103,7 @@ def _counter(comparison: Comparison) -> list[Any]:
         parts.append(view.Note(f"    {line}", "faint", on="screen"))
     rows = [
         {
-            "module": _label(d),
+            "module": times(d.module, d.instances),
             "ours": counts(d.ours),
             "theirs": counts(d.theirs),
             "gap": signed(d.delta),
@@ -124,8 +125,3 @@ def _counter(comparison: Comparison) -> list[Any]:
         more = f"    ... and {len(rows) - SHOWN} more (--format json has all)"
         parts.append(view.Note(more, "faint", on="screen"))
     return parts
-
-
-def _label(d: Difference) -> str:
-    path = d.module or "(root)"
-    return f"{path} x{d.instances}" if d.instances > 1 else path

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rooftrace.reporting.text.changed import cut, delta, left_out, said, totals
-from rooftrace.reporting.text.origins import origin_notes
+from rooftrace.reporting.text.changed import cut, delta, labelled, left_out, said, times, totals
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.findings.diffs import Diff, changes
     from rooftrace.costmodels.memory import Held
+    from rooftrace.tracer.revisions.origins import DiffOrigins
 
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
 _ROWS: tuple[view.Column, ...] = (
@@ -36,7 +37,9 @@ _HELD: tuple[view.Column, ...] = (
 _MODULES: tuple[view.Column, ...] = (
     view.Column("status", units.TEXT, "", on="page"),
     view.Column("sign", units.TEXT, "", on="screen", of=lambda row: view.Cell(*_SIGNS[row.status])),
-    view.Column("module", units.CODE, "module", folded=True, of=lambda row: _label(row)),
+    view.Column(
+        "module", units.CODE, "module", folded=True, of=lambda row: times(row.path, row.count)
+    ),
     delta("time", units.SECOND, "expected time"),
     delta("bytes", units.BYTE, "bytes"),
     delta("flops", units.FLOP, "FLOPs"),
@@ -73,11 +76,6 @@ def held_what(held: Held) -> str:
     name = held.name.rpartition(".")[2]
     made = f"{words.op_name(held.op)}, {held.part}" if held.op else ""
     return (name or made or held.role) + (", saved for backward" if held.saved else "")
-
-
-def _label(module: changes.ModuleChange) -> str:
-    path = module.path or "(root)"
-    return f"{path} x{module.count}" if module.count > 1 else path
 
 
 def unchanged_words(result: Diff) -> str:
@@ -191,11 +189,34 @@ def _assumed(text: str) -> str:
 
 
 def _one_sided(result: Diff) -> list[str]:
-    lines = []
-    for phases, name in (
-        (result.only_before, result.names[0]),
-        (result.only_after, result.names[1]),
-    ):
-        if phases:
-            lines.append(f"only {name} has {', '.join(phases)}: not compared")
-    return lines
+    sides = zip(result.names, (result.only_before, result.only_after), strict=True)
+    return [f"only {name} has {', '.join(own)}: not compared" for name, own in sides if own]
+
+
+# -- origins ---------------------------------------------------------------------------------------
+# Where the sides of a diff come from, in words: revisions, versions, commits, a bisection.
+
+
+def origin_notes(origins: DiffOrigins | None) -> list[view.Note]:
+    """A line for each thing that a reader of a diff has to know of its sides."""
+    if origins is None:
+        return []
+    notes: list[view.Note] = []
+    say = partial(labelled, width=9)
+    sides = (("before", origins.before), ("after", origins.after))
+    for which, side in sides:
+        if str(side):
+            notes += say(which, str(side))
+    if origins.versions():
+        notes += say("versions", ", ".join(origins.versions()), "warn")
+    for which, side in sides:
+        for text in side.notes:
+            notes += say(which, text, "warn")
+    if origins.bisection is not None:
+        for text in origins.bisection.sentences():
+            notes += say("bisect", text)
+    for line in origins.lines:
+        notes += say(line.phase, str(line))
+    if not origins.lines and origins.touched():
+        notes += say("commits", origins.touched())
+    return notes

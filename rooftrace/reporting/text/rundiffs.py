@@ -62,7 +62,9 @@ _SIGNED = units.signed(units.SECOND)
 _ROWS = (
     view.Column("status", units.TEXT, "", of=lambda row: view.Cell(*_SIGNS[row.status])),
     view.Column("what", units.TEXT, "call and kernel", folded=True, of=lambda row: _what(row)),
-    view.Column("module", units.CODE, "module", flexible=True, of=lambda row: _module(row)),
+    view.Column(
+        "module", units.CODE, "module", flexible=True, of=lambda row: row.module or MISSING
+    ),
     view.Column("launches", units.WORDS, "launches", of=lambda row: _launches(row)),
     view.Column("before", units.SECOND, "before", drop=1, of=lambda row: row.time.before),
     view.Column("after", units.SECOND, "after", drop=1, of=lambda row: row.time.after),
@@ -232,10 +234,6 @@ def _few(sizes: str) -> str:
     return sizes if len(tensors) <= 2 else f"{'] '.join(tensors[:2])}] …"
 
 
-def _module(row: rundiff.KernelChange) -> str:
-    return row.module or MISSING
-
-
 def _launches(row: rundiff.KernelChange) -> str:
     return arrow(f"{row.count.before:.3g}", f"{row.count.after:.3g}")
 
@@ -265,9 +263,9 @@ def _groups(step: rundiff.StepDiff, what: str) -> list[view.Part]:
 def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
     lines: list[str] = []
     if step.prediction is not None:
-        chips = " and ".join(dict.fromkeys(step.prediction.chips))
-        models = " and ".join(dict.fromkeys(step.prediction.executions))
-        kind = "" if step.prediction.expected else ", as bounds"
+        chips = " and ".join(dict.fromkeys(step.prediction.diff.chips))
+        models = " and ".join(dict.fromkeys(step.prediction.diff.executions))
+        kind = "" if step.prediction.diff.expected else ", as bounds"
         lines.append(f"predicted for {chips}, {models}{kind}")
     if step.totals["time"].noise is not None:
         before, after = step.steps

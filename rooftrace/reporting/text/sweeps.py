@@ -123,10 +123,9 @@ def _crossings(result: Sweep) -> Iterator[view.Note]:
         name = result.names[0]
         yield view.Note(f"no change along {name}: limited by {' or '.join(regimes)}", bullet=1)
     for crossing in changes[:_CROSSINGS]:
-        at = _at(crossing.labels, crossing.chip, crossing.at, result)
         yield view.Note(
             f"{crossing.name} {crossing.size:,}: {crossing.before} -> {crossing.after}, "
-            f"{format_time(crossing.t_est)}; {at}",
+            f"{format_time(crossing.t_est)}; {crossing.where(result.cases)}",
             bullet=1,
         )
     if len(changes) > _CROSSINGS:
@@ -138,23 +137,14 @@ def _crossings(result: Sweep) -> Iterator[view.Note]:
 def _cliffs(result: Sweep) -> Iterator[view.Note]:
     cliffs = result.cliffs()
     for cliff in cliffs[:_CLIFFS]:
-        at = _at(cliff.labels, cliff.chip, cliff.at, result)
         yield view.Note(
             f"{cliff.name} {cliff.size:,} -> {cliff.size + 1:,}: {cliff.jump:+.1%}, "
-            f"{format_time(cliff.before)} -> {format_time(cliff.after)}; {at}",
+            f"{format_time(cliff.before)} -> {format_time(cliff.after)}; "
+            f"{cliff.where(result.cases)}",
             bullet=1,
         )
     if len(cliffs) > _CLIFFS:
         yield view.Note(f"and {len(cliffs) - _CLIFFS:,} more, in cliffs()", "faint", bullet=1)
-
-
-def _at(labels: Mapping[str, Any], chip: str, at: Mapping[str, int], result: Sweep) -> str:
-    several = [
-        name for name in labels if len({str(case.labels.get(name)) for case in result.cases}) > 1
-    ]
-    words = [str(labels[name]) for name in several]
-    words += [f"{name} {size:,}" for name, size in at.items()]
-    return ", ".join([*words, chip])
 
 
 def _proven(result: Sweep) -> Iterator[view.Note]:

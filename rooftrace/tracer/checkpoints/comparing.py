@@ -73,7 +73,9 @@ def _tensors(first: Checkpoint, second: Checkpoint) -> Iterator[TensorDiff]:
             yield TensorDiff(name=name, status="removed", before=_alone(tensor), after=None)
 
 
-def _compared(before: Stored, after: Stored, old: str = "", by: str = "") -> TensorDiff:
+def _compared(
+    before: Stored, after: Stored, old: str | None = None, by: str | None = None
+) -> TensorDiff:
     drift, looks, note = _drift(before, after)
     if before.shape != after.shape:
         status = "shape"

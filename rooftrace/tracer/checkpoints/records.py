@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rooftrace._plain import Plain, plain_record
+from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
 from rooftrace.tracer.changes import Change, relative
@@ -70,8 +69,8 @@ class TensorDiff(Plain):
     status: str  # of STATUSES
     before: TensorLook | None  # None: it was added
     after: TensorLook | None  # None: it was removed
-    renamed_from: str = ""  # its name before, where that was another
-    renamed_by: str = ""  # how that is known: "bytes", or "shape and name", which is a guess
+    renamed_from: str | None = None  # its name before, where that was another
+    renamed_by: str | None = None  # how that is known: by "bytes", or guessed by "shape and name"
     drift: Drift | None = None  # None: its values cannot be compared
     note: str = ""  # why not
 
@@ -87,11 +86,6 @@ class TensorDiff(Plain):
         """Values that are NaN or infinite, before and after."""
         sides = [0 if look is None else look.nans + look.infs for look in (self.before, self.after)]
         return sides[0], sides[1]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        renamed = {"renamed_from": self.renamed_from or None, "renamed_by": self.renamed_by or None}
-        return {**plain_record(self), **renamed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain, plain_record
@@ -109,27 +109,23 @@ class Comparison(Plain):
 def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
     """Our count of `graph` beside what `peer` counted of the same step (without its optimizer)."""
     ours, again, vector = _ours(plan(graph, AS_CALLED))
-    matrix = ours.total()
-    if peer.error:
-        return Comparison(
-            peer=peer.peer,
-            version=peer.version,
-            phase=graph.phase,
-            device="",
-            flops_matrix=matrix,
-            flops_vector=vector,
-            error=peer.error,
-        )
-    theirs: _Counts = Counter(
-        {key: flop for key, flop in peer.flops.items() if not any(w in key[1] for w in _VECTOR)}
-    )
-    return Comparison(
+    made = Comparison(
         peer=peer.peer,
         version=peer.version,
         phase=graph.phase,
-        device=peer.device,
-        flops_matrix=matrix,
+        device="",
+        flops_matrix=ours.total(),
         flops_vector=vector,
+        error=peer.error,
+    )
+    if peer.error:
+        return made
+    theirs: _Counts = Counter(
+        {key: flop for key, flop in peer.flops.items() if not any(w in key[1] for w in _VECTOR)}
+    )
+    return replace(
+        made,
+        device=peer.device,
         peer_matrix=theirs.total(),
         peer_vector=peer.total - theirs.total(),
         peer_unit="FLOP" if peer.scale == 1 else "MAC",

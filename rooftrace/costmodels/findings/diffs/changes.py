@@ -177,13 +177,6 @@ class Diff(Plain, Shown, Limited):
         return arrow(*self.executions)
 
     @property
-    def first(self) -> tuple[PhaseDiff, DiffRow] | None:
-        """The row that changes most of any phase's time, and its phase; None without rows."""
-        rows = [(phase, row) for phase in self.phases for row in phase.rows[:1]]
-        share = [abs(row.time.delta) / (phase.totals["time"].before or 1) for phase, row in rows]
-        return rows[share.index(max(share))] if rows else None
-
-    @property
     def unchanged(self) -> bool:
         """True where no phase, no total and no module differs."""
         return (

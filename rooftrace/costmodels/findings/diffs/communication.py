@@ -70,8 +70,8 @@ def _ranks(places: Sequence[int]) -> str:
 
 def hidden(estimate: Estimate) -> float:
     """Seconds of exchanges that run while the main stream computes."""
-    together = sum(exchange.calls * exchange.seconds for exchange in estimate.exchanges)
-    return together - sum(exchange.exposed for exchange in estimate.exchanges)
+    totals = network_totals(estimate)
+    return totals["communication"] - totals["exposed"]
 
 
 def network_totals(estimate: Estimate) -> dict[str, float]:

@@ -30,7 +30,7 @@ from rooftrace.costmodels.findings.diffs.clusters import (
 )
 from rooftrace.costmodels.findings.diffs.communication import hidden, mesh_words, network_totals
 from rooftrace.costmodels.findings.diffs.edits import Edit, edits_of, op_of
-from rooftrace.costmodels.findings.diffs.modules import Whereabouts, module_changes
+from rooftrace.costmodels.findings.diffs.modules import module_changes
 from rooftrace.costmodels.findings.diffs.sides import Side, Sides
 from rooftrace.costmodels.memory import Held, Memory
 from rooftrace.tracer.changes import Change
@@ -108,15 +108,15 @@ def _phase(
     if before.exchanges or after.exchanges:
         first, second = first | network_totals(before), second | network_totals(after)
     sides = Sides(before, after)
-    places, edits = Whereabouts(sides), edits_of(sides)
-    rows = diff_rows(sides, places, edits, Sides(*eager) if eager else None)
-    held = held_changes(before.memory, after.memory, places.renamed)
+    edits = edits_of(sides)
+    rows = diff_rows(sides, edits, Sides(*eager) if eager else None)
+    held = held_changes(before.memory, after.memory, sides.renamed)
     return changes.PhaseDiff(
         phase=before.phase,
         totals={name: Change(first[name], second[name]) for name in first},
         # Without rows, whatever differs module by module is the same work in another place, and
         # with equal peaks whatever is held is the same under other names.
-        modules=module_changes(sides, places, edits) if rows else (),
+        modules=module_changes(sides, edits) if rows else (),
         rows=rows,
         held=held if rows or first["memory"] != second["memory"] else (),
         assumed=_assumed(before.graph, after.graph),
@@ -196,7 +196,7 @@ _COUNT = re.compile(r" x\d+")
 
 
 def diff_rows(
-    sides: Sides, places: Whereabouts, edits: Sequence[Edit], eager: Sides | None
+    sides: Sides, edits: Sequence[Edit], eager: Sides | None
 ) -> tuple[changes.DiffRow, ...]:
     """The rows of a phase, the largest change of time first; waiting for the host comes last.
 
@@ -205,9 +205,9 @@ def diff_rows(
     """
     clusters = _folded(sides, clusters_of(sides, edits))
     if eager is None:
-        rows = [_row(sides, places, cluster, sides, cluster.edits) for cluster in clusters]
+        rows = [_row(sides, cluster, sides, cluster.edits) for cluster in clusters]
     else:
-        rows = _with_eager(sides, places, clusters, eager)
+        rows = _with_eager(sides, clusters, eager)
     rows.sort(key=_first)
     meshes = mesh_words(sides.before.graph.mesh, sides.after.graph.mesh)
     if rows and (shared := [*filter(None, [meshes]), *tied(sides)]):
@@ -294,16 +294,14 @@ def _is_optimizer(sides: Sides, cluster: Cluster) -> bool:
 # -- one row ---------------------------------------------------------------------------------------
 
 
-def _row(
-    sides: Sides, places: Whereabouts, cluster: Cluster, code: Sides, edits: Sequence[Edit]
-) -> changes.DiffRow:
-    """The row of a cluster; places, code and edits are of the step as the code runs it."""
+def _row(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit]) -> changes.DiffRow:
+    """The row of a cluster; code and edits are of the step as the code runs it."""
     first = by_weight(code, leading(code, edits))
     if layers := layers_of(code, first):
         modules: Mapping[str, int] = {each.pattern: len(each.alone) for each in layers}
         before, after = (code[n].graph.calls.get(layers[0].pattern) for n in range(2))
     else:
-        modules = _modules(code, places, first) if first else _modules_of_rows(sides, cluster)
+        modules = _modules(code, first) if first else _modules_of_rows(sides, cluster)
         before, after = _lines(code, first)
     return changes.DiffRow(
         cause=cause_of(sides, cluster, code, edits),
@@ -315,13 +313,13 @@ def _row(
     )
 
 
-def _modules(sides: Sides, places: Whereabouts, edits: Sequence[Edit]) -> Mapping[str, int]:
+def _modules(sides: Sides, edits: Sequence[Edit]) -> Mapping[str, int]:
     """The modules that edits are in by their pattern, and how many there are of each."""
     paths: dict[str, dict[str, None]] = defaultdict(dict)
     for edit in edits:
         number = int(edit.after is not None)
         op = op_of(sides, edit)
-        for path in places.left(number, op, edit.times):
+        for path in sides.left(number, op, edit.times):
             paths[pattern_of(path)][path] = None
     # A lone module keeps its index.
     return {
@@ -372,9 +370,7 @@ def _beside(sides: Sides, number: int, line: str) -> str | None:
 # -- beside eager mode; the host -------------------------------------------------------------------
 
 
-def _with_eager(
-    sides: Sides, places: Whereabouts, clusters: Sequence[Cluster], eager: Sides
-) -> list[changes.DiffRow]:
+def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list[changes.DiffRow]:
     """A row for each cluster with the time that the same change takes in eager mode.
 
     A change that only eager mode pays for has a row of its own.
@@ -383,13 +379,12 @@ def _with_eager(
     for number, cluster in enumerate(clusters):
         for place in _sites(sides, cluster):
             owners.setdefault(place, number)
-    called = Whereabouts(eager)
     beside: dict[int, Cluster] = {}
     rows = []
     for cluster in _folded(eager, clusters_of(eager, edits_of(eager))):
         owner = next((owners[p] for p in _sites(eager, cluster) if p in owners), None)
         if owner is None:
-            row = _row(eager, called, cluster, eager, cluster.edits)
+            row = _row(eager, cluster, eager, cluster.edits)
             none = changes.NONE
             rows.append(
                 replace(row, eager=row.time, time=none, bytes=none, flops=none, kernels=none)
@@ -398,10 +393,8 @@ def _with_eager(
             beside[owner] = _one(beside[owner], cluster) if owner in beside else cluster
     for number, cluster in enumerate(clusters):
         other = beside.get(number, Cluster((), (), ()))
-        if other.edits:
-            row = _row(sides, called, cluster, eager, other.edits)
-        else:
-            row = _row(sides, places, cluster, sides, cluster.edits)
+        code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
+        row = _row(sides, cluster, code, edits)
         time = eager.costs(other.before, other.after)["time"]
         is_free = abs(row.time.delta) <= ROUNDING * row.time.before and not row.kernels.delta
         fused = "; fused away" if is_free and time.delta else ""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 from rooftrace.costmodels.findings.diffs import changes
 from rooftrace.costmodels.findings.diffs.clusters import ROUNDING
 from rooftrace.costmodels.findings.diffs.edits import Edit
-from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.costmodels.findings.diffs.sides import Sides
 from rooftrace.tracer.changes import Change
 from rooftrace.tracer.changes.aligning import union
-from rooftrace.tracer.graph import Op
 from rooftrace.tracer.paths import pattern_of
 
 
@@ -26,68 +25,11 @@ class _Sums:
     ops: Counter[str] = field(default_factory=Counter)
 
 
-class Whereabouts:
-    """Where the ops of either side run, all as paths of the second side.
-
-    A matched op of the first side is where its partner is, another one where most of the matched
-    ops of its module are.
-    """
-
-    def __init__(self, sides: Sides) -> None:
-        self.sides = sides
-
-    @cached_property
-    def renamed(self) -> Mapping[str, str]:
-        """Pattern of a module's path in the second graph, by that in the first where it differs."""
-        votes: dict[str, Counter[str]] = defaultdict(Counter)
-        graphs = self.sides.before.graph, self.sides.after.graph
-        for pair in self.sides.matching.pairs:
-            old, new = graphs[0].ops[pair.before].module, graphs[1].ops[pair.after].module
-            votes[pattern_of(old)][pattern_of(new)] += pair.times
-        first = {old: counts.most_common(1)[0][0] for old, counts in votes.items()}
-        return {old: new for old, new in first.items() if old != new and old}
-
-    def of(self, number: int, op: Op) -> tuple[str, ...]:
-        """The modules in which an op runs, as often in each."""
-        side = self.sides[number]
-        paths = side.paths(op)
-        if number:
-            return paths
-        partner = self.sides.partners[0].get(op.id)
-        if partner is not None:
-            other = self.sides.after.graph.ops[partner]
-            if pattern_of(other.module) != pattern_of(op.module):
-                return self.sides.after.paths(other)
-            return paths
-        return tuple(dict.fromkeys(map(self._renamed, paths)))
-
-    def _renamed(self, path: str) -> str:
-        """The path of a module of the first side in the second one."""
-        new = self.renamed.get(pattern_of(path))
-        if new is None or path in self.sides.after.graph.modules:
-            return path
-        numbers = iter([part for part in path.split(".") if part.isdigit()])
-        return ".".join(next(numbers, "*") if part == "*" else part for part in new.split("."))
-
-    def left(self, number: int, op: Op, times: int) -> tuple[str, ...]:
-        """The modules of those runs of an op that have no partner: new paths, else the last."""
-        paths = self.of(number, op)
-        each = max(1, self.sides[number].graph.times(op) // len(paths))
-        count = max(1, -(-times // each))
-        if count >= len(paths):
-            return paths
-        there = self.sides[1 - number].graph.modules
-        alone = [path for path in paths if path not in there]
-        return tuple(alone[:count]) if len(alone) >= count else paths[-count:]
-
-
-def module_changes(
-    sides: Sides, places: Whereabouts, edits: Sequence[Edit]
-) -> tuple[changes.ModuleChange, ...]:
+def module_changes(sides: Sides, edits: Sequence[Edit]) -> tuple[changes.ModuleChange, ...]:
     """Modules whose ops or costs differ, the largest change of time first."""
-    sums = [_sums(sides[number], number, places) for number in range(2)]
+    sums = [_sums(sides, number) for number in range(2)]
     op_changes: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for path, kind, name, times in _op_changes(sides, places, edits):
+    for path, kind, name, times in _op_changes(sides, edits):
         op_changes[path][kind][name] += times
     single = []
     rounding = ROUNDING * max(sum(each.time for each in side.values()) for side in sums)
@@ -117,12 +59,12 @@ def module_changes(
     )
 
 
-def _sums(side: Side, number: int, places: Whereabouts) -> dict[str, _Sums]:
+def _sums(sides: Sides, number: int) -> dict[str, _Sums]:
     """FLOPs by the op's own module; bytes and time by the module that leads the kernel."""
     sums: dict[str, _Sums] = defaultdict(_Sums)
-    graph = side.graph
+    side, graph = sides[number], sides[number].graph
     for op in graph.kernels():
-        paths = places.of(number, op)
+        paths = sides.modules(number, op)
         flops = side.cost(op.id).flops()
         for path in paths:
             sums[path].ops[op.name] += 1
@@ -130,17 +72,15 @@ def _sums(side: Side, number: int, places: Whereabouts) -> dict[str, _Sums]:
     for row in side.estimate.rows:
         lead = next((op for op in row.ops if graph.ops[op].module == row.module), row.ops[0])
         paths = row.modules
-        if not number and places.of(0, graph.ops[lead]) != side.paths(graph.ops[lead]):
-            paths = places.of(0, graph.ops[lead])
+        if not number and sides.modules(0, graph.ops[lead]) != side.paths(graph.ops[lead]):
+            paths = sides.modules(0, graph.ops[lead])
         for path in paths:
             sums[path].bytes += row.bytes / len(paths)
             sums[path].time += row.timing.t_device / len(paths)
     return sums
 
 
-def _op_changes(
-    sides: Sides, places: Whereabouts, edits: Sequence[Edit]
-) -> Iterator[tuple[str, str, str, int]]:
+def _op_changes(sides: Sides, edits: Sequence[Edit]) -> Iterator[tuple[str, str, str, int]]:
     """Module, kind of change, name of the op, and how many there are in one module."""
     for edit in edits:
         for number, op_id in edit.ops:
@@ -149,10 +89,10 @@ def _op_changes(
             op = sides[number].graph.ops[op_id]
             kind = ("removed", "added")[number]
             if edit.is_pair:
-                for path in places.of(number, op):
+                for path in sides.modules(number, op):
                     yield path, "resized", op.name, 1
             else:
-                paths = places.left(number, op, edit.times)
+                paths = sides.left(number, op, edit.times)
                 for path in paths:
                     yield path, kind, op.name, max(1, edit.times // len(paths))
 

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.findings.diffs.anchors import Anchor, Anchors
 from rooftrace.costmodels.findings.diffs.flow import Flow, Read, in_any_order
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import engines
@@ -166,6 +165,53 @@ class Sides:
         return first, second
 
     @cached_property
+    def renamed(self) -> Mapping[str, str]:
+        """Pattern of a module's path in the second graph, by that in the first where it differs."""
+        votes: dict[str, Counter[str]] = defaultdict(Counter)
+        graphs = self.before.graph, self.after.graph
+        for pair in self.matching.pairs:
+            old, new = graphs[0].ops[pair.before].module, graphs[1].ops[pair.after].module
+            votes[pattern_of(old)][pattern_of(new)] += pair.times
+        first = {old: counts.most_common(1)[0][0] for old, counts in votes.items()}
+        return {old: new for old, new in first.items() if old != new and old}
+
+    def modules(self, number: int, op: Op) -> tuple[str, ...]:
+        """The modules in which an op of either side runs, as often in each, by their paths in the
+        second side.
+
+        A matched op of the first side is where its partner is, another one where most of the
+        matched ops of its module are.
+        """
+        paths = self[number].paths(op)
+        if number:
+            return paths
+        partner = self.partners[0].get(op.id)
+        if partner is not None:
+            other = self.after.graph.ops[partner]
+            same = pattern_of(other.module) == pattern_of(op.module)
+            return paths if same else self.after.paths(other)
+        return tuple(dict.fromkeys(map(self._renamed, paths)))
+
+    def _renamed(self, path: str) -> str:
+        """The path of a module of the first side in the second one."""
+        new = self.renamed.get(pattern_of(path))
+        if new is None or path in self.after.graph.modules:
+            return path
+        numbers = iter([part for part in path.split(".") if part.isdigit()])
+        return ".".join(next(numbers, "*") if part == "*" else part for part in new.split("."))
+
+    def left(self, number: int, op: Op, times: int) -> tuple[str, ...]:
+        """The modules of those runs of an op that have no partner: new paths, else the last."""
+        paths = self.modules(number, op)
+        each = max(1, self[number].graph.times(op) // len(paths))
+        count = max(1, -(-times // each))
+        if count >= len(paths):
+            return paths
+        there = self[1 - number].graph.modules
+        alone = [path for path in paths if path not in there]
+        return tuple(alone[:count]) if len(alone) >= count else paths[-count:]
+
+    @cached_property
     def layer_counts(self) -> tuple[LayerCount, ...]:
         """Lists of equal modules that are longer on one side."""
         graphs = self.before.graph, self.after.graph
@@ -298,3 +344,53 @@ def _wider(
         key = (labels[number], tuple(inputs), readers)
         wider[number] = numbers.setdefault(key, len(numbers))
     return wider
+
+
+# -- anchors ---------------------------------------------------------------------------------------
+# What is fixed around a kernel without a partner: matched kernels, named tensors, results.
+
+
+Anchor = tuple[str, int | str]
+"""How a kernel is tied to something, and to what: the number of a kernel, or a name."""
+_DEPTH = 3
+"""Kernels without a partner that may stand between a kernel and its anchor."""
+
+
+class Anchors:
+    """The anchors of the kernels of a graph; left: runs without a partner, by kernel."""
+
+    def __init__(self, flow: Flow, left: Mapping[int, int]) -> None:
+        self.flow, self.left = flow, left
+
+    def around(self, op: int) -> set[Anchor]:
+        """Matched kernels (or named tensors) that it reads from, and that read from it."""
+        values = self.flow.graph.values
+        anchors: set[Anchor] = set()
+        for origin in self._reached(op, back=True):
+            if origin >= 0:
+                anchors.add(("reads", origin))
+            elif name := values[-1 - origin].name:
+                anchors.add(("named", name))
+        anchors |= {("read by", reader) for reader in self._reached(op, back=False)}
+        made = set(self.flow.graph.ops[op].outputs)
+        for position, value in enumerate(self.flow.graph.outputs):
+            if value in made or self.flow.origins[value] == op:
+                anchors.add(("result", str(position)))
+        return anchors
+
+    def _reached(self, op: int, back: bool) -> set[int]:
+        """The nearest kernels with a partner, or tensors from outside, in one direction."""
+        reached: set[int] = set()
+        front = [op]
+        for _ in range(_DEPTH + 1):
+            after: list[int] = []
+            for number in front:
+                near = (
+                    [read.origin for read in self.flow.reads[number]]
+                    if back
+                    else self.flow.readers.get(number, ())
+                )
+                after += [other for other in near if self.left.get(other)]
+                reached |= {other for other in near if not self.left.get(other)}
+            front = after
+        return reached
