@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import larger, smaller
 from rooftrace.costmodels.costs import Access
 from rooftrace.costmodels.liveness import Visits
 from rooftrace.costmodels.planning import Plan
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.float64]]
+    from rooftrace._amounts import Array
 
 
 def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:
@@ -46,8 +46,7 @@ def warm_accesses(
     walk.both(cold)
     return [
         {
-            access: sum(_held(size, min(distances), capacity) for size, *distances in parts)
-            / walk.visits[group]
+            access: sum(_held(capacity, *amounts) for amounts in parts) / walk.visits[group]
             for access, parts in walk.parts[group].items()
         }
         for group in range(len(planned.groups))
@@ -105,20 +104,20 @@ def warm_columns(
 
     told: from a vector of `warm_parts` to an array over points.
     """
-    import numpy as np
-
     held: Array | float = 0.0
     for part in parts:
-        size = told(part.size)
-        distance = np.minimum.reduce([told(vector) for vector in part.distances])
-        room = np.maximum(0.0, capacity - np.maximum(0.0, distance) - size)
-        held = held + part.weight * np.minimum(size, room)
+        amounts = map(told, (part.size, *part.distances))
+        held = held + part.weight * _held(capacity, *amounts)
     return held
 
 
-def _held(size: float, distance: float, capacity: float) -> float:
-    """Bytes of `size` that are still in the cache after `distance` bytes of other traffic."""
-    return min(size, max(0.0, capacity - max(0.0, distance) - size))
+def _held(capacity: float, size: Any, *distances: Any) -> Any:
+    """Bytes of `size` that are still in the cache after the least of these bytes of other traffic.
+
+    Numbers, or arrays over points.
+    """
+    room = larger(0.0, capacity - larger(0.0, reduce(smaller, distances)) - size)
+    return smaller(size, room)
 
 
 # -- two steps in a row ----------------------------------------------------------------------------

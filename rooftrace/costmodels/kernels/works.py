@@ -7,7 +7,7 @@ size.  What a kernel computes stands by key of `Cost.work`: works of one key are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -203,49 +203,3 @@ def kernel_bytes(
             )
         )
         yield kind, warm[number], moved
-
-
-def merged(works: Sequence[Works]) -> list[Works]:
-    """The works of one kernel that take time: those that differ in their count only are one."""
-    computed: list[Works] = []
-    for work in works:
-        if work.key.count not in COMPUTED or not np.any(work.flop):
-            continue
-        for place, other in enumerate(computed):
-            if other.key.count != work.key.count and _same_product(other, work):
-                computed[place] = replace(other, flop=other.flop + work.flop)
-                break
-        else:
-            computed.append(work)
-    return computed
-
-
-def _same_product(a: Works, b: Works) -> bool:
-    if a.shape is None or b.shape is None:
-        return False
-    keys = [(work.key.operation, work.key.precision, work.key.widths) for work in (a, b)]
-    pairs = zip(a.shape, b.shape, strict=True)
-    return keys[0] == keys[1] and all(np.array_equal(m, n) for m, n in pairs)
-
-
-def merged_attention(works: Sequence[Works]) -> list[Works]:
-    """The attention kernels of one kernel, each with the FLOP of all of its works."""
-    known: list[Works] = []
-    for work in works:
-        if work.attention is None or work.key.count not in COMPUTED or not np.any(work.flop):
-            continue
-        for place, other in enumerate(known):
-            if _same_sizes(other.attention or {}, work.attention):
-                known[place] = replace(work, flop=other.flop + work.flop)
-                break
-        else:
-            known.append(work)
-    return known
-
-
-def _same_sizes(sizes: Mapping[str, Amount], others: Mapping[str, Amount]) -> bool:
-    """Whether two attention kernels have equal sizes everywhere."""
-    if sizes is others:
-        return True
-    pairs = ((sizes.get(name, 0.0), others.get(name, 0.0)) for name in {*sizes, *others})
-    return all(a is b or bool(np.all(np.equal(a, b))) for a, b in pairs)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec import structs
 
-from rooftrace.costmodels.costs import AttentionSizes, Work
-from rooftrace.costmodels.kernels.works import KernelAmounts, Works, merged, merged_attention
+from rooftrace.costmodels.costs import COMPUTED, AttentionSizes, Work
+from rooftrace.costmodels.kernels.works import KernelAmounts, Works
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers
 from rooftrace.costmodels.planforms.points import Array, Points
@@ -97,6 +97,13 @@ class WorkForm:
     sizes: tuple[Amount | None, ...]
     attention: tuple[Amount, ...]
 
+    def named(self, attention: bool) -> dict[str, Amount]:
+        """The sizes that are known, by name: those of attention, or of the product."""
+        if attention:
+            return dict(zip(AttentionSizes.__struct_fields__, self.attention, strict=True))
+        pairs = zip(("rows", "columns", "inner"), self.sizes, strict=True)
+        return {name: size for name, size in pairs if size is not None}
+
     @property
     def product(self) -> tuple[Formula, ...]:
         """M, N and K; none where they are not all known as formulas."""
@@ -158,9 +165,9 @@ class KernelRows:
             numbers = amount.over(columns).astype(float)
             return float(numbers[0]) if len(numbers) == 1 else numbers
 
-        works = _works_of(kernel, where, told)
-        self._works += merged(works)
-        self._attention += merged_attention(works)
+        self._works += _works_of(_together(kernel.works, _product), where, told)
+        attention = _together((w for w in kernel.works if w.attention), lambda w: w.attention)
+        self._attention += _works_of(attention, where, told, attention=True)
         bytes_ = [(item.access, told(item)) for item in kernel.traffic]
         hbm = [(access, amount) for access, amount in bytes_ if access.wire == "hbm"]
         last = numbers.kind.endswith(LAST)
@@ -201,28 +208,44 @@ def _exchange_of(kernel: KernelForm, told: Callable[[Amount], Any]) -> KernelExc
     nbytes, *others = map(told, kernel.exchanged)
     experts = exchange.experts
     if experts is not None:
-        experts = msgspec.structs.replace(experts, nbytes=others[0], rows=others[1])
+        experts = structs.replace(experts, nbytes=others[0], rows=others[1])
     return replace(exchange, nbytes=nbytes, experts=experts)
 
 
-def _works_of(kernel: KernelForm, where: slice, told: Callable[[Amount], Any]) -> list[Works]:
-    works = []
-    attention: dict[Any, Any] = {}
-    for work in kernel.works:
-        rows, columns, inner = (None if size is None else told(size) for size in work.sizes)
-        sizes = work.attention
-        if sizes and sizes not in attention:
-            names = AttentionSizes.__struct_fields__
-            attention[sizes] = {n: told(size) for n, size in zip(names, sizes, strict=True)}
-        works.append(
-            Works(
-                key=work.key,
-                row=where,
-                flop=told(work.flop),
-                rows=rows,
-                columns=columns,
-                inner=inner,
-                attention=attention.get(sizes),
-            )
-        )
-    return works
+def _product(work: WorkForm) -> Hashable:
+    """Equal for works that are one product, whatever they count as."""
+    key = work.key if None in work.sizes else structs.replace(work.key, count="useful")
+    return key, work.sizes, work.attention
+
+
+def _together(
+    works: Iterable[WorkForm], alike: Callable[[WorkForm], Hashable]
+) -> Iterator[tuple[WorkForm, list[Amount]]]:
+    """The last of those works that take time and are alike, with the FLOP of all of them."""
+    groups: dict[Hashable, list[WorkForm]] = {}
+    for work in works:
+        if work.key.count in COMPUTED:
+            groups.setdefault(alike(work), []).append(work)
+    for members in groups.values():
+        yield members[-1], [work.flop for work in members]
+
+
+def _works_of(
+    works: Iterable[tuple[WorkForm, list[Amount]]],
+    where: slice,
+    told: Callable[[Amount], Any],
+    *,
+    attention: bool = False,
+) -> Iterator[Works]:
+    """Works as arrays over rows, without those of no FLOP.
+
+    attention: whether the sizes of attention are asked for, in place of M, N and K.
+    """
+    for work, flops in works:
+        flop = sum(map(told, flops))
+        if not np.any(flop):
+            continue
+        sizes: dict[str, Any] = {n: told(size) for n, size in work.named(attention).items()}
+        if attention:
+            sizes = {"attention": sizes}
+        yield Works(key=work.key, row=where, flop=flop, **sizes)

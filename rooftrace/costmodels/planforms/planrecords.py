@@ -10,12 +10,12 @@ from msgspec import Struct
 from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.estimating import rows
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing import steptimes, streams
 from rooftrace.costmodels.timing.exchanges import KernelExchange, exchanges_of
-from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.paths import pattern_of
 
@@ -42,9 +42,6 @@ class GroupNumbers(Struct, frozen=True):
     kind: str
     spread_kind: str
     module: str  # indices starred
-    family: str
-    part: str
-    known: bool
     times: int
     work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
@@ -69,10 +66,7 @@ class PlanNumbers(Struct, frozen=True):
     kv: int
     items: int
     copies_layouts: bool
-    lower_bound: bool
     streamed: bool  # whether it works on several streams, or with other processes
-    ops: int
-    ops_with_rule: int
 
 
 def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
@@ -95,10 +89,7 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         kv=memory.kv if memory else 0,
         items=int(graph.workload.get("items") or 1),
         copies_layouts=planned.copies_layouts,
-        lower_bound=bool(planned.source.unrecorded),
         streamed=streams.has_streams(planned),
-        ops=planned.coverage.ops,
-        ops_with_rule=planned.coverage.ops_with_rule,
     )
 
 
@@ -117,9 +108,6 @@ def _without_factors(execution: ExecutionModel) -> ExecutionModel:
     return replace(plain, weight_residency=residency, activation_fusion=1.0, elementwise=1.0)
 
 
-_NO_TIME = Timing(0.0, 0.0, 0.0, 0.0)
-
-
 def _group(
     planned: Plan,
     index: int,
@@ -128,17 +116,14 @@ def _group(
     exchange: KernelExchange | None,
 ) -> GroupNumbers:
     graph, group = planned.graph, planned.groups[index]
-    row = rows.row_of(planned, index, _NO_TIME)
+    modules = runs.kernel_modules(graph, group.ops, rows.lead_op(planned, group))
     kind = group_class(graph, group.ops, planned.lays_out(index), planned.op_costs)
     return GroupNumbers(
         ops=group.ops,
         name=group.name,
         kind=kind,
         spread_kind=steptimes.spread_kind(planned, index, kind),
-        module=pattern_of(row.module),
-        family=row.family,
-        part=row.part,
-        known=group.known,
+        module=pattern_of(modules[0]),
         times=group.times,
         work=tuple(cost.work.items()),
         traffic=tuple(

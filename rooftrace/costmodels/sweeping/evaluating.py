@@ -34,27 +34,23 @@ def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Con
     seconds that wait for other chips.  regime_share: of t_est, of the largest regime.  peak:
     FLOP/s of the engine with most matrix FLOPs.  Raises what `Form.plans` and `time_step` raise.
     """
-    count = len(points)
+    count, lines = len(points), len(chips)
     totals: Columns = {name: np.zeros(count, dtype=np.int64) for name in TOTALS}
-    times = [
-        {name: np.full(count, np.nan) for name in (*SECONDS, "t_exposed", "regime_share", "peak")}
-        | {"regime": np.zeros(count, dtype=np.int8)}
-        for _ in chips
-    ]
+    names = (*SECONDS, "t_exposed", "regime_share", "peak") if chips else ()
+    whole: Columns = {name: np.full((lines, count), np.nan) for name in names}
+    whole |= {"regime": np.zeros((lines, count), dtype=np.int8)} if chips else {}
+    times = [{name: column[line] for name, column in whole.items()} for line in range(lines)]
     for plan, places in form.plans(points, conditions):
         for start in range(0, len(places), _AT_ONCE):
             part = places[start : start + _AT_ONCE]
             _fill(plan, points.where(part), part, chips, totals, times)
-    lines = len(chips)
     table: Columns = {
         name: np.tile(column, lines)
         for name, column in zip(points.names, points.columns, strict=True)
     }
     table["chip"] = np.repeat(np.arange(lines, dtype=np.int16), count)
-    table |= {name: np.tile(column, lines) for name, column in totals.items()}
-    if times:
-        table |= {name: np.concatenate([t[name] for t in times]) for name in times[0]}
-    return table
+    table |= {name: np.tile(totals.pop(name), lines) for name in TOTALS}
+    return table | {name: column.ravel() for name, column in whole.items()}
 
 
 def _fill(
