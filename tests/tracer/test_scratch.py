@@ -17,6 +17,7 @@ import pytest
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launching import call_apart, landlock, launched, understood
 from rooftrace.tracer.launching.landlock import UNGUARDED, refusal
+from rooftrace.tracer.launching.records import Ended
 from rooftrace.tracer.scripts import Script, ScriptError
 from rooftrace.tracer.scripts.records import Failure
 
@@ -324,7 +325,10 @@ def _in_child(
         os.setgid(user)
         os.setuid(user)
     line = understood([script], str(work))
-    ended = launched(line, scratch=scratch)()
+    return launched(line, scratch=scratch)(_said)
+
+
+def _said(ended: Ended) -> bytes:
     error = ended.exception
     answer = {
         "error": "" if error is None else f"{type(error).__name__}: {error}",
