@@ -95,7 +95,7 @@ class ProcessPlace:
             "root": self.root,
             "moves": [self.repository, self.root, self.ignored] if self.repository else None,
             "rooftrace": _OURS,
-            "worker": __name__.replace("places", "worker"),
+            "worker": f"{__package__}.worker",
         }
 
     @property
