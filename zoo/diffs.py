@@ -81,7 +81,7 @@ def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> 
 
 def _words(estimate: Any, other: Any) -> tuple[float, str]:
     """How long a comparison takes, and what differs in words; "" where nothing does."""
-    from rooftrace.costmodels.findings.comparing import diff_estimates
+    from rooftrace.costmodels.findings.diffs.differences import diff_estimates
 
     started = time.perf_counter()
     diff = diff_estimates({estimate.phase: estimate}, {estimate.phase: other})

@@ -25,16 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from points import Point, write_points
+from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.kernels.attention_rows import (
-    NO_ATTENTION,
-    attention_knobs,
-    columns,
-    products_of,
-)
-from rooftrace.costmodels.kernels.seconds import table
+from rooftrace.costmodels.kernels.attention_rows import attention_knobs, products_of
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, errors, predict

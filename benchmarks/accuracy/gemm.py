@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from points import Point, write_points
+from rows import table
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels.engines import unit_of
-from rooftrace.costmodels.kernels.seconds import table
 from rooftrace.costmodels.knobs.knobs import Knobs, Tiling
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict

@@ -6,17 +6,21 @@ blocks, steps and bytes (`rooftrace/costmodels/kernels/attention_time.py`), not 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cases import documents, pairs
 
 from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.kernels.attention_rows import columns, products_of
-from rooftrace.costmodels.kernels.seconds import table
+from rooftrace.costmodels.kernels.attention_rows import products_of
 from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, predict
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
+from rows import columns, table
 
 SIZE = 2
 """Bytes of bf16."""

@@ -13,7 +13,6 @@ from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.measured.rundiffs import RunDiff
 from rooftrace.tracer.changes import Change, Limit
 from rooftrace.tracer.changes.aligning import Pairing, union
-from rooftrace.tracer.changes.limits import broken
 from rooftrace.tracer.changes.metrics import TOTALS
 from rooftrace.tracer.checkpoints import CheckpointDiff
 
@@ -55,10 +54,11 @@ def test_a_slip_in_a_metric_is_answered_with_the_one_that_was_meant(limits, slip
 )
 def test_what_grows_beyond_its_limit_is_a_sentence(text, before, after, passed):
     limit = Limit.parse(text, TOTALS)
-    sentences = broken([limit], TOTALS, [("here: ", {limit.metric: Change(before, after)})])
-    assert bool(sentences) == passed
-    assert all(each.startswith(f"here: {limit.metric} grew by ") for each in sentences)
-    assert all(repr(text) in each for each in sentences)
+    change = Change(before, after)
+    assert limit.passed(change) == passed
+    sentence = limit.sentence(change, TOTALS, "here: ")
+    if passed:
+        assert sentence.startswith(f"here: {limit.metric} grew by ") and repr(text) in sentence
 
 
 def test_a_ceiling_does_not_ask_what_was_before():

@@ -1,0 +1,41 @@
+"""Rows of a `KernelTable` that others measured: kernels of which sizes are known, and no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rooftrace.costmodels.costs.cost import AttentionSizes
+from rooftrace.costmodels.kernels.attention_rows import COLUMNS
+from rooftrace.costmodels.kernels.engines import SIZES
+from rooftrace.costmodels.kernels.seconds import KernelTable
+from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.hardware.chip import Chip
+
+AMOUNTS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", *SIZES)
+"""The numbers of a row, in this order, and after them `unit` and `odd`."""
+NO_ATTENTION = (0.0,) * len(COLUMNS)
+
+
+def columns(
+    sizes: AttentionSizes, kernels: int, size: float, rate: float, library: float
+) -> tuple[float, ...]:
+    """The attention columns of a row with this many kernels of these sizes."""
+    numbers = (float(getattr(sizes, name)) for name in sizes.__struct_fields__)
+    return (kernels, *numbers, size, rate, library)
+
+
+def table(
+    chip: Chip,
+    kinds: Sequence[str],
+    rows: Iterable[Sequence[float]],
+    attention: Sequence[tuple[float, ...]] | None = None,
+) -> KernelTable:
+    """The table of kernels of these classes; numbers as in AMOUNTS, and those of `columns`."""
+    names = (*AMOUNTS, "unit", "odd")
+    data = dict(zip(names, np.array(list(rows), dtype=float).T, strict=True))
+    blocks = attention or [NO_ATTENTION] * len(kinds)
+    for name, column in zip(COLUMNS, np.array(blocks, dtype=float).T, strict=True):
+        data[f"attention {name}"] = column
+    return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
