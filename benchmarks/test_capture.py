@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.inputs.calls import Inputs
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.requests.request import Request
 from rooftrace.tracer.sources import collector_paused
 from rooftrace.tracer.targets.target import load_target
 

@@ -10,7 +10,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import Form, evaluated
+from rooftrace.costmodels.sweeps import Form, evaluated
 
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4")
 RANGES = {

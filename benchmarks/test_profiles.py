@@ -38,7 +38,7 @@ READERS = {
         "for event in ijson.items(open(path, 'rb'), 'traceEvents.item', use_float=True): pass",
     ),
     "read_trace": (
-        "import numpy, ijson\nfrom rooftrace.measured.traces.kineto import read_trace",
+        "import numpy, ijson\nfrom rooftrace.measured.profiles.kineto import read_trace",
         "found = read_trace(path)",
     ),
 }

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rooftrace.costmodels.estimating import Estimate
-    from rooftrace.costmodels.findings import Headroom
+    from rooftrace.costmodels.advice import Headroom
+    from rooftrace.costmodels.estimates import Estimate
 
 _public, _names, __all__ = face(__name__, __file__)
 
@@ -68,13 +68,13 @@ def _render(result: Any, form: str, **how: Any) -> Any:
 
 def _headroom(estimate: Estimate) -> Headroom:
     """What estimate.headroom() returns: findings import estimates, not the other way round."""
-    from rooftrace.costmodels.findings import headroom
+    from rooftrace.costmodels.advice import headroom
 
     return headroom(estimate)
 
 
 def _write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]:
     """Write the files of a validation into a folder; only reporting knows how."""
-    from rooftrace.reporting.pages.files import write_validation
+    from rooftrace.reporting.reportfolder import write_validation
 
     return write_validation(result, out, figures)

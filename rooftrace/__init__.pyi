@@ -3,55 +3,49 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import telling as telling
-from rooftrace.costmodels.breaking import (
+from rooftrace.costmodels.advice import (
     GraphBreaks as GraphBreaks,
-)
-from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
-from rooftrace.costmodels.disaggregating import disaggregated as disaggregated
-from rooftrace.costmodels.elasticity import (
-    Elasticities as Elasticities,
-)
-from rooftrace.costmodels.estimating import (
-    Estimate as Estimate,
-)
-from rooftrace.costmodels.estimating.breakdowns import (
-    Breakdown as Breakdown,
-)
-from rooftrace.costmodels.execution import (
-    ExecutionModel as ExecutionModel,
-    execution_model as execution_model,
-)
-from rooftrace.costmodels.explaining import (
-    Explanation as Explanation,
-)
-from rooftrace.costmodels.findings import (
+    Guidance as Guidance,
     Headroom as Headroom,
     Saving as Saving,
+    WhatIf as WhatIf,
+    guidance as guidance,
     headroom as headroom,
+)
+from rooftrace.costmodels.estimates import (
+    Estimate as Estimate,
+    ScriptCost as ScriptCost,
+    TurnCost as TurnCost,
+)
+from rooftrace.costmodels.estimates.rows import Breakdown as Breakdown
+from rooftrace.costmodels.explaining import (
+    Explanation as Explanation,
 )
 from rooftrace.costmodels.fusion import (
     KernelView as KernelView,
     fusion as fusion,
 )
-from rooftrace.costmodels.guiding import (
-    Guidance as Guidance,
-    WhatIf as WhatIf,
-    guidance as guidance,
-)
 from rooftrace.costmodels.memory import (
     memory as memory,
 )
-from rooftrace.costmodels.opviews import OpView as OpView
-from rooftrace.costmodels.planning import Plan as Plan, plan as plan
-from rooftrace.costmodels.registry import rule as rule
+from rooftrace.costmodels.ops import (
+    Access as Access,
+    Cost as Cost,
+    OpView as OpView,
+    Work as Work,
+    rule as rule,
+)
+from rooftrace.costmodels.planning import (
+    ExecutionModel as ExecutionModel,
+    Plan as Plan,
+    execution_model as execution_model,
+    plan as plan,
+)
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )
-from rooftrace.costmodels.scripting import (
-    ScriptCost as ScriptCost,
-    TurnCost as TurnCost,
-)
-from rooftrace.costmodels.sweeping import Form as Form, Sweep as Sweep
+from rooftrace.costmodels.solving import disaggregated as disaggregated
+from rooftrace.costmodels.sweeps import Elasticities as Elasticities, Form as Form, Sweep as Sweep
 from rooftrace.errors import (
     RequestError as RequestError,
     TargetError as TargetError,
@@ -61,47 +55,37 @@ from rooftrace.hardware import (
     available_chips as available_chips,
     load_chip as load_chip,
 )
-from rooftrace.measured.callbacks import (
-    lightning_callback as lightning_callback,
-    trainer_callback as trainer_callback,
-)
-from rooftrace.measured.fused import (
-    FusedStep as FusedStep,
-    fused as fused,
-)
-from rooftrace.measured.live import live as live
-from rooftrace.measured.realsteps import (
-    measure as measure,
-    measuring as measuring,
-)
-from rooftrace.measured.runs import (
+from rooftrace.measured.alignment import FusedStep as FusedStep, fused as fused
+from rooftrace.measured.bench import (
     Run as Run,
     RunFileError as RunFileError,
     load_run as load_run,
+    measure as measure,
+    measuring as measuring,
 )
-from rooftrace.measured.sources import (
-    source as source,
+from rooftrace.measured.fit import Validation as Validation
+from rooftrace.measured.live import (
+    lightning_callback as lightning_callback,
+    live as live,
+    trainer_callback as trainer_callback,
 )
-from rooftrace.measured.validate import (
-    Validation as Validation,
-)
-from rooftrace.reporting.chakra import save_chakra as save_chakra
-from rooftrace.reporting.fleetsweeps import (
-    SweepFleet as SweepFleet,
-)
-from rooftrace.reporting.formfiles import (
-    load_form as load_form,
-    save_form as save_form,
-)
+from rooftrace.measured.profiles import source as source
+from rooftrace.reporting.figures import save_chakra as save_chakra
+from rooftrace.reporting.fleets.sweeps import SweepFleet as SweepFleet
 from rooftrace.reporting.habits import (
     capture as capture,
+    dump_model_info as dump_model_info,
     flop_count_table as flop_count_table,
 )
 from rooftrace.reporting.inventories import (
     inventory as inventory,
 )
-from rooftrace.reporting.modeldump import (
-    dump_model_info as dump_model_info,
+from rooftrace.reporting.renderers import units as units
+from rooftrace.reporting.renderers.model import (
+    Column as Column,
+    Note as Note,
+    Section as Section,
+    Table as Table,
 )
 from rooftrace.reporting.rooflines import (
     plot_roofline as plot_roofline,
@@ -141,31 +125,17 @@ from rooftrace.reporting.signed import (
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,
 )
+from rooftrace.reporting.stepforms import load_form as load_form, save_form as save_form
 from rooftrace.reporting.sweeps import (
     plot_sweep as plot_sweep,
 )
 from rooftrace.reporting.timelines import (
     save_timeline as save_timeline,
 )
-from rooftrace.reporting.view import (
-    units as units,
-)
-from rooftrace.reporting.view.model import (
-    Column as Column,
-    Note as Note,
-    Section as Section,
-    Table as Table,
-)
 from rooftrace.tracer import (
     load as load,
     save as save,
     trace_target as trace_target,
-)
-from rooftrace.tracer.asking import (
-    Request as Request,
-)
-from rooftrace.tracer.asking.names import (
-    phase as phase,
 )
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,
@@ -173,10 +143,9 @@ from rooftrace.tracer.graph import (
 from rooftrace.tracer.inventory.records import (
     ModelInfo as ModelInfo,
 )
-from rooftrace.tracer.sharded import fake_mesh as fake_mesh
-from rooftrace.tracer.source import (
-    TraceError as TraceError,
-)
+from rooftrace.tracer.requests import Request as Request, TraceError as TraceError
+from rooftrace.tracer.requests.names import phase as phase
+from rooftrace.tracer.sharding import fake_mesh as fake_mesh
 
 __version__: str
 

@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
 from torch.utils import _device, _foreach_utils, _python_dispatch
 
-from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.metacopies import overrides
 
 import torch._dynamo.eval_frame as frames  # isort: skip
 
@@ -127,7 +127,7 @@ def of_this_thread() -> dict[str, Any]:
         "engine": tls._is_multithreading_enabled(),
         "script": tls._get_graph_executor_optimize(),
         "profile": (sys.getprofile(), sys.gettrace()),
-        "device": contexts.default_device(),
+        "device": overrides.default_device(),
     }
 
 

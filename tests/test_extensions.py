@@ -10,10 +10,10 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace import _extensions
-from rooftrace.costmodels.registry.lookup import find_rule, own_rules
+from rooftrace.costmodels.ops.rulebook import find_rule, own_rules
 from rooftrace.hardware.chipfile import reading
 from rooftrace.reporting.text.results import as_markdown
-from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import made_report
 
@@ -42,7 +42,7 @@ def price(results):
 """
 SOURCES = """
 import rooftrace
-from rooftrace.measured.tables import StepTime
+from rooftrace.measured.profiles import StepTime
 
 @rooftrace.source("acme log", about="a log of acme", begins=lambda head: head.startswith(b"acme"))
 def read(path):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.source import TraceError
+from rooftrace.tracer.requests import TraceError
 
 
 class Stateful(nn.Module):

@@ -150,7 +150,7 @@ for step in range(9):
 MEASURED = 'rt.measure(model, x, phase="training")'
 COMMANDS = """
 import json, sys
-from rooftrace.measured.realsteps import targetruns
+from rooftrace.measured.bench import measurement as targetruns
 from rooftrace.reporting import measurements
 from rooftrace.reporting.cli import cli, main
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError, TargetError
-from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.inputs.calls import Inputs, call_inputs
-from rooftrace.tracer.inputs.huggingface_inputs import model_inputs
+from rooftrace.tracer.inputs.huggingface import model_inputs
 from rooftrace.tracer.inputs.modalities import Sizes, required
+from rooftrace.tracer.metacopies.tensors import tensors_in
+from rooftrace.tracer.requests.request import Request
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.target import built, load_target
-from rooftrace.tracer.tensors.trees import tensors_in
-from rooftrace.tracer.values.marks import REAL_VALUE
+from rooftrace.tracer.values.masks import REAL_VALUE
 
 BATCH, LENGTH = 1, 64
 HEAD_BATCH, HEAD_LENGTH, HEAD_DEPTH = 2, 16, 2

@@ -82,7 +82,7 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
     from rooftrace.costmodels.planning.plans import plan
     from rooftrace.errors import RequestError
     from rooftrace.tracer.phases.running import trace_phases
-    from rooftrace.tracer.source.lines import TraceError
+    from rooftrace.tracer.requests.source import TraceError
     from rooftrace.tracer.sources import collector_paused
 
     started = time.perf_counter()

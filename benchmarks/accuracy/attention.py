@@ -28,9 +28,9 @@ from points import Point, write_points
 from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.kernels.attention_rows import attention_knobs, products_of
+from rooftrace.costmodels.kernels.attention import attention_knobs, products_of
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
+from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, errors, predict
 from rooftrace.measured.fit.fitting import fit

@@ -32,21 +32,12 @@ import own
 import timm_steps
 from points import read_points
 
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.intervals.residuals import (
-    FITTED,
-    LEVEL,
-    NO_FIT,
-    ONE_FACTOR,
-    USES,
-    Residuals,
-)
 from rooftrace.costmodels.knobs.knobs import Knobs, dump_knobs
-from rooftrace.measured.fit.calibrating import usual_start
+from rooftrace.costmodels.knobs.residuals import FITTED, LEVEL, NO_FIT, ONE_FACTOR, USES, Residuals
+from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.measured.fit.calibrating import ONE, usual_start
 from rooftrace.measured.fit.cases import Case, predict
-from rooftrace.measured.fit.choosing import ONE
-from rooftrace.measured.fit.fitting import FEW, Starts, fitted
-from rooftrace.measured.fit.leftout import deviations_of, group_of
+from rooftrace.measured.fit.fitting import FEW, Starts, deviations_of, fitted, group_of
 
 CHIP_WIDTH, CHIP_WEIGHT = 0.2, 4.0
 """How far the pace of GPUs scatters around the typical one (the prior of a fit), and how many data

@@ -19,14 +19,14 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.planning.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chip import Chip
+from rooftrace.measured.alignment.pairing import steps_of_run
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
 from rooftrace.measured.fit.fitting import FEW, fit
-from rooftrace.measured.pairing.steps import steps_of_run
 
 MEASUREMENTS = Path(__file__).parents[2] / "measurements"
 MODES = ("eager", "compiled")

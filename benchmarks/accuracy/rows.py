@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.kernels.attention_rows import COLUMNS
+from rooftrace.costmodels.kernels.attention import COLUMNS
 from rooftrace.costmodels.kernels.engines import SIZES
 from rooftrace.costmodels.kernels.seconds import KernelTable
-from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.knobs.knobs import CLASSES
+from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 
 AMOUNTS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", *SIZES)

@@ -18,13 +18,18 @@ import numpy as np
 import pandas as pd
 import rows as published
 
-from rooftrace.costmodels.network import per_rank_link_bytes
-from rooftrace.costmodels.network.exchanging import SENDERS, RoutedTokens, exchange_bytes
-from rooftrace.costmodels.network.wire import level_bytes, steps_of
-from rooftrace.hardware.facttables import toml_sections
+from rooftrace.costmodels.timing import per_rank_link_bytes
+from rooftrace.costmodels.timing.collectives import (
+    SENDERS,
+    RoutedTokens,
+    exchange_bytes,
+    level_bytes,
+    steps_of,
+)
+from rooftrace.hardware.chipfile import toml_sections
+from rooftrace.hardware.systems.reading import collective_rows, exchange_rows
 from rooftrace.hardware.systems.records import ExchangeFit
-from rooftrace.hardware.systems.writing import collective_rows, exchange_rows
-from rooftrace.measured.collectives.fitting import (
+from rooftrace.measured.fit.collectives import (
     as_fit,
     fit_constants,
     least,

@@ -28,7 +28,7 @@ import numpy as np
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import Form, evaluated
+from rooftrace.costmodels.sweeps import Form, evaluated
 
 CHIPS = ("h200-sxm", "l4")
 NEAR = 1e-9

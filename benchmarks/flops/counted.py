@@ -19,15 +19,15 @@ from msgspec.structs import replace
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from rooftrace.costmodels.costs.cost import MATRIX
-from rooftrace.costmodels.findings.counters.counting import AS_CALLED, unread_gradients
+from rooftrace.costmodels.estimates.counters import AS_CALLED, unread_gradients
+from rooftrace.costmodels.ops.cost import MATRIX
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.tracer.asking.request import Options
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Op
 from rooftrace.tracer.inputs.calls import Inputs
 from rooftrace.tracer.phases import attempts, running as phases_running
 from rooftrace.tracer.recording import recorder, running
+from rooftrace.tracer.requests.request import Options
 
 Counts = dict[str, Any]
 """What `compared` says of one phase; all FLOPs are of matrix products and convolutions.

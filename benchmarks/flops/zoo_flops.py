@@ -47,7 +47,7 @@ def count_inputs(module: Any, inputs: Any) -> Result:
     from counted import compared
 
     from rooftrace.errors import RequestError
-    from rooftrace.tracer.source.lines import TraceError
+    from rooftrace.tracer.requests.source import TraceError
     from rooftrace.tracer.sources import collector_paused
 
     phases: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.planning.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import OpGraph

@@ -24,8 +24,8 @@ import models
 from agreement import compiled_graph
 
 import rooftrace as rt
-from rooftrace.measured.fused.matching import is_launched
-from rooftrace.measured.fused.steps import Agreement
+from rooftrace.measured.alignment.compiled import is_launched
+from rooftrace.measured.alignment.compiled_steps import Agreement
 
 # What a profiler calls kernels of libraries in a replay: (a part of the op's name, its kernels).
 OWN_NAMES = (

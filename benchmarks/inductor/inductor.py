@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rooftrace.tracer.dtypes.naming import torch_dtype
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.rebuilding.rebuild import to_fx
+from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.metacopies.tensors import torch_dtype
 
 CUDA = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.measured.suite import models as suite, suitemodel
+from rooftrace.measured.bench import models, models as suite
 
 NAMES = ("resnet-50", "vit-l", "gpt2", "llama-1b", "mamba", "unet", "lstm", "recommender")
 Case = tuple[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print a line per model and phase."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--scale", default="small", choices=suitemodel.SCALES)
+    parser.add_argument("--scale", default="small", choices=models.SCALES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--differences", type=int, default=0, help="print so many of each")
     options = parser.parse_args(argv)
@@ -76,7 +76,7 @@ def cases(name: str, scale: str, device: str) -> Iterator[Case]:
 
             def build(sizes: Any = sizes) -> tuple[nn.Module, dict[str, Tensor]]:
                 dtype = model.dtype(device)
-                make = suitemodel.Make.on(device, dtype, model.channels_last)
+                make = models.Make.on(device, dtype, model.channels_last)
                 inputs = model.inputs(model.settings[scale], sizes, make)
                 return model.made(scale, device, dtype), dict(inputs)
 

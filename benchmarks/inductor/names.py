@@ -22,14 +22,12 @@ import torch
 import measured
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
-from rooftrace.measured.bench import Bench
-from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
-from rooftrace.measured.fused.steps import Agreement
-from rooftrace.measured.realsteps.inductor import Compilations
-from rooftrace.measured.realsteps.profiler import profiler
-from rooftrace.measured.realsteps.steps import real_inputs, real_step
-from rooftrace.measured.suite import suitemodel
-from rooftrace.measured.traces import read_trace
+from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
+from rooftrace.measured.alignment.compiled_steps import Agreement
+from rooftrace.measured.bench import Bench, models
+from rooftrace.measured.bench.replay import Compilations
+from rooftrace.measured.bench.steps import profiler, real_inputs, real_step
+from rooftrace.measured.profiles import read_trace
 
 WARMUPS = 3
 
@@ -38,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print a line per model and phase."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="*", help=f"of {', '.join(measured.NAMES)}; default: all")
-    parser.add_argument("--scale", default="small", choices=suitemodel.SCALES)
+    parser.add_argument("--scale", default="small", choices=models.SCALES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
 """Seconds of an attention kernel by its sizes alone: the model of time, without a trace.
 
 The pairs of a mask are counted exactly (`cases.pairs`), so what is off here is off in the model of
-blocks, steps and bytes (`rooftrace/costmodels/kernels/attention_time.py`), not in what was traced.
+blocks, steps and bytes (`rooftrace/costmodels/kernels/attention.py`), not in what was traced.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from cases import documents, pairs
 
-from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.kernels.attention_rows import products_of
+from rooftrace.costmodels.kernels.attention import products_of
 from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, predict
 

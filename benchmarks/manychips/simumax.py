@@ -24,7 +24,7 @@ from megatron import MODELS, Groups, Stage, Update, microbatch, update
 from torch.distributed.device_mesh import init_device_mesh
 
 import rooftrace as rt
-from rooftrace.costmodels.pipelining import StageCost, pipelined
+from rooftrace.costmodels.timing import StageCost, pipelined
 from rooftrace.hardware.systems import load_system
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.hardware.systems import load_system
-from rooftrace.tracer.sharded import fake_mesh, huggingface
+from rooftrace.tracer.sharding import fake_mesh, huggingface
 
 HERE = Path(__file__).parent
 CHIP = HERE / "chips" / "h100-96g-500w.toml"

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import formulas
 
 import rooftrace as rt
-from rooftrace.costmodels.costs import COMPUTED, Cost
 from rooftrace.costmodels.kernels.seconds import peak_seconds
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
+from rooftrace.costmodels.ops import COMPUTED, Cost
 from rooftrace.hardware.precisions import bytes_per_element
 
 CONFIG = Path(rt.__file__).parent / "tracer" / "targets" / "configs" / "deepseek-v3.json"

@@ -1,10 +1,6 @@
-from rooftrace.hardware import (
-    chip as chip,
-    precisions as precisions,
-    units as units,
-)
+from rooftrace.hardware import chip as chip, precisions as precisions, units as units
 from rooftrace.hardware.chip import Chip as Chip
-from rooftrace.hardware.chipfile import (
+from rooftrace.hardware.chipfile.reading import (
     available_chips as available_chips,
     load_chip as load_chip,
 )

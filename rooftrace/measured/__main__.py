@@ -10,8 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rooftrace.measured.bench import MeasureError
-from rooftrace.measured.suite import SuitePlan, measure_suite, start_again, summary
+from rooftrace.measured.bench import MeasureError, SuitePlan, measure_suite, start_again, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,31 +1,311 @@
-"""What a change costs, or does to weights, and what other counters say of the same step."""
+"""Finds the commit of a range from which a condition holds, by tracing few of its commits."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._progress import telling
-from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
-from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
-from rooftrace.errors import RequestError, UnusedError
-from rooftrace.measured.rundiffs import is_measured
-from rooftrace.reporting.bisection import bisect as bisect_range
+from rooftrace._progress import tell, telling
+from rooftrace.costmodels.diffs import Diff, compare_sources, diff_estimates
+from rooftrace.costmodels.estimates import Comparison, compare as compare_counts
+from rooftrace.costmodels.ops import own_rules
+from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.errors import RequestError, TargetError, UnusedError, naming
+from rooftrace.measured.rundiffs import RunDiff, RunQuestion, diff_runs, is_measured
 from rooftrace.reporting.estimates import Source
-from rooftrace.reporting.revisions import origins_of, placed
-from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
-from rooftrace.reporting.sides import sides_of
-from rooftrace.tracer.asking import Job
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.pricing import CHANGES, PLAIN, PricingOptions
+from rooftrace.reporting.revisions import (
+    EAGER,
+    Failed,
+    Ran,
+    at_commit,
+    commit_of,
+    origins_of,
+    placed,
+    repository_of,
+    run_at,
+    run_sides,
+)
+from rooftrace.reporting.sides import FILES, DiffSide, sides_of
+from rooftrace.reporting.traces import in_precisions, priced
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inventory import ParameterDiff, compare_parameters
 from rooftrace.tracer.inventory.records import ModelInfo
-from rooftrace.tracer.revisions.origins import Bisection
-from rooftrace.tracer.weightfiles.filenames import are_weights, is_checkpoint
+from rooftrace.tracer.requests import Job
+from rooftrace.tracer.requests.names import configs
+from rooftrace.tracer.revisions import RevisionError, first_bad
+from rooftrace.tracer.revisions.origins import Bisection, SideOrigin
+from rooftrace.tracer.revisions.repositories import GITLINK, Commit, Repository
+from rooftrace.tracer.sources.apart import trace_each_apart
+from rooftrace.tracer.weights.filenames import are_weights, is_checkpoint
 
 if TYPE_CHECKING:
-    from rooftrace.measured.rundiffs import RunDiff
-    from rooftrace.tracer.checkpoints import CheckpointDiff
+    from rooftrace.tracer.inventory import CheckpointDiff
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What became of a commit, and the files that decided it."""
+
+    names: Mapping[str, str]  # modes of all files by path
+    read: Mapping[str, str]  # contents of the files that were read, and commits of submodules
+    result: Ran | Failed
+
+    def holds_for(self, tree: Mapping[str, tuple[str, str]]) -> bool:
+        """Whether a commit with this tree gives what this one gave.
+
+        A run depends on the files it reads.  It can read others only after one of these changed,
+        or after a file came, went or changed its mode.
+        """
+        if not self.read or len(tree) != len(self.names):
+            return False
+        return all(self.names.get(path) == mode for path, (mode, _) in tree.items()) and all(
+            tree[path][1] == content for path, content in self.read.items()
+        )
+
+
+@dataclass
+class _Search:
+    """The state of a search: what was traced so far."""
+
+    side: DiffSide
+    repository: Repository
+    condition: str
+    known: list[_Traced] = field(default_factory=list)
+    results: dict[str, Ran | Failed] = field(default_factory=dict)  # by hash
+    reused: int = 0
+    skipped: dict[Commit, str] = field(default_factory=dict)
+    commits: int = 0
+
+    def result(self, commit: Commit) -> Ran | Failed:
+        """What a commit gives, from a trace of it or of one with equal files."""
+        if commit.hash in self.results:
+            return self.results[commit.hash]
+        tree = self.repository.tree(commit.hash)
+        result = next((old.result for old in self.known if old.holds_for(tree)), None)
+        if result is not None:
+            self.reused += 1
+        else:
+            tell(f"tracing {commit}")
+            with ExitStack() as stack:
+                origin = SideOrigin(target=self.side.job.name, options=self.side.options)
+                result = run_at(at_commit(self.side, self.repository, origin, commit, stack))
+            read = {path: tree[path][1] for path in result.reads.inside if path in tree}
+            if read:
+                read |= {path: h for path, (mode, h) in tree.items() if mode == GITLINK}
+            names = {path: mode for path, (mode, _) in tree.items()}
+            self.known.append(_Traced(names, read, result))
+        self.results[commit.hash] = result
+        return result
+
+    def ran(self, commit: Commit) -> Ran:
+        """What a commit gives.  Raises TargetError where it does not build."""
+        result = self.result(commit)
+        if isinstance(result, Failed):
+            raise TargetError(f"{commit}: {result.error}")
+        return result
+
+    def holds(self, against: Commit, commit: Commit) -> bool | None:
+        """Whether the condition holds at a commit; None where that does not build."""
+        result = self.result(commit)
+        if isinstance(result, Failed):
+            self.skipped[commit] = result.reason
+            return None
+        change = diff_estimates(self.ran(against).estimates, result.estimates)
+        return bool(change.violations([self.condition]))
+
+    def holding(self, against: Commit, commits: Sequence[Commit]) -> Callable[[int], bool | None]:
+        """Whether the condition holds at a commit, by its number among these."""
+        return lambda number: self.holds(against, commits[number])
+
+
+def bisect_range(before: DiffSide, after: DiffSide, condition: str) -> tuple[Ran, Ran, Bisection]:
+    """The last commit without a condition, the first with it, and how they were found.
+
+    Raises RequestError for sides that differ in more than their revisions, and RevisionError for a
+    range over which the condition does not hold.
+    """
+    if before.revision is None or after.revision is None:
+        raise RequestError(
+            f"bisect {condition!r}: it looks through revisions; name a range (git=('v1', 'main'); "
+            "--git v1 main)"
+        )
+    same = before.job.source == after.job.source and before.options == after.options
+    if not same or before.revision == FILES:
+        raise RequestError(
+            f"bisect {condition!r}: expected one target at two revisions, with the same options"
+        )
+    repository = repository_of(after.job.name)
+    start = commit_of(repository, before.revision)[0]
+    files = after.revision == FILES
+    end = repository.commit("HEAD") if files else commit_of(repository, after.revision)[0]
+    if not repository.is_ancestor(start.hash, end.hash):
+        raise RevisionError(
+            f"{start} is not part of the history of {end}: bisect from their last common commit, "
+            f"git='{start.short}...{end.short}'"
+        )
+    search = _Search(after, repository, condition)
+    search.ran(start)
+    search.ran(end)  # both have to build
+    if not search.holds(start, end):
+        dirty = files and not repository.state().is_clean
+        raise RevisionError(
+            f"{condition!r} does not hold from {start} to {end}: there is nothing to find"
+            + "; what is not committed yet is not looked at (diff it against HEAD)" * dirty
+        )
+    return _crossing(search, start, repository.commits(start.hash, end.hash))
+
+
+def _crossing(
+    search: _Search, start: Commit, commits: Sequence[Commit]
+) -> tuple[Ran, Ran, Bisection]:
+    """Search a range by first parents, then the branches of a merge that is found."""
+    last, merges = start, []
+    untold: Sequence[Commit] = ()
+    while True:
+        search.commits += len(commits)
+        crossing = first_bad(len(commits), search.holding(start, commits))
+        last = commits[crossing.good] if crossing.good >= 0 else last
+        first = commits[crossing.bad]
+        untold = [commits[number] for number in crossing.untold]
+        branch = _branch(search, start, first)
+        if branch is None:
+            break
+        merges.append(first)
+        last, commits = branch
+    told = Bisection(
+        condition=search.condition,
+        against=start,
+        first=first,
+        last_without=last,
+        commits=search.commits,
+        traced=len(search.known) - 1,  # without the first, which is outside of the range
+        reused=search.reused,
+        skipped=tuple(search.skipped.items()),
+        untold=tuple(untold),
+        merges=tuple(merges),
+    )
+    return _as(search, last, "before"), _as(search, first, "after"), told
+
+
+def _branch(search: _Search, start: Commit, merge: Commit) -> tuple[Commit, list[Commit]] | None:
+    """For a merge of a branch that brought the condition: where it left, and its commits."""
+    repository = search.repository
+    main, *others = repository.parents(merge.hash)
+    for other in others:
+        base = repository.commit(repository.merge_base(main, other))
+        commits = repository.commits(base.hash, other)
+        if commits and search.holds(start, commits[-1]) and search.holds(start, base) is False:
+            return base, commits
+    return None
+
+
+def _as(search: _Search, commit: Commit, which: str) -> Ran:
+    """The run of a commit as one side; its trace may be of a commit with equal files."""
+    ran = search.ran(commit)
+    origin = replace(ran.origin, commit=commit)
+    at = replace(ran.at, origin=origin, side=replace(ran.at.side, which=which))
+    return replace(ran, at=at, origin=origin)
+
+
+# -- What changed between two measured runs: `rooftrace.diff` of traces and run files --------------
+
+Graphs = Mapping[str, OpGraph]
+_SIZES = "a measured run is what it is; this is for what --target names (in Python: graphs=)"
+
+
+def diff_measured(
+    before: Any,
+    after: Any,
+    args: Sequence[Any] = (),
+    *,
+    graphs: Any = None,
+    names: tuple[str, str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> RunDiff:
+    """What changed from one measured run to another; see `rooftrace.diff`.
+
+    graphs: what ran: a graph, graphs by phase, a module or a target, or two of them, one for each
+    side; targets at the sizes in `kwargs`.  Raises RequestError where only one side is measured.
+    """
+    for one_side, other in ((before, after), (after, before)):
+        if not is_measured(one_side):
+            if isinstance(one_side, (str, os.PathLike)) and not _may_be_target(one_side):
+                raise RequestError(f"{_shown(one_side)}: there is no such file")
+            raise RequestError(
+                f"{_shown(other)} is measured and {_shown(one_side)} is not: give two measured "
+                "runs, or two graphs; `rooftrace validate` sets a measurement beside what is "
+                f"predicted: rooftrace validate {_shown(other)} --target {_shown(one_side)}"
+            )
+    if args:
+        raise RequestError(f"diff of two measured runs: nothing takes the argument {args[0]!r:.60}")
+    sources = _two(graphs)
+    pricing, asked = PricingOptions.parted(kwargs)
+    if sources is None and asked.keys() - {"phases"}:
+        name = min(asked.keys() - {"phases"})
+        raise UnusedError(name, f"{asked[name]!r:.60}", _SIZES)
+    changed = [name for name in CHANGES if getattr(pricing, name) != getattr(PLAIN, name)]
+    if changed and pricing.execution is None:
+        raise RequestError(
+            f"{changed[0]} (--{changed[0].replace('_', '-')}): it changes an execution model; say "
+            "with --execution how the runs ran"
+        )
+    models, chips = conditions_of(diff_measured, pricing)
+    with telling(progress):
+        made = (None, None) if sources is None else _made(sources, asked)
+        question = RunQuestion(
+            graphs=made,
+            chip=chips[0] if pricing.chip is not None or pricing.system is not None else None,
+            execution=None if pricing.execution is None else models[0],
+            phases=asked.get("phases"),
+            names=names,
+            tell=tell,
+        )
+        return diff_runs(before, after, question)
+
+
+def _may_be_target(source: str | os.PathLike[str]) -> bool:
+    """Whether a name is a file, or may name code or a config."""
+    return os.path.exists(source) or ":" in os.fspath(source) or os.fspath(source) in configs()
+
+
+def _shown(source: Any) -> str:
+    return os.fspath(source) if isinstance(source, (str, os.PathLike)) else f"{source!r:.60}"
+
+
+def _two(graphs: Any) -> tuple[Source, Source] | None:
+    """What ran on each side; None where nobody says it."""
+    if graphs is None:
+        return None
+    if not isinstance(graphs, (tuple, list)):
+        return graphs, graphs
+    if len(graphs) not in (1, 2):
+        raise RequestError(f"graphs: {len(graphs)} of them: expected one, or one for each side")
+    return graphs[0], graphs[-1]
+
+
+def _made(sources: tuple[Source, Source], kwargs: Mapping[str, Any]) -> tuple[Graphs, Graphs]:
+    """The graphs of both sides by phase; code runs in a process of its own, rules hold inside."""
+    distinct = sources[:1] if sources[0] is sources[1] or sources[0] == sources[1] else sources
+    jobs = [Job.of(diff_measured, source, (), kwargs) for source in distinct]
+    for job in jobs:
+        check_precisions(*job.precisions)
+    code = [job for job in jobs if job.is_code]
+    apart = iter(trace_each_apart(code))
+    made: list[Graphs] = []
+    for job in jobs:
+        traced = next(apart) if job.is_code else None
+        with own_rules(), naming(job.name):
+            made.append((priced(job) if traced is None else in_precisions(job, traced)).graphs)
+    return made[0], made[-1]
+
+
+# -- What a change costs, or does to weights, and what other counters say of the same step ---------
 
 
 def diff(
@@ -69,7 +349,6 @@ def diff(
         return diff_checkpoints(first, second, args, {**ours, **kwargs}, names, progress)
     if is_measured(first) or is_measured(second):
         _check_measured(second, **ours)
-        from rooftrace.reporting.rundifferences import diff_measured
 
         return diff_measured(first, second, args, names=names, progress=progress, **kwargs)
     options = ({} if before is None else before, {} if after is None else after)
@@ -147,7 +426,7 @@ def compare(
     peer, for a graph (no counter can run it), and for an argument that neither the model nor
     rooftrace takes; TargetError and TraceError as `trace` does.
     """
-    from rooftrace.tracer.peers import count_phases
+    from rooftrace.tracer.phases import count_phases
 
     job = Job.of(compare, model, args, kwargs)
     if job.is_graph or job.is_step:
@@ -191,20 +470,20 @@ def diff_checkpoints(
         return compare_parameters(before, after, names)
     if not (is_checkpoint(before) and is_checkpoint(after)):
         raise RequestError(
-            f"diff: {_shown(before)} and {_shown(after)} are of two kinds; expected two "
+            f"diff: {_said(before)} and {_said(after)} are of two kinds; expected two "
             "checkpoints, two inventories, or two sources with a step (targets, modules, graphs)"
         )
     _refuse(
         unused,
         "a checkpoint has weights, and no step that is run; name its config.json to compare costs",
     )
-    from rooftrace.tracer.checkpoints import compare_checkpoints
+    from rooftrace.tracer.inventory import compare_checkpoints
 
     with telling(progress):
         return compare_checkpoints(before, after, names)
 
 
-def _shown(side: Any) -> str:
+def _said(side: Any) -> str:
     if isinstance(side, (str, os.PathLike)):
         return repr(os.fspath(side))
     return repr(side) if isinstance(side, ModelInfo) else f"a {type(side).__name__}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.traces import priced
 from rooftrace.tracer import only
-from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.requests import Job
 
 Module = Any
 """A torch.Module (this package does not import torch)."""

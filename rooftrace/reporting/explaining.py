@@ -1,29 +1,181 @@
-"""Explanations of any source: its form around the sizes that were asked for, then its formulas."""
+"""Graph breaks of torch.compile for any source that has code."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.explaining import (
-    Explanation,
-    critical_of,
-    explained,
-    sizesweeps,
-)
+from rooftrace.costmodels.explaining import Explanation, critical_of, decode_forms, explained, steps
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import RequestError
+from rooftrace.costmodels.sweeps import Form
+from rooftrace.errors import RequestError, UnusedError, hint
 from rooftrace.hardware import Chip
+from rooftrace.hardware.units import UnitError, parse
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
-from rooftrace.reporting.requests.pricing import check_groups
-from rooftrace.reporting.stepforms import decoding_first, form_of
-from rooftrace.tracer.asking import Job
+from rooftrace.reporting.requests.calls import conditions_of
+from rooftrace.reporting.requests.options import taken
+from rooftrace.reporting.requests.pricing import PLAIN, PricingOptions, check_groups
+from rooftrace.reporting.requests.questions import ExploreArguments
+from rooftrace.reporting.stepforms import decoding_first, form_of, known_form, level_values
+from rooftrace.reporting.traces import in_precisions
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.requests import Job
 from rooftrace.tracer.sources import traced
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.advice import GraphBreaks
+
+
+def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
+    """Where torch.compile breaks the graph of a step, and what that costs on `chip`.
+
+    source: a module with the arguments of its call, or a target.  Dynamo, the front end of
+    torch.compile, runs on it without a compiler, on meta tensors; nothing is generated, and what
+    the process has compiled stays as it is.  phase: forward (default), training, prefill, decode.
+    execution: compiled (default: a launch for each kernel), or efficient: a CUDA graph for each
+    compiled graph.
+
+    Raises DynamoError, which names the line, where the run fails; RequestError for a source without
+    a module; and what `trace` raises.
+    """
+    from rooftrace.costmodels.advice import price_breaks
+    from rooftrace.tracer.breaks import traced_with_dynamo
+    from rooftrace.tracer.sources.apart import Traced
+
+    asked = StepRequest.of(graph_breaks, source, args, kwargs)
+    job = asked.job.of_one_phase()
+    graph, run = traced_with_dynamo(job)
+    check_groups(lambda: [graph], asked.models)
+    (priced,) = in_precisions(job, Traced({graph.phase: graph})).graphs.values()
+    return price_breaks(priced, run, asked.chip, asked.model)
+
+
+# -- Explorations of any source: its decode step as a form, then where computing can limit it ------
+
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (2048, 4096, 8192, 16384)
+_MOST_BATCH = 16_384
+NAMES = ("devices", "kv", "batch")
+
+
+def explore(
+    source: Source,
+    *args: Any,
+    plot: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> decode_forms.Exploration:
+    """Whether any batch makes a decode step limited by computing, over devices and cache lengths.
+
+    source: a target, or a `Form` (or the file of one) over batch and kv.  over: values of devices
+    that share the routed experts (default 1 to 64), of kv (default 2048 to 16384), and of batch, of
+    one device (default: powers of 2, then every number).  alpha: the share of the slower of HBM and
+    link at which computing counts as the limit.  link: byte/s, or "50 GB/s"; default: the chip's
+    fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
+
+    Raises RequestError for a name or values that there are not, ExploreError for devices without
+    routed experts, and what `form` raises.
+    """
+    own, kwargs = taken(ExploreArguments, kwargs)
+    levels = _levels(own.over)
+    bandwidth = _bandwidth(own.link)
+    pricing, sizes = PricingOptions.parted(kwargs)
+    _check_bounds(pricing)
+    known = known_form(source)
+    if known is not None:
+        models, (used,) = conditions_of(explore, pricing, source)
+        for name in ("dtype", "weights_dtype", "kv_dtype"):
+            sizes.pop(name, None)
+        (conditions,) = pricing.conditions(models)
+    else:
+        asked = StepRequest.of(explore, source, args, {**kwargs, "phase": "decode"})
+        used, (conditions,) = asked.chip, asked.conditions
+        asked.job.refuse(("seq",), "a decode step has the lengths of its cache; say them with over")
+        asked.job.refuse(NAMES, "its values are those of `over`; leave it out")
+    with telling(progress):
+        if known is None:
+            form, fixed = _formed(asked.job, levels), {}
+        else:
+            form, fixed = known, _fixed(known, sizes)
+        tell("exploring")
+        result = decode_forms.explore_form(
+            form,
+            conditions,
+            used,
+            devices=levels["devices"],
+            kv=levels["kv"],
+            batches=levels.get("batch"),
+            alpha=own.alpha,
+            link=bandwidth,
+            fixed=fixed,
+        )
+    if plot is not None:
+        from rooftrace.reporting.figures import exploration_plot, style
+
+        style.save(lambda: exploration_plot(result), Path(plot))
+    return result
+
+
+def _check_bounds(pricing: PricingOptions) -> None:
+    """Raise RequestError for what an exploration has no use for: it is at rates of datasheets."""
+    asked = {name: getattr(pricing, name) for name in _OF_RATES}
+    for name, value in asked.items():
+        if value != getattr(PLAIN, name):
+            raise UnusedError(name, f"{value}", _OF_DATASHEETS)
+    for name, value in (pricing.factors or {}).items():
+        if name.partition(".")[0] in _RATES:
+            raise UnusedError("settings", f"{name}={value}", _OF_DATASHEETS)
+
+
+_OF_DATASHEETS = "an exploration is of one device at the rates of its datasheet; leave it out"
+_OF_RATES = ("knobs", "what_if", "exchange")
+_RATES = ("knobs", "utilization", "disturbances", "exchange")
+"""Fields of executions that times alone depend on."""
+
+
+def _levels(over: Mapping[str, Any] | None) -> dict[str, Sequence[int]]:
+    levels: dict[str, Sequence[int]] = {"devices": DEVICES, "kv": LENGTHS}
+    for name, values in (over or {}).items():
+        if name not in NAMES:
+            raise RequestError(f"over {name!r}: expected {', '.join(NAMES)}{hint(name, NAMES)}")
+        levels[name] = tuple(level_values(name, values))
+    return levels
+
+
+def _bandwidth(link: str | float | None) -> float | None:
+    if isinstance(link, str):
+        try:
+            link = parse(link, "byte/s")
+        except UnitError as error:
+            raise RequestError(f"link={error}") from None
+    if link is not None and not 0 < link < float("inf"):
+        raise RequestError(f"link={link!r}: expected byte/s above 0, or as '50 GB/s'")
+    return link
+
+
+def _formed(job: Job, levels: Mapping[str, Sequence[int]]) -> Form:
+    """The form over all batches of a device and one twice as large, and all lengths."""
+    most = max(levels.get("batch", (_MOST_BATCH,)))
+    batches = range(1, 2 * most + 1)
+    lengths = levels["kv"]
+    return form_of(job, {"batch": batches, "kv": range(min(lengths), max(lengths) + 1)})
+
+
+def _fixed(form: Form, sizes: Mapping[str, Any]) -> dict[str, int]:
+    """The other sizes of a form, by name."""
+    for name in ("batch", "kv"):
+        if name not in form.names:
+            raise RequestError(f"{form.title}: the form is not over {name}: expected batch and kv")
+    numbers = form.numbers({**sizes, "batch": 1, "kv": 1})
+    named = dict(zip(form.names, numbers, strict=True))
+    return {name: size for name, size in named.items() if name not in ("batch", "kv")}
+
+
+# -- Explanations of any source: its form around the sizes that were asked for, then its formulas --
 
 MOST_BATCH = 4096
 """The largest batch that is asked whether computing limits there."""
@@ -62,7 +214,7 @@ def explain(
         job, graph = first_graph(job)
         check_groups(lambda: [graph], asked.models)
         sizes = dict(at) if at is not None else sizes_of(job, graph)
-        formed = _formed(job, sizes, whole=op is None)
+        formed = _explained_form(job, sizes, whole=op is None)
         if op is not None:
             return explained(formed, sizes, chips[0], conditions, op)
         tell("evaluating the sweep")
@@ -74,11 +226,11 @@ def explain(
         sweeps = _sweeps(formed, sizes, chips, conditions, marked)
         result = explained(formed, sizes, chips[0], conditions, None, critical, sweeps)
     if plot is not None:
-        from rooftrace.reporting.figures import ofsizes, style
+        from rooftrace.reporting.figures import style, sweep_roofline
 
         if not sweeps:
             raise RequestError(f"--plot {plot}: this step has no size to sweep")
-        style.save(lambda: ofsizes.sweep_roofline(sweeps[0], chips), Path(plot))
+        style.save(lambda: sweep_roofline(sweeps[0], chips), Path(plot))
     return result
 
 
@@ -120,10 +272,10 @@ def _first_dimension(job: Job) -> int | None:
     return next((int(shape[0]) for shape in shapes if len(shape)), None)
 
 
-def _formed(job: Job, sizes: Mapping[str, int], whole: bool) -> Form:
+def _explained_form(job: Job, sizes: Mapping[str, int], whole: bool) -> Form:
     """The form around these sizes, up to twice each where the model takes that."""
 
-    from rooftrace.tracer.source import TraceError
+    from rooftrace.tracer.requests import TraceError
 
     def levels(most: int) -> dict[str, range]:
         spans = {n: range(max(1, v // 4), most * v + 1) for n, v in sizes.items()}
@@ -148,14 +300,14 @@ def _sweeps(
     chips: Sequence[Chip],
     conditions: Conditions,
     marked: int | None,
-) -> list[sizesweeps.SizeSweep]:
+) -> list[steps.SizeSweep]:
     """Batches of a decode step; lengths of other steps of language models, else batches."""
     if "seq" in sizes:
         most = max(sizes["seq"], *(regime.high[form.names.index("seq")] for regime in form.regimes))
         lengths = [LEAST_SEQ << n for n in range(32) if LEAST_SEQ << n <= most]
         values = sorted({*lengths, sizes["seq"]})
-        return [sizesweeps.size_sweep(form, "seq", values, sizes, chips, conditions)]
+        return [steps.size_sweep(form, "seq", values, sizes, chips, conditions)]
     if "batch" in sizes:
         batches = sorted({*BATCHES, sizes["batch"]})
-        return [sizesweeps.size_sweep(form, "batch", batches, sizes, chips, conditions, marked)]
+        return [steps.size_sweep(form, "batch", batches, sizes, chips, conditions, marked)]
     return []

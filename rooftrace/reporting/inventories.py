@@ -1,18 +1,109 @@
-"""The inventory of a module, a target or a checkpoint."""
+"""The values of weights as a grid of histograms, one for each tensor."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError, UnusedError
+from rooftrace.hardware.units import plural
 from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.figures import style
 from rooftrace.tracer.inventory.records import ModelInfo
-from rooftrace.tracer.weightfiles.filenames import is_checkpoint
+from rooftrace.tracer.weights.filenames import is_checkpoint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from rooftrace.tracer.inventory.records import LayerInfo
+
+MOST = 48
+"""Histograms in a figure."""
+_COLUMNS = 4
+_ROW, _TOP, _BOTTOM = 1.75, 0.95, 0.35  # inches
+_LETTERS = 38
+"""Letters of a name above its histogram; the end says more than the beginning."""
+
+
+def write_distributions(model: ModelInfo, path: Path) -> None:
+    """Draw the histograms of an inventory into a PNG, SVG or PDF.
+
+    Raises RequestError where the inventory has none, and OSError.
+    """
+    style.save(lambda: distributions(model), path)
+
+
+def distributions(model: ModelInfo) -> Figure:
+    """A histogram for each tensor with values; of very many, for the largest.
+
+    Raises RequestError where there is none.
+    """
+    drawn = [layer for layer in model.layers if layer.statistics and layer.statistics.histogram]
+    if not drawn:
+        raise RequestError(
+            f"{model.name}: no weights to draw: they are on meta, or were not read (weights=True)"
+        )
+    largest = {id(x) for x in sorted(drawn, key=lambda layer: -layer.num_params)[:MOST]}
+    shown = [layer for layer in drawn if id(layer) in largest]
+    rows = math.ceil(len(shown) / _COLUMNS)
+    height = _TOP + _BOTTOM + rows * _ROW
+    which = "" if len(shown) == len(drawn) else f", the {len(shown)} largest of {len(drawn):,}"
+    left_out = len(model.layers) - len(drawn)
+    without = f"; {plural(left_out, 'tensor')} without values" if left_out else ""
+    figure = style.sheet(
+        height,
+        f"Weights of {model.name}",
+        f"values of each tensor, from the smallest to the largest finite one{which}{without}",
+    )
+    for number, layer in enumerate(shown):
+        row, column = divmod(number, _COLUMNS)
+        low = (height - _TOP - (row + 1) * _ROW + 0.35) / height
+        place = (0.015 + column * 0.2475, low, 0.23, (_ROW - 0.85) / height)
+        _histogram(figure.add_axes(place), layer)
+    return figure
+
+
+def _histogram(axes: Axes, layer: LayerInfo) -> None:
+    statistics = layer.statistics
+    assert statistics is not None
+    low, high = statistics.min, statistics.max
+    if low == high:  # a constant: one bar of some width
+        low, high = low - 0.5, high + 0.5
+    steps = len(statistics.histogram)
+    edges = [low + (high - low) * i / steps for i in range(steps + 1)]
+    axes.stairs(statistics.histogram, edges, fill=True, color=style.BLUE)
+    style.plain_axes(axes)
+    axes.spines["left"].set_visible(False)
+    axes.set_yticks([])
+    axes.set_xlim(low, high)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([low, high])
+    axes.set_xticklabels([f"{statistics.min:.3g}", f"{statistics.max:.3g}"], fontsize=8)
+    first, last = axes.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
+    name = layer.name if len(layer.name) <= _LETTERS else f"…{layer.name[1 - _LETTERS :]}"
+    axes.text(0, 1.28, name, transform=axes.transAxes, fontsize=9, color=style.INK, va="bottom")
+    bad = statistics.nans + statistics.infs
+    axes.text(
+        0,
+        1.06,
+        f"mean {statistics.mean:.3g}, std {statistics.std:.3g}"
+        + (f", {bad:,} NaN or inf" if bad else ""),
+        transform=axes.transAxes,
+        fontsize=8,
+        color=style.RED if bad else style.FAINT,
+        va="bottom",
+    )
+
+
+# -- The inventory of a module, a target or a checkpoint -------------------------------------------
 
 
 def inventory(
@@ -49,8 +140,6 @@ def inventory(
         else:
             made = _of_module(model, weights is not False)
         if plot is not None:
-            from rooftrace.reporting.distributions import write_distributions
-
             tell("drawing the weights")
             write_distributions(made, Path(plot))
     return made
@@ -66,14 +155,14 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
     from rooftrace.tracer.inventory import inventory_of
 
     if is_checkpoint(name):
-        from rooftrace.tracer.weightfiles import open_checkpoint
+        from rooftrace.tracer.weights import open_checkpoint
 
         if trusted:
             raise UnusedError("trust_remote_code", "True", f"{name} is a checkpoint: no code")
         return inventory_of(open_checkpoint(name), weights)
-    from rooftrace.tracer.asking import Request
-    from rooftrace.tracer.asking.names import names_code
-    from rooftrace.tracer.graphfiles import looks_saved
+    from rooftrace.tracer.graph import looks_saved
+    from rooftrace.tracer.requests import Request
+    from rooftrace.tracer.requests.names import names_code
     from rooftrace.tracer.targets import load_module
 
     if looks_saved(name):

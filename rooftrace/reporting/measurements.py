@@ -8,23 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.planning import TYPICAL, ExecutionModel
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip
-from rooftrace.measured.fit import Calibration, calibrated
-from rooftrace.measured.runs import Run
-from rooftrace.measured.sources import source_of
-from rooftrace.measured.traces import Trace
-from rooftrace.measured.validate import Validation, validated
+from rooftrace.measured.bench import Run
+from rooftrace.measured.fit import Calibration, Validation, calibrated, validated
+from rooftrace.measured.profiles import Trace, source_of
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.traces import priced
-from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.requests import Job
 from rooftrace.tracer.targets import isolation
 
 
@@ -151,7 +149,7 @@ _CHIP_SECONDS = 8.0
 
 def _chip_at_hand(measured: Any) -> Chip:
     """The device at hand, measured; RequestError where the measurements are not of it."""
-    from rooftrace.measured.bench import devices, measure_chip
+    from rooftrace.measured.bench import machine, measure_chip
 
     if not isinstance(measured, Run) or not measured.graphs:
         raise RequestError(
@@ -159,7 +157,7 @@ def _chip_at_hand(measured: Any) -> Chip:
             'chip="h100-sxm", or a file of `rooftrace measure --chip-only`'
         )
     tell("measuring the rates of this device")
-    return measure_chip(str(measured.device.get("type", devices.default_device())), _CHIP_SECONDS)
+    return measure_chip(str(measured.device.get("type", machine.default_device())), _CHIP_SECONDS)
 
 
 def _what_ran(

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.estimating import estimate
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.estimates import estimate
+from rooftrace.costmodels.planning import ExecutionModel, plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import Source
@@ -18,8 +17,8 @@ from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.rooflinesteps import RooflineRow, Rooflines
 from rooftrace.reporting.traces import priced
-from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.requests import Job
 
 MOST = 200
 """Steps of one figure at most."""

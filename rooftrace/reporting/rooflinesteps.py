@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import file_part
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.timing import queue
 from rooftrace.costmodels.timing.streams import has_streams
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.view import words
+from rooftrace.reporting.renderers import words
 
 if TYPE_CHECKING:
     import pandas
@@ -223,12 +223,12 @@ class Reports(Shown):
         names = names_of(list(self.reports))
         for target, made in self.reports.items():
             for phase in made.phases:
-                for estimate in made.estimates[phase][made.main].values():
-                    told = estimate.graph.workload
+                for step in made.estimates[phase][made.main].values():
+                    told = step.graph.workload
                     other = "seq" if phase == "decode" else "kv"
                     known = [name for name in SIZES if name != other and told.get(name)]
                     sizes = {name: int(told[name]) for name in known}
-                    yield RooflineRow(names[target], sizes, estimate)
+                    yield RooflineRow(names[target], sizes, step)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""

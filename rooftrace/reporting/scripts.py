@@ -13,11 +13,11 @@ from rooftrace.reporting.requests.calls import conditions_of, only_prices
 from rooftrace.reporting.requests.options import taken
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.requests.questions import RunArguments
-from rooftrace.tracer.asking.names import RUN
+from rooftrace.tracer.requests.names import RUN
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.execution import ExecutionModel
-    from rooftrace.costmodels.scripting import ScriptCost
+    from rooftrace.costmodels.estimates import ScriptCost
+    from rooftrace.costmodels.planning import ExecutionModel
     from rooftrace.tracer.graph import OpGraph
 
 CLOCKS = ("real", "simulated")
@@ -50,12 +50,12 @@ def run(
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
-    from rooftrace.tracer.launching import ownprocess
+    from rooftrace.tracer.launch import ownprocess
 
     own, kwargs = taken(RunArguments, kwargs)
     _check(own.clock, own.steps)
     ownprocess.get_ready()
-    from rooftrace.costmodels.scripting import price_script
+    from rooftrace.costmodels.estimates import price_script
     from rooftrace.tracer.scripts import ScriptError, ScriptRequest
 
     words = shlex.split(command) if isinstance(command, str) else [*command]
@@ -82,7 +82,7 @@ def run(
 
 def _seconds(chip: Chip, execution: ExecutionModel) -> Callable[[OpGraph], float]:
     """Tells the expected seconds of a graph."""
-    from rooftrace.costmodels.estimating import estimate
+    from rooftrace.costmodels.estimates import estimate
 
     return lambda graph: estimate(graph, chip, execution).t_est
 

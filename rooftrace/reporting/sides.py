@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.planning import usual_execution
+from rooftrace.costmodels.planning import ExecutionModel, usual_execution
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.pricing import PRICES
-from rooftrace.tracer.asking import Job, names
+from rooftrace.tracer.requests import Job, names
 
 BASE = ""
 """The revision where HEAD left the default branch."""

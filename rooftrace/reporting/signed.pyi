@@ -7,36 +7,30 @@ from typing import Any, overload
 
 from torch import nn
 
-from rooftrace.costmodels.answers import workloads
-from rooftrace.costmodels.breaking import GraphBreaks
-from rooftrace.costmodels.elasticity import Elasticities, grids
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.explaining import Explanation
-from rooftrace.costmodels.exploring import formsteps
-from rooftrace.costmodels.findings import moduletree
-from rooftrace.costmodels.findings.counters import Comparison
-from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.advice import GraphBreaks
+from rooftrace.costmodels.diffs import Diff
+from rooftrace.costmodels.estimates import Comparison, Estimate, ScriptCost, moduletree
+from rooftrace.costmodels.explaining import Explanation, decode_forms
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import LargestBatch
-from rooftrace.costmodels.meshing import MeshAnswer, ScalingAnswer
-from rooftrace.costmodels.scripting import ScriptCost
-from rooftrace.costmodels.sweeping import Form, Sweep
+from rooftrace.costmodels.planning import (
+    ExecutionModel,
+)
+from rooftrace.costmodels.solving import MeshAnswer, ScalingAnswer, workloads
+from rooftrace.costmodels.sweeps import Elasticities, Form, Sweep, grids
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
-from rooftrace.measured.fit import Calibration
+from rooftrace.measured.fit import Calibration, Validation
 from rooftrace.measured.rundiffs import RunDiff
-from rooftrace.measured.validate import Validation
 from rooftrace.reporting.estimates import Module, Source
-from rooftrace.reporting.fleetsweeps import SweepFleet
+from rooftrace.reporting.fleets.sweeps import SweepFleet
 from rooftrace.reporting.habits import Profile
-from rooftrace.reporting.pages import Report
+from rooftrace.reporting.reportfolder import Report
 from rooftrace.reporting.rooflinesteps import Reports, Rooflines
 from rooftrace.reporting.solving import Answer
 from rooftrace.tracer.api import PathLike
-from rooftrace.tracer.checkpoints import CheckpointDiff
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inventory import ParameterDiff
+from rooftrace.tracer.inventory import CheckpointDiff, ParameterDiff
 
 def best_mesh(
     target: Any,
@@ -367,7 +361,7 @@ def explore(
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
-) -> formsteps.Exploration:
+) -> decode_forms.Exploration:
     """Whether any batch makes a decode step limited by computing, over devices and cache lengths.
 
     source: a target, or a `Form` (or the file of one) over batch and kv.  over: values of devices

@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.answers import (
+from rooftrace.costmodels.solving import (
+    ScalingAnswer,
     candidates as tables,
-    capacity,
-    passing,
     rates,
     serving,
+    workloads,
 )
-from rooftrace.costmodels.meshing import ScalingAnswer
-from rooftrace.costmodels.sweeping import Form, SweepCase
+from rooftrace.costmodels.sweeps import Form, SweepCase
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import units
 from rooftrace.reporting import questions as asking
 from rooftrace.reporting.estimates import Source
-from rooftrace.reporting.grounds import grounds_of
-from rooftrace.reporting.questions import Question
+from rooftrace.reporting.questions import Question, grounds_of
 from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.requests.options import taken
 from rooftrace.reporting.requests.questions import SolveArguments
@@ -36,9 +34,9 @@ from rooftrace.reporting.stepforms import (
     known_form,
     level_values,
 )
-from rooftrace.tracer.asking import Job
+from rooftrace.tracer.requests import Job
 
-Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | capacity.CapacityAnswer
+Answer = serving.ServingAnswer | rates.RatesAnswer | rates.PassingAnswer | workloads.CapacityAnswer
 
 
 def solve(
@@ -103,7 +101,7 @@ def _answer(asked: Question) -> Answer:
 
 
 def _serving(asked: Question) -> serving.ServingAnswer:
-    from rooftrace.tracer.source import TraceError
+    from rooftrace.tracer.requests import TraceError
 
     form = open_form(asked)
     asked = asking.settled(asked, form)
@@ -187,26 +185,26 @@ def _rates(asked: Question) -> rates.RatesAnswer:
     return rates.needed_rates(case, sizes, asked.chips[0], title, grounds)
 
 
-def _capacity(asked: Question) -> capacity.CapacityAnswer:
+def _capacity(asked: Question) -> workloads.CapacityAnswer:
     form, sizes = _at_one_place(asked)
     asked = asking.settled(asked, form)
     own = {name: sizes[name] for name in form.names if name in sizes}
     rows = [
         row
         for conditions in asked.conditions
-        for row in capacity.needed_chips(
+        for row in workloads.needed_chips(
             SweepCase(form, conditions, {}), own, asked.chips, asked.service.kept_free
         )
     ]
     rows.sort(key=lambda row: (row.chips, -row.used))
-    return capacity.CapacityAnswer(
+    return workloads.CapacityAnswer(
         title=f"{form.title}, {form.phase}", sizes=sizes, rows=tuple(rows),
         rests=("by capacity alone: chips share weights, cache and activations evenly, and nothing "
                "is kept twice", *grounds_of(asked, form)),
     )  # fmt: skip
 
 
-def _passing(asked: Question) -> passing.PassingAnswer:
+def _passing(asked: Question) -> rates.PassingAnswer:
     form = open_form(asked)
     asked = asking.settled(asked, form)
     name = asked.open if asked.open in form.names else form.names[0]
@@ -217,16 +215,16 @@ def _passing(asked: Question) -> passing.PassingAnswer:
     conditions = asked.conditions[0]
     own = {n: v for n, v in fixed.items() if n in form.names}
 
-    def shares(size: int) -> passing.FamilyTimes:
+    def shares(size: int) -> rates.FamilyTimes:
         tell(f"pricing {name} {size:,}")
         result = form.estimate(
             asked.chips[0], conditions.execution, conditions.dtype, conditions.weights_dtype,
             conditions.kv_dtype, **own, **{name: size},
         )  # fmt: skip
-        return passing.times_of(result, size)
+        return rates.times_of(result, size)
 
-    before, after = passing.passing(shares, low, high)
-    return passing.PassingAnswer(
+    before, after = rates.passing(shares, low, high)
+    return rates.PassingAnswer(
         title=f"{form.title}, {form.phase}", chip=asked.chips[0].name, name=name, at=fixed,
         looked=(low, high), before=before, after=after,
         rests=("attention: its kernels and the products around them; MLP: the other products of "
@@ -243,17 +241,17 @@ def plot_answer(answer: Answer | ScalingAnswer, path: str | os.PathLike[str]) ->
     Raises RequestError for an answer that compares no deployments.
     """
     if isinstance(answer, ScalingAnswer):
-        from rooftrace.reporting.figures import ofmeshes, style
+        from rooftrace.reporting.figures import scaling_plot, style
 
-        style.save(partial(ofmeshes.scaling_plot, answer), Path(path))
+        style.save(partial(scaling_plot, answer), Path(path))
         return
     if not isinstance(answer, serving.ServingAnswer) or not answer.curves:
         raise RequestError(
             f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"
         )
-    from rooftrace.reporting.figures import ofsizes, style
+    from rooftrace.reporting.figures import front_plot, style
 
-    style.save(partial(ofsizes.front_plot, answer), Path(path))
+    style.save(partial(front_plot, answer), Path(path))
 
 
 # -- openforms -------------------------------------------------------------------------------------
@@ -311,7 +309,7 @@ def over_chips(asked: Question, count: int, phase: str) -> Job:
 
 def prefill_form(asked: Question) -> Form:
     """The prefill of one prompt, traced at each length by itself."""
-    from rooftrace.tracer.sizing import SizedSource
+    from rooftrace.tracer.formulas import SizedSource
 
     request = replace(asked.job.request, batch=1, kv=None)
     job = replace(asked.job, phases=("prefill",), request=request, explicit=())

@@ -17,9 +17,9 @@ from typing import Any
 from rooftrace._outputs import MADE_BY
 from rooftrace._progress import tell, telling
 from rooftrace._writing import put_bytes, write_bytes
-from rooftrace.costmodels.estimating import estimate
+from rooftrace.costmodels.estimates import estimate
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
+from rooftrace.costmodels.sweeps import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time
@@ -29,9 +29,9 @@ from rooftrace.reporting.requests.options import taken
 from rooftrace.reporting.requests.pricing import check_groups
 from rooftrace.reporting.requests.questions import SweepArguments
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
-from rooftrace.tracer.asking import Job
+from rooftrace.tracer.formulas import TraceCache
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sizing import TraceCache
+from rooftrace.tracer.requests import Job
 
 _AT_ONCE = 1 << 18
 """Points of a part."""
@@ -206,9 +206,9 @@ def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = N
     size: default the first.
     Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
     """
-    from rooftrace.reporting.figures import ofsizes, style
+    from rooftrace.reporting.figures import style, sweep_plot
 
-    style.save(lambda: ofsizes.sweep_plot(result, size), Path(path))
+    style.save(lambda: sweep_plot(result, size), Path(path))
 
 
 def write_sweep(result: Sweep, out: Path) -> None:
@@ -238,7 +238,7 @@ def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Condit
 
     A form without regimes is traced point by point, and says nothing of its source.
     """
-    from rooftrace.reporting.formfiles import encoded_form
+    from rooftrace.reporting.stepforms import encoded_form
 
     if not form.regimes:
         return ""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.estimating import Estimate, estimate
-from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.diffs import Diff
+from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
 from rooftrace.reporting.estimates import estimate as estimate_source, priced_graphs
@@ -20,8 +20,8 @@ from rooftrace.reporting.sections import Results
 from rooftrace.reporting.stepforms import known_form
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.answers.serving import ServingAnswer
-    from rooftrace.costmodels.sweeping import Sweep
+    from rooftrace.costmodels.solving.serving import ServingAnswer
+    from rooftrace.costmodels.sweeps import Sweep
 
 
 def save_timeline(result: Any, path: str | Path, *, source: Any = None, **asked: Any) -> Path:

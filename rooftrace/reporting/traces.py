@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rooftrace.costmodels.rewriting import check_precisions, reprice
-from rooftrace.tracer.asking import Job
+from rooftrace.tracer.requests import Job
 from rooftrace.tracer.sources import traced
 from rooftrace.tracer.sources.apart import Traced
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphfiles import GraphFileError, load_graphs, save_graphs
+from rooftrace.tracer.graph import GraphFileError, OpGraph, load_graphs, save_graphs
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rooftrace.tracer.asking import Options, Request
     from rooftrace.tracer.phases.steps import Capture
+    from rooftrace.tracer.requests import Options, Request
 
 PathLike = os.PathLike[str]
 
@@ -62,7 +61,7 @@ def trace(
     Raises TraceError where the model's code fails.  Raises RequestError for a phase that the model
     does not have, and for an argument that neither the model nor rooftrace takes.
     """
-    from rooftrace.tracer.asking import Job
+    from rooftrace.tracer.requests import Job
     from rooftrace.tracer.sources import traced
 
     how = {
@@ -97,8 +96,8 @@ def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Cap
 
     Tensors made inside are on meta.  Raises RequestError for a module that cannot move there.
     """
-    from rooftrace.tracer.asking import Options
     from rooftrace.tracer.phases import steps
+    from rooftrace.tracer.requests import Options
 
     return steps.Capture(modules, Options(assume=dict(assume or {})))
 
@@ -118,7 +117,7 @@ def trace_target(
     or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.  progress: a
     function that is called with a line of text at each step of the work.
     """
-    from rooftrace.tracer.asking import Job
+    from rooftrace.tracer.requests import Job
     from rooftrace.tracer.sources import traced
 
     whole = {"phases": phases, "request": request, "options": options}

@@ -12,12 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.kernels.works import KernelAmounts, SizedKernel, Works, kernels_of
-from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.costmodels.timing.steps import Part, StepAmounts, times_of
-from rooftrace.costmodels.timing.steptimes import step_of
+from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.planning.plans import Launch, Plan
+from rooftrace.costmodels.timing.steps import Part, StepAmounts, step_of, times_of
 from rooftrace.costmodels.timing.streams import Walk
 from rooftrace.costmodels.timing.timings import EntrySeconds, Headline, StepTimes, Timing
 from rooftrace.hardware.chip import Chip

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.tracer.arguments.operands import Ref, refs
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op, Tensor
+from rooftrace.tracer.graph.records import Op, Ref, Tensor, refs
 
 
 class Builder:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.tracer.arguments.operands import Neighbour, Ref
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Repeat
+from rooftrace.tracer.graph.records import Neighbour, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 
 ROWS, WIDTH = 6, 8

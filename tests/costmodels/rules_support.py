@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.costmodels.costs.cost import Cost
-from rooftrace.costmodels.opviews.opview import OpView, Slot, TensorView
-from rooftrace.costmodels.registry.lookup import find_rule
+from rooftrace.costmodels.ops.cost import Cost
+from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView
+from rooftrace.costmodels.ops.rulebook import find_rule
 from rooftrace.hardware.precisions import precision
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.allocating import CachingAllocator, program, replaying
-from rooftrace.costmodels.allocating.caching import Piece
+from rooftrace.costmodels.memory import CachingAllocator, allocator as replaying, program
+from rooftrace.costmodels.memory.allocator import Piece
 from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.memory_models import built, loss_of

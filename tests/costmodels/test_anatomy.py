@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.anatomy import INPUT, OUTPUT, Anatomy, Wiring, anatomy
+from rooftrace.costmodels.estimates import INPUT, OUTPUT, Anatomy, Wiring, anatomy
 
 
 class Attention(nn.Module):

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.answers.serving import undominated
-from rooftrace.costmodels.answers.workloads import Limits, Mix, RequestKind
+from rooftrace.costmodels.solving.serving import undominated
+from rooftrace.costmodels.solving.workloads import Limits, Mix, RequestKind
 from rooftrace.errors import RequestError
 
 WIDTH, LAYERS, HEADS = 128, 3, 4

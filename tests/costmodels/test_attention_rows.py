@@ -9,30 +9,28 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import ATTENTION_LIBRARIES, execution_model
-from rooftrace.costmodels.kernels.attention_rows import (
+from rooftrace.costmodels.kernels.attention import (
     AMPERE,
     COLUMNS,
     HOPPER,
+    IDEAL,
+    LIBRARIES,
     OLD_INSTRUCTIONS,
+    attention_engine,
+    attention_seconds,
     library_on,
     products_of,
 )
-from rooftrace.costmodels.kernels.attention_time import (
-    IDEAL,
-    LIBRARIES,
-    attention_engine,
-    attention_seconds,
-)
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
-from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import (
+    CLASSES,
     AttentionKnobs,
     Knobs,
     KnobsError,
     dump_knobs,
     load_knobs,
 )
+from rooftrace.costmodels.planning.executions import ATTENTION_LIBRARIES, execution_model
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip

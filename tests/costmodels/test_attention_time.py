@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.kernels.attention_rows import (
+from rooftrace.costmodels.kernels.attention import (
     AMPERE,
-    GEFORCE,
-    HOPPER,
-    attention_knobs,
-    library_on,
-)
-from rooftrace.costmodels.kernels.attention_time import (
     EFFICIENT,
     EXPONENTIALS,
     FLASH3,
+    GEFORCE,
+    HOPPER,
     IDEAL,
     LIBRARIES,
     MOST_SPLITS,
@@ -28,7 +24,9 @@ from rooftrace.costmodels.kernels.attention_time import (
     AttentionKernel,
     attention_blocks,
     attention_engine,
+    attention_knobs,
     attention_seconds,
+    library_on,
 )
 from rooftrace.costmodels.knobs.knobs import AttentionKnobs
 from rooftrace.hardware.chipfile import load_chip

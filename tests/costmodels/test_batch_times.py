@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import Work
-from rooftrace.costmodels.execution.executions import PRESETS, execution_model
-from rooftrace.costmodels.kernels.opclass import group_class
+from rooftrace.costmodels.kernels.engines import group_class
 from rooftrace.costmodels.kernels.works import Works
 from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling
-from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.costmodels.timing.steps import time_step
-from rooftrace.costmodels.timing.steptimes import PlanTimes, time_plan
+from rooftrace.costmodels.ops.cost import Work
+from rooftrace.costmodels.planning.executions import PRESETS, execution_model
+from rooftrace.costmodels.planning.plans import Launch, Plan
+from rooftrace.costmodels.timing.steps import PlanTimes, time_plan, time_step
 from rooftrace.costmodels.timing.timings import REGIMES, TimesOverPoints
 from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.tracer.graph.graph import OpGraph

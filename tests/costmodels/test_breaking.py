@@ -6,16 +6,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.estimating.estimates import estimate
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.fusion.finished import beyond
+from rooftrace.costmodels.estimates.estimates import estimate
 from rooftrace.costmodels.fusion.grouping import fuse
-from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.planning.plans import Plan, plan
+from rooftrace.costmodels.fusion.partition import beyond
+from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.planning.plans import Launch, Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds
 from rooftrace.hardware.chip import GRAPH_ENTRY, Fact
 from rooftrace.hardware.chipfile.reading import load_chip
-from rooftrace.tracer.collectives import marks
+from rooftrace.tracer.graph import marks
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Op
 from tests.costmodels.graph_support import Builder

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.itemising import Product
+from rooftrace.costmodels.estimates import Product
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.text.results import as_markdown
 from tests.conftest import in_turn

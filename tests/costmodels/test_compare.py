@@ -14,13 +14,12 @@ from torch.utils.flop_counter import (
 )
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.counters import compare, flop_counts
-from rooftrace.costmodels.findings.counters.counting import EVERYWHERE
+from rooftrace.costmodels.estimates import compare, flop_counts
+from rooftrace.costmodels.estimates.counters import EVERYWHERE
 from rooftrace.errors import RequestError
-from rooftrace.reporting.text.comparisons import notes
+from rooftrace.reporting.text.moduletrees import notes
 from rooftrace.tracer.inputs.calls import call_inputs
-from rooftrace.tracer.peers.counting import count_with
-from rooftrace.tracer.peers.counts import PeerCount
+from rooftrace.tracer.phases.counters import PeerCount, count_with
 from tests.releases import TORCH, needs_torch
 
 B, S, E = 2, 10, 16

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import MATRIX
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.cost import MATRIX
+from rooftrace.costmodels.ops.price import price_ops
 from rooftrace.costmodels.rewriting.smallruns import SmallRun, SmallTensor
+from rooftrace.tracer.composite.serving import own_ops
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.whole.serving import own_ops
 from tests.costmodels import recurrence_support as written
 from tests.costmodels.recurrence_support import HEADS, KEY, VALUE, Recurrence
 from tests.costmodels.serving_support import BATCH, TOKENS, Caches, changed, filled, run, traced

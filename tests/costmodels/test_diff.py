@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.diffs.changes import Diff
-from rooftrace.costmodels.findings.diffs.differences import diff_estimates
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.limits import FailOnError
-from rooftrace.tracer.changes.metrics import TOTALS
+from rooftrace.costmodels.diffs.changes import Diff
+from rooftrace.costmodels.diffs.differences import diff_estimates
+from rooftrace.tracer.inventory import Change, Limit
+from rooftrace.tracer.inventory.changes import TOTALS, FailOnError
 
 WIDTH, ROWS = 32, 64
 

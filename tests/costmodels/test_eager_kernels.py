@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import ExecutionError
+from rooftrace.costmodels.planning.executions import ExecutionError
 from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, is_in_order
 from rooftrace.tracer.graph.records import Tensor as Value
 

@@ -13,21 +13,16 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.elasticity import (
-    Elasticities,
-    elasticities,
-    grids,
-)
-from rooftrace.costmodels.elasticity.slopes import SLOPES, dual_of
-from rooftrace.costmodels.elasticity.stepelasticities import watched
+from rooftrace.costmodels.advice import NamedNumbers, UnknownNumberError
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.planforms.kernelforms import Amount
-from rooftrace.costmodels.studies import NamedNumbers, UnknownNumberError
-from rooftrace.costmodels.timing.steptimes import time_plan
+from rooftrace.costmodels.sweeps import Elasticities, elasticities, grids
+from rooftrace.costmodels.sweeps.elasticity import watched
+from rooftrace.costmodels.sweeps.slopes import SLOPES, dual_of
+from rooftrace.costmodels.timing.steps import time_plan
 from rooftrace.hardware.chip import MissingPeakError
-from rooftrace.tracer.formulas import Formula
-from rooftrace.tracer.formulas.functions import expected_distinct
-from rooftrace.tracer.graphforms import slots
+from rooftrace.tracer.formulas import Formula, leaves
+from rooftrace.tracer.formulas.polynomials import expected_distinct
 from tests.conftest import in_turn
 
 WIDTH = 256
@@ -138,14 +133,14 @@ def test_a_size_outside_of_what_is_proven_is_a_step_with_a_reason() -> None:
 def test_bytes_of_rows_that_are_drawn_have_an_analytic_derivative() -> None:
     """512 bytes a row, of a table of 500 rows; each of n tokens takes one of them."""
     one, classes = Formula.constant(1), Formula.constant(500)
-    draw = slots.Draw("distinct", Formula.symbol(0), one, classes)
-    amount = Amount(slots.TOUCHED, Formula.constant(512), draw)
+    draw = leaves.Draw("distinct", Formula.symbol(0), one, classes)
+    amount = Amount(leaves.TOUCHED, Formula.constant(512), draw)
     slope = dual_of(amount, (200,), 0).elasticity(200)
     assert (slope.exact, slope.functions) == (None, ("distinct",))
     read = [512 * expected_distinct(n, 1, 500) for n in (199, 200, 201)]
     assert slope.value == pytest.approx(200 * (read[2] - read[0]) / 2 / read[1], rel=1e-5)
-    beside_all = slots.Draw("distinct", Formula.symbol(0), one, classes, classes)
-    zeroed = Amount(slots.TOUCHED, Formula.constant(512), beside_all)
+    beside_all = leaves.Draw("distinct", Formula.symbol(0), one, classes, classes)
+    zeroed = Amount(leaves.TOUCHED, Formula.constant(512), beside_all)
     beside = dual_of(zeroed, (200,), 0).elasticity(200)
     whole = 512 * 500 + read[1]
     assert beside.value == pytest.approx(200 * (read[2] - read[0]) / 2 / whole, rel=1e-5)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rooftrace.costmodels.execution.executions import (
+from rooftrace.costmodels.planning.executions import (
     PRESETS,
     SUMMARIES,
     ExecutionError,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.price import price_ops
 from rooftrace.costmodels.rewriting.rewrites import reprice
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.serving_support import (

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.costmodels.advice import Study
 from rooftrace.costmodels.explaining import explained
-from rooftrace.costmodels.explaining.scaling import variants
+from rooftrace.costmodels.explaining.steps import variants
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.studies import Study
-from rooftrace.tracer.formulas.functions import FUNCTIONS
+from rooftrace.tracer.formulas.polynomials import FUNCTIONS
 from tests.conftest import mostly_heavy
 from tests.costmodels.batch_support import Decoder
 

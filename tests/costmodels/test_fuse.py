@@ -7,7 +7,6 @@ import networkx
 import pytest
 from hypothesis import given, settings
 
-from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.fusion import (
     grouping,
     index_space,
@@ -16,7 +15,6 @@ from rooftrace.costmodels.fusion import (
     partition,
 )
 from rooftrace.costmodels.fusion.grouping import fuse
-from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.fusion.index_space import (
     FEW_ROWS,
     LONG_CHAIN,
@@ -24,12 +22,13 @@ from rooftrace.costmodels.fusion.index_space import (
     SPLIT_ROW,
 )
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, SMALL
+from rooftrace.costmodels.fusion.partition import FusionGroup
+from rooftrace.costmodels.ops.rulebook import find_rule
+from rooftrace.costmodels.planning.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
-from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op
+from rooftrace.tracer.graph.records import Op, Ref
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.rewritenames import REWRITES
-from rooftrace.costmodels.guiding.records import LEVERS, WhatIf
-from rooftrace.costmodels.guiding.whatifs import ACTIONS, LEAST
+from rooftrace.costmodels.advice.whatifs import ACTIONS, LEAST, LEVERS, WhatIf
 from rooftrace.costmodels.kernels.engines import matrix_engine
+from rooftrace.costmodels.planning.executions import REWRITES
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.tile_support import tile_efficiency
 

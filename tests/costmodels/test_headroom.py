@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.savings import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
+from rooftrace.costmodels.advice.savings import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
 from rooftrace.costmodels.planning.plans import plan
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.price import price_ops
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.serving_support import (
     BATCH,

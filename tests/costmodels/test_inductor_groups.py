@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from rooftrace.measured.fused.steps import Agreement
+from rooftrace.measured.alignment.compiled_steps import Agreement
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "inductor"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.narrow import Island, islands
+from rooftrace.costmodels.estimates.moduletree import Island, islands
 
 pytestmark = pytest.mark.quick
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.execution.executions import ExecutionModel, execution_model
-from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.knobs.knobs import (
+    CLASSES,
     Knobs,
     KnobsError,
     Share,
@@ -17,6 +16,7 @@ from rooftrace.costmodels.knobs.knobs import (
     load_knobs,
     shipped_knobs,
 )
+from rooftrace.costmodels.planning.executions import ExecutionModel, execution_model
 
 pytestmark = pytest.mark.quick
 

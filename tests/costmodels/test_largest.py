@@ -9,11 +9,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.memory.batches import MOST, largest
 from rooftrace.costmodels.memory.footprint import memory
+from rooftrace.costmodels.memory.reserving import MOST, largest
 from rooftrace.errors import RequestError
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.asking.request import Options, Request
+from rooftrace.tracer.requests.request import Options, Request
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 

@@ -9,7 +9,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import evaluated
+from rooftrace.costmodels.sweeps import evaluated
 from tests.conftest import mostly_heavy
 
 DEPTHS = range(8, 16)

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.estimates import estimate
-from rooftrace.costmodels.findings.diffs.differences import diff_estimates
-from rooftrace.costmodels.findings.diffs.flow import Flow
-from rooftrace.costmodels.findings.diffs.sides import match
+from rooftrace.costmodels.diffs.differences import diff_estimates
+from rooftrace.costmodels.diffs.sides import Flow, match
+from rooftrace.costmodels.estimates.estimates import estimate
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.random_graphs import programs
 

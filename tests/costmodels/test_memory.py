@@ -10,8 +10,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.arguments.operands import Ref
-from rooftrace.tracer.vocabulary.kinds import ROLES
+from rooftrace.tracer.graph.records import ROLES, Ref
 from tests.conftest import in_turn
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import MODELS, allocated_peak, built, loss_of, tracked_peak

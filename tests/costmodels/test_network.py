@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.network import (
+from rooftrace.costmodels.timing import (
     collective_seconds,
     expert_exchange_seconds,
     link_seconds,

@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
+from rooftrace.costmodels.planning.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 

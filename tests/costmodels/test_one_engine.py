@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.explaining.stepexplained import critical_of
+from rooftrace.costmodels.explaining.steps import critical_of
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import evaluated
+from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.sweeps import evaluated
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.systems import load_system
 from tests.tracer.expert_models import MIXTRAL, needs_plans

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.registry.lookup import own_rules
-from rooftrace.costmodels.registry.rulebook import RuleError
+from rooftrace.costmodels.ops.rulebook import RuleError, own_rules
 
 pytestmark = pytest.mark.quick
 
@@ -119,7 +118,7 @@ def test_an_error_inside_a_rule_names_the_rule_where_it_is_and_the_op(rule, said
 
 
 def test_a_rule_of_a_file_is_named_by_the_file(graph, tmp_path: Path):
-    from rooftrace.reporting.cli.asking import load_rules
+    from rooftrace.reporting.cli.options import load_rules
 
     path = tmp_path / "mine.py"
     path.write_text("import rooftrace\n@rooftrace.rule('ruled::lora')\ndef f(op): return 3\n")

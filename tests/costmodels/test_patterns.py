@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting.matching import LAST, Along, NonTensor, Number, Pat, match
+from rooftrace.costmodels.rewriting.editing import LAST, Along, NonTensor, Number, Pat, match
 from rooftrace.costmodels.rewriting.places import Places
 
 GATED = Pat("mul", Pat("silu", "gate"), "up")

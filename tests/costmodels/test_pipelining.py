@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from rooftrace.costmodels.pipelining import StageCost, live_microbatches, pipelined, walk_table
+from rooftrace.costmodels.timing import StageCost, live_microbatches, pipelined, walk_table
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
-from rooftrace.tracer.pipelines import SCHEDULES, Action, stages_of, table_of
+from rooftrace.tracer.sharding import SCHEDULES, Action, stages_of, table_of
 
 pytestmark = pytest.mark.quick
 

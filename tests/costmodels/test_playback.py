@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.playback import play
+from rooftrace.costmodels.estimates import play
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import Stack
 

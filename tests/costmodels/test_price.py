@@ -2,12 +2,12 @@
 
 import pytest
 
-from rooftrace.costmodels.costs.cost import Access, Cost, Work
-from rooftrace.costmodels.opviews.opview import OpView
+from rooftrace.costmodels.ops import rulebook
+from rooftrace.costmodels.ops.cost import Access, Cost, Work
+from rooftrace.costmodels.ops.opview import OpView
+from rooftrace.costmodels.ops.price import price_ops
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.price import price_ops
-from rooftrace.costmodels.registry import rulebook
-from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick

@@ -10,20 +10,17 @@ from hypothesis import example, given, settings, strategies as st
 from msgspec.structs import replace
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.estimates import Estimate, estimate
-from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel
-from rooftrace.costmodels.findings.diffs.differences import diff_estimates
-from rooftrace.costmodels.findings.narrow import islands
+from rooftrace.costmodels.diffs.differences import diff_estimates
+from rooftrace.costmodels.estimates.estimates import Estimate, estimate
+from rooftrace.costmodels.estimates.moduletree import islands
 from rooftrace.costmodels.memory.footprint import KINDS, memory
-from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.unused import without_dead_ops
+from rooftrace.costmodels.planning.executions import PRESETS, ExecutionModel
+from rooftrace.costmodels.planning.plans import Launch, plan
+from rooftrace.costmodels.rewriting.eager_kernels import without_dead_ops
 from rooftrace.costmodels.timing.queue import HostSeconds, schedule
-from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Repeat
-from rooftrace.tracer.lower.stacks import roll_stacks
-from rooftrace.tracer.paths.modulepaths import pattern_of
+from rooftrace.tracer.graph.records import Ref, Repeat, pattern_of
+from rooftrace.tracer.lowering.stacks import roll_stacks
 from tests.conftest import in_turn
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
 from tests.costmodels.graph_support import Builder

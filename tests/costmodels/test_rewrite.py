@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import Access
+from rooftrace.costmodels.ops.cost import Access
+from rooftrace.costmodels.ops.price import price_ops
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.rewriting.rewrites import (
     append_in_place,
     check_precisions,
@@ -17,8 +17,8 @@ from rooftrace.costmodels.rewriting.rewrites import (
     without_dead_ops,
 )
 from rooftrace.hardware.precisions import PrecisionError
-from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import rooftrace.tracer.whole.entries  # noqa: F401  defines torch.ops.rooftrace
-from rooftrace.costmodels.rules.pooling import adaptive_cells
+import rooftrace.tracer.composite.entries  # noqa: F401  defines torch.ops.rooftrace
+from rooftrace.costmodels.rules.images import adaptive_cells
 from tests.costmodels.rules_support import cost, index, meta, price, view, views
 
 pytestmark = pytest.mark.quick
@@ -322,7 +322,7 @@ def test_every_op_of_an_optimizer_has_a_rule(name, foreach):
 
 
 def test_a_ring_sends_its_share():
-    from rooftrace.costmodels.opviews.opview import OpView, Slot
+    from rooftrace.costmodels.ops.opview import OpView, Slot
     from rooftrace.costmodels.rules.collective import all_gather, all_reduce
 
     part = view(lambda: meta(1024) + 1).inputs[0]
@@ -360,8 +360,8 @@ def ring(n: int, parts: list[int], add: bool) -> tuple[int, int]:
     ],
 )
 def test_collectives_send_what_a_ring_sends(name, arguments, rounds, n):
-    from rooftrace.costmodels.opviews.opview import OpView, Slot
-    from rooftrace.costmodels.registry.lookup import find_rule
+    from rooftrace.costmodels.ops.opview import OpView, Slot
+    from rooftrace.costmodels.ops.rulebook import find_rule
 
     whole = view(lambda: meta(8 * 1024) + 1).inputs[0]
     args = tuple((word, Slot(i)) for i, word in enumerate(arguments))
@@ -375,7 +375,7 @@ def test_collectives_send_what_a_ring_sends(name, arguments, rounds, n):
 
 
 def test_every_collective_of_torch_has_a_rule_or_moves_nothing():
-    from rooftrace.costmodels.registry.lookup import find_rule
+    from rooftrace.costmodels.ops.rulebook import find_rule
 
     spaces = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
     names = getattr(torch._C, "_dispatch_get_all_op_names", list)()

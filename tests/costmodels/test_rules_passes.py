@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
-import rooftrace.tracer.whole.entries
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.estimating import estimate
+import rooftrace.tracer.composite.entries
+from rooftrace.costmodels.estimates import estimate
+from rooftrace.costmodels.ops import Cost
 from rooftrace.costmodels.planning import plan
 from rooftrace.tracer import trace
 from tests.costmodels.rules_support import cost, meta

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rooftrace.costmodels.rules.sequences import Band, Packed, together
+from rooftrace.costmodels.rules.attention import Band, Packed, together
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.reporting.text.results import as_markdown, as_text
-from rooftrace.tracer.collectives import Group
+from rooftrace.tracer.graph import Group
 from tests.tracer.sharded_models import BATCH, SEQ, Net, ddp, fsdp, sp, tp
 
 SPREADS = {"tp": tp, "sp": sp, "dp": fsdp, "ddp": ddp}

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimates import Estimate
 from tests.conftest import in_turn
 
 BATCH, SEQ = 3, 192

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.playback import play
+from rooftrace.costmodels.estimates import play
 from rooftrace.tracer.graph import OpGraph
 from tests.conftest import mostly_heavy
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import Cost
-from rooftrace.costmodels.execution.executions import KERNELS, execution_model
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.cost import Cost
+from rooftrace.costmodels.ops.price import price_ops
+from rooftrace.costmodels.planning.executions import KERNELS, execution_model
 from rooftrace.costmodels.rewriting.indexing import SumAxis
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import OpGraph

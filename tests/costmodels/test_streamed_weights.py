@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import Work
-from rooftrace.costmodels.execution.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.kernels.engines import matrix_engine, stored_widths
 from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.ops.cost import Work
+from rooftrace.costmodels.planning.executions import ExecutionModel, execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
 from rooftrace.tracer.graph.graph import OpGraph

@@ -14,7 +14,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import SweepCase, evaluated
+from rooftrace.costmodels.sweeps import SweepCase, evaluated
 from rooftrace.errors import RequestError
 from rooftrace.hardware import units
 from tests.costmodels.conftest import TEXT, example

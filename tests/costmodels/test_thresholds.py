@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import rooftrace as rt
 from rooftrace.costmodels.fusion import index_space, kernels
 from rooftrace.costmodels.planning import plan
-from rooftrace.costmodels.rules import norm, sort
+from rooftrace.costmodels.rules import norm, reduction
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1) * 2,
@@ -35,7 +35,7 @@ def bytes_of(name: str, rows: int, size: int, execution: str) -> float:
 
 
 EDGES = (
-    32, 1024, sort.IN_SHARED_MEMORY, index_space.SPLIT_ROW, norm.ON_CHIP // 4, kernels.SMALL,
+    32, 1024, reduction.IN_SHARED_MEMORY, index_space.SPLIT_ROW, norm.ON_CHIP // 4, kernels.SMALL,
     index_space.LONGEST_ROW,
 )  # fmt: skip
 PASSES: dict[tuple[str, int, int], float] = {

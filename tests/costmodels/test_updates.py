@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing import price_ops
+from rooftrace.costmodels.ops import price_ops
 
 SIDE = 1024
 N = SIDE * SIDE

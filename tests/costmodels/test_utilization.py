@@ -10,9 +10,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import ExecutionError, ExecutionModel, Utilization
 from rooftrace.costmodels.kernels import engines
-from rooftrace.costmodels.kernels.attention_rows import COLUMNS
+from rooftrace.costmodels.kernels.attention import COLUMNS
 from rooftrace.costmodels.kernels.engines import (
     SPLITS,
     TILES,
@@ -21,8 +20,8 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
 )
 from rooftrace.costmodels.kernels.seconds import KernelTable
-from rooftrace.costmodels.knobs.classes import CLASSES
-from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.knobs.knobs import CLASSES, Knobs
+from rooftrace.costmodels.planning.executions import ExecutionError, ExecutionModel, Utilization
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.tile_support import tile_efficiency
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeping import evaluated
+from rooftrace.costmodels.sweeps import evaluated
 from rooftrace.errors import RequestError
 
 

@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import AttentionSizes
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.kernels.opclass import op_class
+from rooftrace.costmodels.kernels.engines import op_class
 from rooftrace.costmodels.knobs.knobs import load_knobs
-from rooftrace.costmodels.registry.lookup import find_rule
-from rooftrace.costmodels.registry.rulebook import RULES
-from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.costmodels.ops.cost import AttentionSizes
+from rooftrace.costmodels.ops.rulebook import RULES, find_rule
+from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick

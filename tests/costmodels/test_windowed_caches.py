@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.price import price_ops
 from tests.costmodels.serving_support import TOKENS, changed, differences, filled, traced
 
 B, S, H, E, WINDOW, FIRST = 2, 12, 2, 8, 4, 1

@@ -13,8 +13,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from rooftrace.costmodels.opviews.opview import OpView, Slot, TensorView
-from rooftrace.costmodels.registry.lookup import all_rules, find_rule
+from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView
+from rooftrace.costmodels.ops.rulebook import all_rules, find_rule
 from tests.conftest import mostly_heavy
 from tests.costmodels.rules_support import views
 

@@ -33,24 +33,27 @@ from rooftrace.costmodels.knobs.knobs import load_knobs
 from rooftrace.errors import is_ours
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.hardware.systems import load_system
-from rooftrace.measured.hwcounters import read_likwid, read_perf_stat, read_rocprof
-from rooftrace.measured.runs import load_run
-from rooftrace.measured.tables import read_counters, read_steps
-from rooftrace.measured.traces import read_trace
+from rooftrace.measured.bench import load_run
+from rooftrace.measured.profiles import (
+    read_counters,
+    read_likwid,
+    read_perf_stat,
+    read_rocprof,
+    read_steps,
+    read_trace,
+)
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.fleets.parts import part_bytes, read_part
-from rooftrace.reporting.fleets.results import load_fleet
-from rooftrace.reporting.gridfactors import number_of_config
-from rooftrace.reporting.locks.files import load_lock
-from rooftrace.reporting.locks.settings import load_settings
+from rooftrace.reporting.fleets.tasks import load_fleet, part_bytes, read_part
+from rooftrace.reporting.locks.files import load_lock, load_settings
+from rooftrace.reporting.sensitivity import number_of_config
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.asking import Job
-from rooftrace.tracer.asking.assumptions import policy_of
-from rooftrace.tracer.graphfiles import load_graphs, save_graphs
-from rooftrace.tracer.programs.onnxfile import read_onnx
-from rooftrace.tracer.programs.ptfile import read_program
-from rooftrace.tracer.sizing.tracecache import TraceCache
-from rooftrace.tracer.weightfiles import open_checkpoint
+from rooftrace.tracer.formulas.sizing import TraceCache
+from rooftrace.tracer.graph import load_graphs, save_graphs
+from rooftrace.tracer.requests import Job
+from rooftrace.tracer.requests.assumptions import policy_of
+from rooftrace.tracer.targets.onnxfile import read_onnx
+from rooftrace.tracer.targets.ptfile import read_program
+from rooftrace.tracer.weights import open_checkpoint
 from tests.fuzz.test_fuzz_files import GOOD, spots
 from tests.tracer.test_onnx import cnn
 from tests.tracer.test_sharded import sharded

@@ -18,19 +18,19 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rooftrace.costmodels.anatomy.wiring import WiredNode, Wiring
+from rooftrace.costmodels.estimates.structure import WiredNode, Wiring
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.breakdown import Bar
 from rooftrace.reporting.figures.inline import bar_svg, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
 from rooftrace.reporting.gates import reports
 from rooftrace.reporting.hypertext import result_page
-from rooftrace.reporting.hypertext.cells import as_cell
-from rooftrace.reporting.latex import as_latex
+from rooftrace.reporting.hypertext.document import as_cell
 from rooftrace.reporting.locks import files, records
 from rooftrace.reporting.locks.checking import GateOutcome, Shift
+from rooftrace.reporting.renderers import as_latex
+from rooftrace.reporting.renderers.model import Note
 from rooftrace.reporting.sections import architecture
-from rooftrace.reporting.view.model import Note
 from tests.fuzz import test_fuzz_output as output
 from tests.fuzz.test_fuzz_output import UNSEEN, kinds, view_of
 

@@ -19,18 +19,24 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.findings.playback import play
+from rooftrace.costmodels.estimates import play
 from rooftrace.costmodels.knobs.knobs import dump_knobs, load_knobs
+from rooftrace.costmodels.planning import execution_model
 from rooftrace.errors import is_ours
 from rooftrace.hardware.chipfile import dump_chip, lint_chip, load_chip
-from rooftrace.measured.hwcounters import read_likwid, read_perf_stat, read_rocprof
-from rooftrace.measured.runs import load_run
-from rooftrace.measured.sources import records_of, source_of
-from rooftrace.measured.tables import read_counters, read_steps
-from rooftrace.measured.traces import read_trace
+from rooftrace.measured.bench import load_run
+from rooftrace.measured.profiles import (
+    read_counters,
+    read_likwid,
+    read_perf_stat,
+    read_rocprof,
+    read_steps,
+    read_trace,
+    records_of,
+    source_of,
+)
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graphfiles import load_graphs
+from rooftrace.tracer.graph import load_graphs
 
 pytestmark = pytest.mark.quick
 

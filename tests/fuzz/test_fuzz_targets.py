@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from rooftrace._escapes import to_toml
-from rooftrace.measured.pairing import MeasuredRequestError
-from rooftrace.measured.pairing.steps import template_of
+from rooftrace.measured.alignment import MeasuredRequestError
+from rooftrace.measured.alignment.pairing import template_of
 from tests.fuzz.watch import unasked, watching
 from tests.reporting.conftest import Run, run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rooftrace.hardware import load_chip
-from rooftrace.hardware.facttables import FactFileError
+from rooftrace.hardware.chipfile import FactFileError
 from rooftrace.hardware.systems import (
     System,
     available_systems,

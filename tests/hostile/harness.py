@@ -387,7 +387,7 @@ def process_state() -> dict[str, Any]:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    from rooftrace.tracer.patches import contexts
+    from rooftrace.tracer.metacopies import overrides
 
     state: dict[str, Any] = {
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
@@ -396,7 +396,7 @@ def process_state() -> dict[str, Any]:
         "inference": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         "dtype": torch.get_default_dtype(),
-        "device": str(contexts.default_device()),
+        "device": str(overrides.default_device()),
         "torch rng": torch.get_rng_state().numpy().tobytes(),
         "numpy rng": [str(part) if isinstance(part, str) else np.asarray(part).tobytes()
                       for part in np.random.get_state()],

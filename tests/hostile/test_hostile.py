@@ -36,8 +36,8 @@ from functools import cache
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.costs.cost import MATRIX
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.cost import MATRIX
+from rooftrace.costmodels.ops.price import price_ops
 
 from . import harness
 from .harness import PATTERNS, Case, Count, Pattern, counted, fingerprint, is_heavy, process_state

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rooftrace.costmodels.findings.counters import flop_counts
+from rooftrace.costmodels.estimates import flop_counts
 from rooftrace.measured.live import LiveSession
 
 

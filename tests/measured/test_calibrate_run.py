@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.bytefactors import bytes_by_kind, kinds_of
-from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.knobs import Knobs, load_knobs
+from rooftrace.costmodels.ops import bytes_by_kind, kinds_of
+from rooftrace.costmodels.planning import execution_model
 from rooftrace.errors import ProfileError, RequestError, UnusedError
-from rooftrace.measured.fit.traffic import Counts, Ground, stepped
-from rooftrace.measured.fused import KernelTime
-from rooftrace.measured.pairing import steps_of
-from rooftrace.measured.runs import MicroRow, ModelRow, load_run
+from rooftrace.measured.alignment import KernelTime, steps_of
+from rooftrace.measured.bench import MicroRow, ModelRow, load_run
+from rooftrace.measured.fit.cases import Counts, Ground, stepped
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
-from rooftrace.measured.callbacks import watching
+from rooftrace.measured.live import trainers
 from tests.measured.live_support import Net, Ticks, matrix_flops
 
 pytestmark = pytest.mark.usefixtures("no_accelerator_stays")
@@ -384,4 +384,4 @@ def test_without_the_library_the_error_says_what_to_install(
 
 
 def test_a_callback_before_training_prints() -> None:
-    assert str(watching.Watching({"chip": CHIP})) == "no training has begun"
+    assert str(trainers.Watching({"chip": CHIP})) == "no training has begun"

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rooftrace.costmodels.network import collective_seconds
+from rooftrace.costmodels.timing import collective_seconds
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.systems import dump_system, load_system
-from rooftrace.measured.collectives import calibrate_collectives, read_collectives
-from rooftrace.measured.collectives.fitting import score_of, seconds_of
+from rooftrace.measured.fit import calibrate_collectives, read_collectives
+from rooftrace.measured.fit.collectives import score_of, seconds_of
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.quick
@@ -142,7 +142,7 @@ def test_a_calibrated_system_is_a_file_that_loads(
 def test_gloo_is_timed_in_a_group_of_one() -> None:
     import torch.distributed as dist
 
-    from rooftrace.measured.groups import time_ops
+    from rooftrace.measured.bench import time_ops
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -165,7 +165,7 @@ def test_what_is_measured_can_be_fitted(
         for op in ("all_reduce", "broadcast")
         for size in SIZES
     ]
-    monkeypatch.setattr("rooftrace.measured.groups.timing._run", lambda *_: rows)
+    monkeypatch.setattr("rooftrace.measured.bench.gloo._run", lambda *_: rows)
     monkeypatch.chdir(tmp_path)
     assert run("measure", "--collectives", "--ranks", "2").code == 0
     done = run(

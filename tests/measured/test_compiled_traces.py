@@ -11,9 +11,9 @@ from torch import Tensor
 
 import rooftrace as rt
 from rooftrace.errors import ProfileError
-from rooftrace.measured.fused import is_compiled
-from rooftrace.measured.fused.steps import join_checks
-from rooftrace.measured.traces import read_trace
+from rooftrace.measured.alignment import is_compiled
+from rooftrace.measured.alignment.compiled_steps import join_checks
+from rooftrace.measured.profiles import read_trace
 
 from .profiles_support import GpuTrace
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.bytefactors import BYTE_KINDS, bytes_by_kind, kinds_of
 from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.ops import BYTE_KINDS, bytes_by_kind, kinds_of
 from rooftrace.costmodels.planning import Plan
-from rooftrace.measured.factors import Measured, StepBytes, byte_factors, step_bytes
-from rooftrace.measured.factors.shares import shared
+from rooftrace.measured.fit import Measured, StepBytes, byte_factors, step_bytes
+from rooftrace.measured.fit.byfactors import shared
 
 CHIP = rt.load_chip("h100-sxm")
 BANDWIDTH = 3e12

@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.intervals.residuals import Residuals
-from rooftrace.costmodels.kernels.engines import p_norm
-from rooftrace.costmodels.kernels.opclass import group_class, op_class
+from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.knobs import numbers
-from rooftrace.costmodels.knobs.classes import CLASSES
-from rooftrace.costmodels.knobs.knobs import Knobs, Share
+from rooftrace.costmodels.knobs.knobs import CLASSES, Knobs, Share
+from rooftrace.costmodels.knobs.residuals import Residuals
+from rooftrace.costmodels.planning.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.measured.fit.calibrating import usual_start
+from rooftrace.measured.bench.runfile import OpTime
+from rooftrace.measured.fit.calibrating import choose, is_better, usual_start
 from rooftrace.measured.fit.cases import (
     CalibrationError,
     Case,
@@ -31,11 +30,7 @@ from rooftrace.measured.fit.cases import (
     profiled_cases,
     step_case,
 )
-from rooftrace.measured.fit.choosing import choose, is_better
-from rooftrace.measured.fit.fitting import fit
-from rooftrace.measured.fit.freeknobs import Space
-from rooftrace.measured.fit.leftout import deviations_of
-from rooftrace.measured.runs.runfile import OpTime
+from rooftrace.measured.fit.fitting import Space, deviations_of, fit
 
 CHIP = load_chip("rtx-4090")
 START = Knobs("start", overlap=3.0, launch=3e-6, shares={"layer norm": Share(memory=0.8)})

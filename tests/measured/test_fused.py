@@ -15,17 +15,18 @@ from torch.utils.checkpoint import checkpoint
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import ProfileError
-from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
-from rooftrace.measured.fused.compiled import (
+from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
+from rooftrace.measured.alignment.compiled import (
     CompiledGraph,
     CompiledKernel,
     ProgramOp,
     call_name,
+    is_launched,
+    matched,
 )
-from rooftrace.measured.fused.matching import is_launched, matched
-from rooftrace.measured.fused.steps import Agreement, tangles
-from rooftrace.measured.realsteps.inductor import Compilations, _module, _Node, _Noted
-from rooftrace.measured.traces import read_trace
+from rooftrace.measured.alignment.compiled_steps import Agreement, tangles
+from rooftrace.measured.bench.replay import Compilations, _module, _Node, _Noted
+from rooftrace.measured.profiles import read_trace
 
 from .profiles_support import GpuTrace
 

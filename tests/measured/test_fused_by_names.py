@@ -14,16 +14,14 @@ from torch.nn import functional as F
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import ProfileError, RequestError
+from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
+from rooftrace.measured.alignment.compiled import family, is_launched, kernel_family, operands
+from rooftrace.measured.alignment.compiled_steps import Agreement
+from rooftrace.measured.alignment.stepcalls import Vocabulary, is_generated
 from rooftrace.measured.bench import Bench
-from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
-from rooftrace.measured.fused.anchors import family, kernel_family, operands
-from rooftrace.measured.fused.matching import is_launched
-from rooftrace.measured.fused.steps import Agreement
-from rooftrace.measured.fused.words import Vocabulary, is_generated
-from rooftrace.measured.realsteps.inductor import Compilations
-from rooftrace.measured.realsteps.profiler import profiler
-from rooftrace.measured.realsteps.steps import real_inputs, real_step
-from rooftrace.measured.traces import read_trace
+from rooftrace.measured.bench.replay import Compilations
+from rooftrace.measured.bench.steps import profiler, real_inputs, real_step
+from rooftrace.measured.profiles import read_trace
 from tests.conftest import in_turn
 
 from .profiles_support import GpuTrace

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rooftrace.errors import ProfileError
-from rooftrace.measured.traces.kineto import read_trace
-from rooftrace.measured.traces.records import Trace, busy_and_gaps
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.records import Trace, busy_and_gaps
 from tests.measured.profiles_support import GpuTrace, run_on_cpu
 
 US = 1e-6

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rooftrace.errors import ProfileError
-from rooftrace.measured.hwcounters import read_likwid
-from rooftrace.measured.sources import source_of
+from rooftrace.measured.profiles import read_likwid, source_of
 
 pytestmark = pytest.mark.quick
 

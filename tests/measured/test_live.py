@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
-from rooftrace.measured.live import LiveSession, session, thischip
+from rooftrace.measured.live import LiveSession, profiles, session
 from rooftrace.reporting.text.results import as_markdown
 from tests.measured.live_support import Net, Ticks, batch, made, matrix_flops
 
@@ -223,8 +223,7 @@ def test_lengths_between_those_traced_are_priced_by_a_fit_that_is_torchs_count()
 
 def _note_of(live: LiveSession, length: int) -> Any:
     """The step of the session with ids of this length."""
-    from rooftrace.measured.live.callsizes import ItemCount
-    from rooftrace.measured.live.notes import StepNote
+    from rooftrace.measured.live.notes import ItemCount, StepNote
 
     calls = [note for pattern in live._all.sums for note, _ in pattern.calls]
     (call,) = (note for note in calls if note.sizes[0][0][0][1] == length)
@@ -232,9 +231,8 @@ def _note_of(live: LiveSession, length: int) -> Any:
 
 
 def test_no_fit_is_made_beyond_the_sizes_that_were_traced_or_of_what_is_no_polynomial() -> None:
-    from rooftrace.measured.live.graphbook import fitted
+    from rooftrace.measured.live.graphbook import Price, fitted
     from rooftrace.measured.live.notes import CallNote
-    from rooftrace.measured.live.pricing import Price
 
     def call(batch: int, length: int) -> CallNote:
         sizes = (((torch.Size((batch, length)), torch.int64, False),), (), ("input_ids",))
@@ -640,7 +638,7 @@ def test_a_session_without_a_timed_step_prints() -> None:
     ],
 )
 def test_a_gpu_is_told_by_its_name_and_its_memory(device: str, gib: float, chip: str) -> None:
-    assert thischip.name_of(device, int(gib * 2**30)) == chip
+    assert profiles.name_of(device, int(gib * 2**30)) == chip
 
 
 @pytest.mark.parametrize(
@@ -655,7 +653,7 @@ def test_a_gpu_that_cannot_be_told_is_an_error_that_names_the_option(
     device: str, gib: float
 ) -> None:
     with pytest.raises(RequestError, match=rf'{device}.*say chip="NAME", one of .*h100-sxm'):
-        thischip.name_of(device, int(gib * 2**30))
+        profiles.name_of(device, int(gib * 2**30))
 
 
 def test_a_cpu_without_a_chip_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -665,12 +663,12 @@ def test_a_cpu_without_a_chip_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((device, budget_s))
         return load_chip(CHIP)
 
-    monkeypatch.setattr(thischip, "measure_chip", measured)
-    thischip._measured.cache_clear()
+    monkeypatch.setattr(profiles, "measure_chip", measured)
+    profiles._measured.cache_clear()
     assert rt.live(made()).chip.name == CHIP
     assert rt.live(made()).chip.name == CHIP
     assert asked == [("cpu", 8.0)]
-    thischip._measured.cache_clear()
+    profiles._measured.cache_clear()
 
 
 @pytest.mark.parametrize(

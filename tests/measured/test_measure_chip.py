@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rooftrace.hardware.chipfile import dump_chip, load_chip  # noqa: E402  (after the skip)
-from rooftrace.measured.bench import chip_peaks as module, devices, threads  # noqa: E402
-from rooftrace.measured.bench.chip_peaks import measure_chip  # noqa: E402
+from rooftrace.measured.bench import clock, machine, machine as module  # noqa: E402
 from rooftrace.measured.bench.clock import MeasureError  # noqa: E402
+from rooftrace.measured.bench.machine import measure_chip  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_hyperthread_siblings_come_last(tmp_path):
         folder = tmp_path / f"cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert threads.spread_cores({0, 1, 2, 3}, tmp_path) == [0, 2, 1, 3]
+    assert clock.spread_cores({0, 1, 2, 3}, tmp_path) == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_hyperthread_siblings_come_last(tmp_path):
     ],
 )
 def test_a_name_that_can_be_typed(name, slug):
-    assert devices.slug(name) == slug
+    assert machine.slug(name) == slug
 
 
 def test_importing_it_does_not_import_torch():
-    code = "import sys, rooftrace.measured.bench.chip_peaks; print('torch' in sys.modules)"
+    code = "import sys, rooftrace.measured.bench.machine; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

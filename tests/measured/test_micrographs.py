@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from rooftrace.costmodels.costs.cost import MATRIX
+from rooftrace.costmodels.ops.cost import MATRIX
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.measured.runs.runfile import MicroRow, RunFileError
-from rooftrace.measured.suite.micro import micro_cases, traced_micro as traced
+from rooftrace.measured.bench.operations import micro_cases, traced_micro as traced
+from rooftrace.measured.bench.runfile import MicroRow, RunFileError
 
 
 def rows(on_cuda: bool):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.estimates import Estimate
+from rooftrace.costmodels.estimates.estimates import Estimate
 from rooftrace.measured.alignment.aligning import align
-from rooftrace.measured.traces.kineto import read_trace
-from rooftrace.measured.validate.misses import Node, nodes, worst
+from rooftrace.measured.fit.misses import Node, nodes, worst
+from rooftrace.measured.profiles.kineto import read_trace
 from tests.measured.profiles_support import GpuTrace, Stack
 
 

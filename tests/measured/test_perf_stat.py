@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rooftrace.errors import ProfileError
-from rooftrace.measured.hwcounters import MemoryCount, read_perf_stat
-from rooftrace.measured.sources import source_of
+from rooftrace.measured.profiles import MemoryCount, read_perf_stat, source_of
 
 pytestmark = pytest.mark.quick
 

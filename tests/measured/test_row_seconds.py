@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.measured.runs.runfile import ModelRow, OpTime
-from rooftrace.measured.validate.row_seconds import RowSeconds, seconds_of_row
+from rooftrace.measured.bench.runfile import ModelRow, OpTime
+from rooftrace.measured.fit.misses import RowSeconds, seconds_of_row
 
 pytestmark = pytest.mark.quick
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.measured.pairing import MeasuredRequestError
+from rooftrace.measured.alignment import MeasuredRequestError
+from rooftrace.measured.bench.runfile import MicroRow, ModelRow, OpTime, Run, load_run
 from rooftrace.measured.rundiffs.diffing import RunQuestion, diff_runs
 from rooftrace.measured.rundiffs.predicting import chip_for
-from rooftrace.measured.runs.runfile import MicroRow, ModelRow, OpTime, Run, load_run
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.conftest import Run as RunCommand

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rooftrace.measured.runs.runfile import (
+from rooftrace.measured.bench.runfile import (
     SCHEMA,
     MicroRow,
     ModelRow,
@@ -21,7 +21,7 @@ from rooftrace.measured.runs.runfile import (
     load_run,
     save_run,
 )
-from rooftrace.tracer.graphfiles.graphfile import SCHEMA as GRAPH_SCHEMA
+from rooftrace.tracer.graph.file import SCHEMA as GRAPH_SCHEMA
 
 pytestmark = pytest.mark.quick
 

@@ -7,10 +7,8 @@ import torch
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
-from rooftrace.measured.bench import Bench
-from rooftrace.measured.runs import Run, load_run
-from rooftrace.measured.suite import SuitePlan
-from rooftrace.measured.suite.scriptruns import script_rows
+from rooftrace.measured.bench import Bench, Run, SuitePlan, load_run
+from rooftrace.measured.bench.session import script_rows
 from rooftrace.reporting.cli import main
 
 CLOCK = """

@@ -12,8 +12,8 @@ import rooftrace as rt
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.aligning import Period, align, periods
 from rooftrace.measured.alignment.keys import key_of_call, looser, paired
-from rooftrace.measured.traces.kineto import read_trace
-from rooftrace.measured.traces.records import DEVICE, EARLIER, LAUNCH, ORDER, OUTSIDE, Trace
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.records import DEVICE, EARLIER, LAUNCH, ORDER, OUTSIDE, Trace
 from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack
 

@@ -26,14 +26,22 @@ import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured import __main__ as command
 from rooftrace.measured.__main__ import main
+from rooftrace.measured.bench import (
+    measurement,
+    models as suite_models,
+    operations,
+    operations as microcases,
+    operations as products,
+    replay as attribute,
+    session as session_module,
+    suite,
+)
 from rooftrace.measured.bench.clock import Bench, MeasureError
-from rooftrace.measured.bench.devices import device_facts
-from rooftrace.measured.realsteps import measurement, replay as attribute
-from rooftrace.measured.realsteps.profiler import by_op, profiled
-from rooftrace.measured.realsteps.realize import realized
-from rooftrace.measured.realsteps.replay import attributed
-from rooftrace.measured.realsteps.steps import Stepped, real_inputs, real_step, timed
-from rooftrace.measured.runs.runfile import (
+from rooftrace.measured.bench.machine import device_facts
+from rooftrace.measured.bench.models import MODELS, Make
+from rooftrace.measured.bench.operations import MicroCase, NotOfferedError, micro_cases
+from rooftrace.measured.bench.replay import attributed
+from rooftrace.measured.bench.runfile import (
     MicroRow,
     ModelRow,
     Run,
@@ -41,22 +49,18 @@ from rooftrace.measured.runs.runfile import (
     load_run,
     save_run,
 )
-from rooftrace.measured.suite import (
-    cases as microcases,
-    micro,
-    models as suite_models,
-    products,
-    running as suite,
-    session as session_module,
+from rooftrace.measured.bench.session import Session, SuitePlan
+from rooftrace.measured.bench.steps import (
+    Stepped,
+    by_op,
+    profiled,
+    real_inputs,
+    real_step,
+    realized,
+    timed,
 )
-from rooftrace.measured.suite.cases import MicroCase, NotOfferedError
-from rooftrace.measured.suite.micro import micro_cases
-from rooftrace.measured.suite.models import MODELS
-from rooftrace.measured.suite.plan import SuitePlan
-from rooftrace.measured.suite.running import measure_suite
-from rooftrace.measured.suite.session import Session
-from rooftrace.measured.suite.suitemodel import Make
-from rooftrace.tracer.asking.request import Request
+from rooftrace.measured.bench.suite import measure_suite
+from rooftrace.tracer.requests.request import Request
 from tests.conftest import in_turn, mostly_heavy
 from tests.releases import CPU_ATTENTION_TAKES_GROUPS
 
@@ -421,7 +425,7 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some operations of each kind, two models, and a compiler that takes no time."""
     cases = micro_cases(False)[::23]
     assert {case.kind for case in cases} == {case.kind for case in micro_cases(False)}
-    monkeypatch.setattr(micro, "micro_cases", lambda on_cuda: cases)
+    monkeypatch.setattr(operations, "micro_cases", lambda on_cuda: cases)
     kept = tuple(m for m in MODELS if m.name in ("decoder", "lstm"))
     monkeypatch.setattr(suite_models, "MODELS", kept)
     monkeypatch.setattr(torch, "compile", lambda module: module)
@@ -556,7 +560,7 @@ class Blocked:
         pass
 
 sys.meta_path.insert(0, Blocked())
-from rooftrace.measured.runs import runfile
+from rooftrace.measured.bench import runfile
 assert "torch" not in sys.modules, "reading a run file needs no torch"
 from rooftrace.measured.__main__ import main
 import torch

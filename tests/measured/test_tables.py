@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from rooftrace.errors import ProfileError
-from rooftrace.measured.tables.ncu import read_counters
-from rooftrace.measured.tables.steptimes import StepTime, read_steps
+from rooftrace.measured.profiles.tables import StepTime, read_counters, read_steps
 
 pytestmark = pytest.mark.quick
 

@@ -8,10 +8,10 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import UnusedError
-from rooftrace.measured.pairing import MeasuredRequestError
-from rooftrace.measured.pairing.steps import template_of
-from rooftrace.measured.runs import ModelRow, Run
-from rooftrace.measured.tables import StepTime
+from rooftrace.measured.alignment import MeasuredRequestError
+from rooftrace.measured.alignment.pairing import template_of
+from rooftrace.measured.bench import ModelRow, Run
+from rooftrace.measured.profiles import StepTime
 from tests.reporting.conftest import Run as Command
 
 pytestmark = pytest.mark.quick

@@ -15,17 +15,17 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.knobs.knobs import Knobs
-from rooftrace.costmodels.registry.lookup import own_rules
+from rooftrace.costmodels.ops.rulebook import own_rules
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.keys import base_name, written_out
-from rooftrace.measured.pairing.reading import MeasuredRequestError
-from rooftrace.measured.runs.runfile import ModelRow, OpTime, Run
-from rooftrace.measured.sources import source_of
-from rooftrace.measured.suite.models import traced_model as traced
-from rooftrace.measured.tables.steptimes import StepTime
-from rooftrace.measured.traces.kineto import read_trace
-from rooftrace.measured.validate.checks import alike, dram_by_row, node_checks, other_device
-from rooftrace.measured.validate.misses import nodes
+from rooftrace.measured.alignment.pairing import MeasuredRequestError
+from rooftrace.measured.bench.models import traced_model as traced
+from rooftrace.measured.bench.runfile import ModelRow, OpTime, Run
+from rooftrace.measured.fit.misses import nodes
+from rooftrace.measured.fit.validation import alike, dram_by_row, node_checks, other_device
+from rooftrace.measured.profiles import source_of
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.tables import StepTime
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.reporting.conftest import Run as Command
 

@@ -6,23 +6,18 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from rooftrace.costmodels.costs.cost import Access, Cost, Work
-from rooftrace.costmodels.estimating.estimates import estimate
-from rooftrace.costmodels.execution.executions import PRESETS
-from rooftrace.costmodels.fusion.groups import (
-    FusionGroup,
-)
-from rooftrace.costmodels.guiding.records import Guidance
+from rooftrace.costmodels.advice.whatifs import Guidance
+from rooftrace.costmodels.estimates.estimates import estimate
+from rooftrace.costmodels.fusion.partition import FusionGroup
 from rooftrace.costmodels.memory.footprint import Memory
-from rooftrace.costmodels.planning.coverage import Coverage, Unsupported
-from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.planning.plans import Plan
+from rooftrace.costmodels.ops.cost import Access, Cost, Work
+from rooftrace.costmodels.planning.executions import PRESETS
+from rooftrace.costmodels.planning.plans import Coverage, Launch, Plan, Unsupported
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.reporting.pages.report import Report
+from rooftrace.reporting.reportfolder import Report
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Assumption, Op, Tensor
-from rooftrace.tracer.vocabulary.kinds import ROLES
+from rooftrace.tracer.graph.records import ROLES, Assumption, Op, Tensor
 
 Kernel = tuple[str, str, str, str, int, int, int, Mapping[str, int]]
 

@@ -11,11 +11,11 @@ from importlib import import_module
 from pathlib import Path
 
 from rooftrace.reporting import signed
-from rooftrace.reporting.requests import options, pricing, questions, workload
+from rooftrace.reporting.requests import options, pricing, questions
 
 STUB = Path(signed.__file__).with_suffix(".pyi")
 _NOTE = '"""Made by `python -m tests.reporting.signatures`; see signed.py."""\n\n'
-_RECORDS = (pricing, workload, options, questions)
+_RECORDS = (pricing, pricing, options, questions)
 
 
 def stub() -> str:

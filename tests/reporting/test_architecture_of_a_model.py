@@ -10,10 +10,10 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.reporting.hypertext.document import as_hypertext
+from rooftrace.reporting.renderers.markdown import as_page
+from rooftrace.reporting.renderers.model import Section, View
 from rooftrace.reporting.sections.architecture import architecture
 from rooftrace.reporting.sections.phase import INDICATORS, indicators, worked_example
-from rooftrace.reporting.view.markdown import as_page
-from rooftrace.reporting.view.model import Section, View
 
 HOSTILE = 'a"] --> b; <script>alert(1)</script> %% `x` #quot; \u202e|end'
 

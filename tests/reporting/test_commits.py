@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.diffs.changes import Diff
-from rooftrace.tracer.paths.modulepaths import pattern_of
+from rooftrace.costmodels.diffs.changes import Diff
+from rooftrace.tracer.graph.records import pattern_of
 from tests.reporting.conftest import Run
 
 FIRST = {
@@ -231,7 +231,7 @@ def build():
 
 
 def test_each_side_is_priced_by_the_rules_that_it_brings(tmp_path: Path) -> None:
-    from rooftrace.costmodels.registry.lookup import find_rule
+    from rooftrace.costmodels.ops.rulebook import find_rule
 
     for name, flop in (("old", 7), ("new", 9)):
         (tmp_path / name).mkdir()

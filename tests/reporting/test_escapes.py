@@ -15,13 +15,13 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace._escapes import to_csv
-from rooftrace.measured.tables import StepTime, read_steps
+from rooftrace.measured.profiles import StepTime, read_steps
+from rooftrace.reporting import Report
 from rooftrace.reporting.cli.shared import progress
 from rooftrace.reporting.figures import breakdown, roofline, style
-from rooftrace.reporting.pages import Report
-from rooftrace.reporting.view import as_page, as_screen, units
-from rooftrace.reporting.view.escaping import code_span, fenced, inline
-from rooftrace.reporting.view.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers import as_page, as_screen, units
+from rooftrace.reporting.renderers.escaping import code_span, fenced, inline
+from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.quick

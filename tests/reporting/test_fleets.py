@@ -23,8 +23,8 @@ from rooftrace.reporting.fleets import (
     FleetStopped,
     Task,
     load_fleet,
-    parts as fleet_parts,
     run_fleet,
+    tasks as fleet_parts,
 )
 from tests.reporting.conftest import Run
 
@@ -214,12 +214,12 @@ def test_one_target_that_fails_stops_no_other(run: Run, here: Path) -> None:
 def test_a_config_and_a_form_travel_to_a_worker_without_their_disk(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rooftrace.reporting import fleetsweeps
+    from rooftrace.reporting.fleets import sweeps
 
     rt.save_form(rt.form("t.py:small", over=OVER), "small.form.json")
     alone = single("small.form.json", over=OVER)
-    source = fleetsweeps.FleetSource.of("small.form.json").carried()
-    code = fleetsweeps.FleetSource.of("t.py:small").carried()
+    source = sweeps.FleetSource.of("small.form.json").carried()
+    code = sweeps.FleetSource.of("t.py:small").carried()
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
     (here / "small.form.json").rename(elsewhere / "moved.json")
@@ -359,7 +359,7 @@ def test_a_stop_keeps_what_is_done_and_the_next_call_goes_on() -> None:
 
 def test_a_worker_of_another_release_says_so(monkeypatch: pytest.MonkeyPatch, cluster: Any) -> None:
     monkeypatch.setattr(
-        "rooftrace.reporting.fleets.outcomes.releases", lambda: {"rooftrace": "0.0", "torch": "9"}
+        "rooftrace.reporting.fleets.tasks.releases", lambda: {"rooftrace": "0.0", "torch": "9"}
     )
     result = run_fleet(tasks(1, 2), "out", scheduler=cluster.scheduler_address)
     assert {f.error.partition(", the caller")[0] for f in result.failures} == {

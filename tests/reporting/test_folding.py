@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from rooftrace.reporting.renderers import model as view, units
 from rooftrace.reporting.text.folding import Folding, span
-from rooftrace.reporting.view import model as view, units
 
 
 @dataclass

@@ -17,10 +17,10 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.sweeping import evaluated, points_of
+from rooftrace.costmodels.sweeps import evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.reporting import sweeps
-from rooftrace.tracer.graphfiles import GraphFileError
+from rooftrace.tracer.graph import GraphFileError
 
 OVER = {"batch": range(1, 65), "0.1": range(8, 65, 8)}
 
@@ -181,7 +181,7 @@ def test_numbers_that_disagree_are_refused_whatever_the_digest_says(
 ) -> None:
     data = json.loads(saved.read_bytes())
     change(next(r for r in data["regimes"] if r["formulas"]))
-    monkeypatch.setattr("rooftrace.reporting.formfiles._digest", lambda *parts: data["digest"])
+    monkeypatch.setattr("rooftrace.reporting.stepforms._digest", lambda *parts: data["digest"])
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json: regimes"):
         rt.load_form(tmp_path / "wrong.json")

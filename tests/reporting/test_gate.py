@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.locks.settings import load_settings
+from rooftrace.reporting.locks.files import load_settings
 from tests.reporting.conftest import Ran, Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.locks.settings import ProjectError, load_settings, project_of
+from rooftrace.reporting.locks.files import ProjectError, load_settings, project_of
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import MODELS, SETTINGS, repository
 

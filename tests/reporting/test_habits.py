@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.moduletree import module_tree
+from rooftrace.costmodels.estimates.moduletree import module_tree
 
 
 class Block(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.distributions import MOST, distributions
-from rooftrace.reporting.modeldump import _WITHOUT_USE
+from rooftrace.reporting.habits import _WITHOUT_USE
+from rooftrace.reporting.inventories import MOST, distributions
 from rooftrace.reporting.text.results import as_markdown
 from tests.reporting.conftest import Run
 

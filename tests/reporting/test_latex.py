@@ -12,12 +12,11 @@ from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
 from rooftrace._escapes import visible
-from rooftrace.reporting.latex import as_latex, table_files
-from rooftrace.reporting.latex.aligning import aligned
+from rooftrace.reporting.renderers import as_latex, table_files, units
+from rooftrace.reporting.renderers.escaping import code_span
+from rooftrace.reporting.renderers.latex_columns import aligned
+from rooftrace.reporting.renderers.model import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.text import latex_tables, shown
-from rooftrace.reporting.view import units
-from rooftrace.reporting.view.escaping import code_span
-from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
 from tests.conftest import in_turn
 from tests.reporting.conftest import Run
 from tests.reporting.report_support import made_report

@@ -15,7 +15,7 @@ from rooftrace.costmodels.memory.footprint import KINDS, SAVED
 from rooftrace.hardware.units import format_capacity
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.memoryplot import NAMES, ORDER, memory_figure, spikes
-from rooftrace.reporting.pages.report import Report
+from rooftrace.reporting.reportfolder import Report
 
 
 @pytest.fixture(scope="module")

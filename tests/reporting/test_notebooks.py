@@ -14,13 +14,13 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace._escapes import visible
-from rooftrace.measured.tables import StepTime
+from rooftrace.measured.profiles import StepTime
 from rooftrace.reporting.figures.breakdown import Bar
 from rooftrace.reporting.figures.inline import bar_svg, image, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
 from rooftrace.reporting.hypertext import as_cell
-from rooftrace.reporting.view import units
-from rooftrace.reporting.view.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers import units
+from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
 
 NAMES = (Path(__file__).parents[1] / "corpus" / "names" / "names.txt").read_text().splitlines()
 X = torch.ones(2, 8)

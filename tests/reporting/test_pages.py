@@ -11,10 +11,10 @@ from markdown_it import MarkdownIt
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.reporting.renderers import as_page, units
+from rooftrace.reporting.renderers.markdown import MOST_COLUMNS
+from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
 from rooftrace.reporting.text.results import as_markdown
-from rooftrace.reporting.view import as_page, units
-from rooftrace.reporting.view.markdown import MOST_COLUMNS
-from rooftrace.reporting.view.model import Column, Note, Section, Table, View
 from tests.reporting.report_support import made_report
 
 pytestmark = pytest.mark.quick

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.pipelining.stages import rows_for_weights
+from rooftrace.costmodels.timing.pipelines import rows_for_weights
 from rooftrace.hardware.units import format_capacity
-from rooftrace.reporting.sections.network import exchanged
+from rooftrace.reporting.sections.memory import exchanged
 
 SMALL = {
     "config.num_hidden_layers": 5,

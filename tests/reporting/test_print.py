@@ -15,9 +15,9 @@ from matplotlib.text import Text
 from rooftrace._formats import FIGURES
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
-from rooftrace.reporting.figures import palette, printing, roofplot, style
+from rooftrace.reporting.figures import printing, roofplot, style
 from rooftrace.reporting.figures.folder import figures
-from rooftrace.reporting.pages.report import Report
+from rooftrace.reporting.reportfolder import Report
 from tests.reporting.report_support import made_report
 
 INCHES = {"screen": 12.0, "paper": 7.2, "paper-column": 3.5}
@@ -140,8 +140,8 @@ def test_points_in_one_place_are_all_seen() -> None:
 
 
 def test_tones_are_told_apart_across_meanings() -> None:
-    tones = [*palette.LIMITS.values(), *palette.PHASES.values()]
-    every = [*tones, *palette.FAMILIES.values(), *palette.KINDS.values()]
+    tones = [*printing.LIMITS.values(), *printing.PHASES.values()]
+    every = [*tones, *printing.FAMILIES.values(), *printing.KINDS.values()]
     assert len({tone.lower() for tone in every}) == len(every)
     for one, other in itertools.combinations(tones, 2):
         assert np.linalg.norm(np.subtract(to_rgb(one), to_rgb(other))) > 0.2, (one, other)

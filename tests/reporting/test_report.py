@@ -11,13 +11,18 @@ import jsonschema
 import pytest
 
 from rooftrace._formats import USUAL
-from rooftrace.costmodels.estimating.estimates import estimate
-from rooftrace.reporting.pages import files
-from rooftrace.reporting.pages.files import FigureError, ReportFolderError, check_folder
-from rooftrace.reporting.pages.report import Report, build_report
+from rooftrace.costmodels.estimates.estimates import estimate
+from rooftrace.reporting import reportfolder
+from rooftrace.reporting.reportfolder import (
+    FigureError,
+    Report,
+    ReportFolderError,
+    build_report,
+    check_folder,
+)
 from rooftrace.reporting.sections.step_json import Times
 from rooftrace.reporting.text.results import as_markdown, as_text
-from rooftrace.tracer.vocabulary.kinds import ROLES
+from rooftrace.tracer.graph.records import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
 
@@ -185,8 +190,8 @@ def test_below_the_floor_is_said(schema):
 
 def test_fitted_knobs_are_named_and_give_an_interval(schema):
 
-    from rooftrace.costmodels.execution.executions import execution_model
     from rooftrace.costmodels.knobs.knobs import Knobs
+    from rooftrace.costmodels.planning.executions import execution_model
 
     b = Builder()
     graph = b.graph(b.mm(b.input(64, 64), b.weight(64, 64)))
@@ -298,7 +303,7 @@ def test_a_file_in_the_way_leaves_nothing_and_names_the_folder(report, tmp_path)
 
 
 def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    monkeypatch.setattr(reportfolder.os, "access", lambda *_: False)
     with pytest.raises(ReportFolderError, match="Permission denied"):
         check_folder(tmp_path)
 
@@ -330,7 +335,7 @@ def test_a_full_disk_is_a_folder_error_and_leaves_nothing(report, tmp_path, monk
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(reportfolder.os, "replace", full)
     with pytest.raises(ReportFolderError, match=r"out': cannot write there: No space left"):
         report.write(tmp_path / "out", formats=("json",))
     assert list(tmp_path.iterdir()) == []

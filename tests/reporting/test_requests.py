@@ -11,15 +11,20 @@ import click
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import TYPICAL, execution_model
+from rooftrace.costmodels.planning import TYPICAL, execution_model
 from rooftrace.reporting.cli import cli
 from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.requests import kept
+from rooftrace.reporting.requests import calls
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import options_of
-from rooftrace.reporting.requests.pricing import ExecutionOptions, PricingOptions
-from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOptions, Workload
-from rooftrace.tracer.asking import Job
+from rooftrace.reporting.requests.pricing import (
+    ExecutionOptions,
+    LengthOptions,
+    PrecisionOptions,
+    PricingOptions,
+    Workload,
+)
+from rooftrace.tracer.requests import Job
 from tests.reporting.conftest import Run
 from tests.reporting.signatures import STUB, stub
 
@@ -92,8 +97,8 @@ def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
         for each in options_of(record)
         if each.name not in ("chip", "execution")  # these stand with the costs of each step
     }
-    prices = kept.said({name: read[name] for name in kept.PRICED if name in read})
-    asked = kept.said({"target": "gpt2", **{name: read[name] for name in kept.ASKED}})
+    prices = calls.said({name: read[name] for name in calls.PRICED if name in read})
+    asked = calls.said({"target": "gpt2", **{name: read[name] for name in calls.ASKED}})
     assert {*prices, *asked} == {*TYPED, "target"}
     made = records.MadeFrom(rooftrace="0", torch="0", pricing=prices)
     target = records.LockedTarget(asked=asked, sources={"gpt2": "0"})

@@ -18,12 +18,11 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import TargetError
-from rooftrace.reporting import sideruns
-from rooftrace.tracer.asking import Job
-from rooftrace.tracer.revisions import RevisionError, checkouts
+from rooftrace.reporting import revisions
+from rooftrace.tracer.requests import Job
+from rooftrace.tracer.revisions import RevisionError, repositories
 from rooftrace.tracer.revisions.repositories import repository_at
-from rooftrace.tracer.sources.apart import Outcome, run_apart
-from rooftrace.tracer.sources.places import ProcessPlace
+from rooftrace.tracer.sources.apart import Outcome, ProcessPlace, run_apart
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 from tests.repositories import git
@@ -154,7 +153,7 @@ def moved(root: str, outcome: Outcome, to: str) -> Outcome:
 @pytest.fixture
 def here(repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repo:
     """The repository as working folder, its package installed to be edited there."""
-    monkeypatch.setattr(sideruns, "run_apart", run_once)
+    monkeypatch.setattr(revisions, "run_apart", run_once)
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     monkeypatch.setenv("EDITABLE", str(repo.root / "src" / "pkg"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -362,11 +361,11 @@ def submodules_are_checked_out_where_this_clone_has_them(
     assert str(repository.state()) == "1 file changed, submodule deps/m differs"
     for revision, content in (("HEAD~1", "C = 1\n"), ("HEAD", "")):
         hash_ = repository.commit(revision).hash
-        with checkouts.checked_out(repository, hash_) as checkout:
+        with repositories.checked_out(repository, hash_) as checkout:
             assert checkout.missing == () and Path(checkout.root).name == "outer"
             file = Path(checkout.root, "deps/m/src/pkg/unused.py")
             assert file.read_text() == content
     git(tmp_path, "clone", "-q", "outer", "without")
     without = repository_at(str(tmp_path / "without"))
-    with checkouts.checked_out(without, without.commit("HEAD").hash) as checkout:
+    with repositories.checked_out(without, without.commit("HEAD").hash) as checkout:
         assert checkout.missing == ("deps/m",)

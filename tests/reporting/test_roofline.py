@@ -136,7 +136,7 @@ def test_every_figure_is_drawn_1800_wide(report, tmp_path):
 
 def test_every_role_and_regime_has_a_colour():
     from rooftrace.costmodels.timing.timings import REGIMES
-    from rooftrace.tracer.vocabulary.kinds import ROLES
+    from rooftrace.tracer.graph.records import ROLES
 
     assert set(style.ROLES) == set(ROLES)
     assert set(style.REGIMES) == set(REGIMES)

@@ -9,7 +9,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.figures.manymodels import _points, roofline_figure
+from rooftrace.reporting.figures.roofline import _points, roofline_figure
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.costmodels.registry.lookup import own_rules
+from rooftrace.costmodels.ops.rulebook import own_rules
 from tests.reporting.conftest import Run
 
 ADDS = """
 import rooftrace
-from rooftrace.measured.tables import StepTime
-from rooftrace.reporting.view.model import Note, Section
+from rooftrace.measured.profiles import StepTime
+from rooftrace.reporting.renderers.model import Note, Section
 
 @rooftrace.phase("evaluation")
 def evaluation(runner, recorder):

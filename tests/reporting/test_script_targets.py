@@ -9,13 +9,12 @@ import torch
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
-from rooftrace.measured.pairing.reading import MeasuredRequestError
-from rooftrace.measured.pairing.steps import template_of
+from rooftrace.measured.alignment.pairing import MeasuredRequestError, template_of
 from rooftrace.reporting.cli import main
 from rooftrace.reporting.cli.diff_command import _targets
-from rooftrace.tracer.asking import names
-from rooftrace.tracer.asking.names import ScriptCommand, is_script
-from rooftrace.tracer.revisions import checkouts
+from rooftrace.tracer.requests import names
+from rooftrace.tracer.requests.names import ScriptCommand, is_script
+from rooftrace.tracer.revisions import repositories
 from rooftrace.tracer.scripts import ScriptError
 
 pytestmark = pytest.mark.quick
@@ -147,7 +146,7 @@ def test_a_checkout_is_led_to_what_git_ignores(folder: Path) -> None:
     repository: Any = SimpleNamespace(
         root=str(folder / "repository"), ignored=("data/", "kept/", "deep/er/x.bin")
     )
-    checkouts.link_ignored(repository, str(folder / "checkout"))
+    repositories.link_ignored(repository, str(folder / "checkout"))
     assert (folder / "checkout" / "data" / "x.bin").read_bytes() == b"1"
     assert not (folder / "checkout" / "kept").is_symlink()
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.exploring import ExploreError, formsteps
+from rooftrace.costmodels.explaining import ExploreError, decode_forms
 from rooftrace.costmodels.planforms import Conditions
 from tests.reporting.conftest import Run
 
@@ -248,9 +248,9 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> rt.Form:
 def test_flops_and_bytes_of_an_exploration_are_those_of_an_estimate(
     routed: rt.Form, execution: str, batch: int, kv: int
 ) -> None:
-    totals = formsteps.FormTotals(routed, Conditions.of(execution, "fp8"))
-    step = formsteps.decode_step(totals)
-    own = formsteps.experts_of(totals, 1, 64)
+    totals = decode_forms.FormTotals(routed, Conditions.of(execution, "fp8"))
+    step = decode_forms.decode_step(totals)
+    own = decode_forms.experts_of(totals, 1, 64)
     assert own.experts == 16
     b, n = np.array([float(batch)]), np.array([float(kv)])
     flops = step.flops(b, n) + own.flops(b, 1)
@@ -262,8 +262,8 @@ def test_flops_and_bytes_of_an_exploration_are_those_of_an_estimate(
 
 
 def test_experts_shared_by_devices_are_counted_as_a_loop_does(routed: rt.Form) -> None:
-    totals = formsteps.FormTotals(routed, Conditions.of("serving", "fp8"))
-    own = formsteps.experts_of(totals, 1, 64)
+    totals = decode_forms.FormTotals(routed, Conditions.of("serving", "fp8"))
+    own = decode_forms.experts_of(totals, 1, 64)
     batch = np.array([32.0])
     calls = 2 * 32 * 2  # layers, tokens, experts of each
     # Gate, up and down; the kernel of the last product weighs its rows, too.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting.table import REWRITES
+from rooftrace.costmodels.rewriting.rewrites import REWRITES
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.diff_command import _targets
 from rooftrace.reporting.sides import sides_of

@@ -103,8 +103,8 @@ def here(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(empty_folder)
     import rooftrace as rt
 
-    monkeypatch.setattr("rooftrace.measured.suite.measure_suite", lambda *_: None)
-    monkeypatch.setattr("rooftrace.measured.suite.summary", lambda *_: "a summary")
+    monkeypatch.setattr("rooftrace.measured.bench.measure_suite", lambda *_: None)
+    monkeypatch.setattr("rooftrace.measured.bench.summary", lambda *_: "a summary")
     monkeypatch.setattr("rooftrace.measured.__main__.measure_suite", lambda *_: None)
     monkeypatch.setattr("rooftrace.measured.__main__.summary", lambda *_: "a summary")
     monkeypatch.setattr(

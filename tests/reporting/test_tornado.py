@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from matplotlib.patches import Rectangle
 
-from rooftrace.costmodels.factorial import factorial
-from rooftrace.reporting.figures import style
-from rooftrace.reporting.figures.ofsizes import tornado
+from rooftrace.costmodels.sweeps import factorial
+from rooftrace.reporting.figures import style, tornado
 
 pytestmark = pytest.mark.quick
 

@@ -13,13 +13,13 @@ import pytest
 
 import rooftrace as rt
 from rooftrace._plain import Plain
-from rooftrace.costmodels.registry.lookup import own_rules
+from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.reporting.renderers import as_page, model as view, units
+from rooftrace.reporting.renderers.model import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.sections.builders import SectionError
 from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.text.results import VIEWS, as_markdown, as_text, view_of
-from rooftrace.reporting.view import as_page, model as view, units
-from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
 from tests.reporting.report_support import made_report
 
 JOULE = units.Unit("J", "number", lambda energy: f"{energy:.1f} J")

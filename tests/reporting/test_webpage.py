@@ -18,13 +18,13 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.reporting.hypertext import (
     contents as contents_module,
-    kernelgroups,
+    contents as kernelgroups,
     report_page,
     result_page,
 )
 from rooftrace.reporting.hypertext.contents import contents
+from rooftrace.reporting.renderers import model as view, units
 from rooftrace.reporting.sections import report_view
-from rooftrace.reporting.view import model as view, units
 
 pytestmark = pytest.mark.quick
 

@@ -10,10 +10,10 @@ import torch
 from torch import overrides
 
 from rooftrace.hardware import load_chip
-from rooftrace.tracer.emulation import Device, emulate
-from rooftrace.tracer.emulation.entering import _forget_answers
-from rooftrace.tracer.patches import replacing
-from rooftrace.tracer.sharded import streams
+from rooftrace.tracer.fake_cuda import Device, emulate
+from rooftrace.tracer.fake_cuda.entering import _forget_answers
+from rooftrace.tracer.metacopies import overrides as replacing
+from rooftrace.tracer.sharding import fsdp
 
 
 class Bytes:
@@ -70,14 +70,14 @@ def h100(count: int = 1, index: int = 0, chip: str = "h100-sxm") -> Iterator[Emu
     """
     own = Emulation()
     device = Device.of(load_chip(chip), count)
-    queue = streams.DeviceModule.current_stream()
+    queue = fsdp.DeviceModule.current_stream()
     dtype, finders = torch.get_default_dtype(), [*sys.meta_path]
     with put_back():
         emulate(device, own.bytes, own.ticks, index, own.assume, own.told.append)
         try:
             yield own
         finally:
-            streams.select(queue)
+            fsdp.select(queue)
             torch.set_default_device(None)
             torch.set_default_dtype(dtype)
             overrides._pop_mode()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.sharded import huggingface
+from rooftrace.tracer.sharding import huggingface
 
 _SIZES = {
     "hidden_size": 64,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rooftrace.tracer.launching import Ended, Ranks, call_apart, launched, understood
+from rooftrace.tracer.launch import Ended, Ranks, call_apart, launched, understood
 from rooftrace.tracer.recording import Recorder
 
 

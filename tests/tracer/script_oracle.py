@@ -23,8 +23,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.scripting import ScriptCost, TurnCost
+from rooftrace.costmodels.estimates import ScriptCost, TurnCost
+from rooftrace.costmodels.ops import MATRIX
 from tests.conftest import forget_accelerate
 
 DENSE = ("useful", "masked", "masked_executed")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.inputs.arguments import floating_input
+from rooftrace.tracer.inputs.calls import floating_input
 from rooftrace.tracer.sources import collector_paused
 
 

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.diffs import Diff
 from rooftrace.measured.rundiffs import RunDiff
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.aligning import Pairing, union
-from rooftrace.tracer.changes.metrics import TOTALS
-from rooftrace.tracer.checkpoints import CheckpointDiff
+from rooftrace.tracer.inventory import Change, CheckpointDiff, Limit
+from rooftrace.tracer.inventory.changes import TOTALS, Pairing, union
 
 
 def test_a_change_of_nothing_has_no_relative_one():

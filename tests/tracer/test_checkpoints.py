@@ -14,10 +14,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import rooftrace as rt
-from rooftrace.tracer.checkpoints import CheckpointDiff, compare_checkpoints
-from rooftrace.tracer.weightfiles import CheckpointError
-from rooftrace.tracer.weightfiles.slices import SLICE
-from rooftrace.tracer.weightfiles.stored import Stored
+from rooftrace.tracer.inventory import CheckpointDiff, compare_checkpoints
+from rooftrace.tracer.weights import CheckpointError
+from rooftrace.tracer.weights.torchfile import SLICE, Stored
 
 pytestmark = pytest.mark.quick
 

@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking.job import Job
-from rooftrace.tracer.rebuilding.rebuild import to_fx
-from rooftrace.tracer.releases.releases import Release, installed_release, read_release
-from rooftrace.tracer.sources.apart import _told, job_told
-from rooftrace.tracer.sources.places import ProcessPlace
+from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.recording.releases import Release, installed_release, read_release
+from rooftrace.tracer.requests.job import Job
+from rooftrace.tracer.sources.apart import ProcessPlace, _told, job_told
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.lower.roles import made_role
-from rooftrace.tracer.ops.traits import index_output, is_random
+from rooftrace.tracer.lowering.inline import made_role
+from rooftrace.tracer.recording.ops import index_output, is_random
 
 pytestmark = pytest.mark.quick
 

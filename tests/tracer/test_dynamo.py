@@ -19,19 +19,19 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.asking.job import Job
-from rooftrace.tracer.dynamo import records
-from rooftrace.tracer.dynamo.functions import (
+from rooftrace.tracer.breaks import records
+from rooftrace.tracer.breaks.functions import (
     UNKNOWN,
     DynamoFunctions,
     guard_words,
     hints_of,
     plain_reason,
 )
-from rooftrace.tracer.dynamo.placing import PlacedStep, placed
-from rooftrace.tracer.dynamo.running import traced_with_dynamo
+from rooftrace.tracer.breaks.placing import PlacedStep, placed
+from rooftrace.tracer.breaks.running import traced_with_dynamo
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.metacopies import tensors_in
+from rooftrace.tracer.requests.job import Job
 from tests.conftest import mostly_heavy
 from tests.releases import needs_torch
 from tests.tracer import broken_models as models

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rooftrace.tracer.emulation import DeviceError, handles
+from rooftrace.tracer.fake_cuda import DeviceError, state
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
 from tests.tracer.script_oracle import its_own_garbage
@@ -40,7 +40,7 @@ def ops(recorder: Recorder) -> list[str]:
 
 def parts_of(recorder: Recorder) -> list[str]:
     """The parts of the step of the recorded ops."""
-    from rooftrace.tracer.tape import META_KEY
+    from rooftrace.tracer.recording import META_KEY
 
     nodes = [node for node in recorder.graph.nodes if node.op == "call_function"]
     return [node.meta[META_KEY].origin.part for node in nodes]
@@ -50,7 +50,7 @@ def parts_of(recorder: Recorder) -> list[str]:
 
 
 def test_work_is_put_on_the_stream_that_is_chosen() -> None:
-    from rooftrace.tracer.tape import META_KEY
+    from rooftrace.tracer.recording import META_KEY
 
     with recorded() as (_, recorder):
         x = torch.ones(3, device="cuda")
@@ -115,7 +115,7 @@ def test_in_builds_for_cuda_streams_stand_for_those_of_their_class() -> None:
         def wait(self) -> str:
             return "waited"
 
-    made: Any = handles.made(FromC, Face)
+    made: Any = state.made(FromC, Face)
     assert made.wait() == "waited" and isinstance(made, FromC)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.network import collective_seconds, expert_exchange_seconds
+from rooftrace.costmodels.timing import collective_seconds, expert_exchange_seconds
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
-from rooftrace.tracer.values import marks
+from rooftrace.tracer.values import masks
 from tests.conftest import in_turn
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 
@@ -167,7 +167,7 @@ def test_the_counts_are_known_for_more_choices_than_other_numbers_are_carried(
 ) -> None:
     config, _, chosen, _ = CONFIGS["deepseek"]
     usual = spread_graph(config, {"dp": 4, "ep": 4}, phase, 6, 21)
-    monkeypatch.setattr(marks, "MAX_INTEGERS", 6 * 20 * chosen)
+    monkeypatch.setattr(masks, "MAX_INTEGERS", 6 * 20 * chosen)
     few = spread_graph(config, {"dp": 4, "ep": 4}, phase, 6, 21)
     assert [op.facts for op in grouped(few)] == [op.facts for op in grouped(usual)]
     assert [item.text for item in few.assumptions] == [item.text for item in usual.assumptions]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.tracer.formulas import Fitter, Formula, FormulaError, Guard, Track, functions
+from rooftrace.tracer.formulas import Fitter, Formula, FormulaError, Guard, Track, polynomials
 
 SIZES = st.integers(1, 1 << 40)
 SMALL = st.integers(-50, 50)
@@ -134,7 +134,7 @@ def test_expected_classes_are_the_mean_over_all_draws(rows: int, chosen: int, cl
     choices = list(itertools.combinations(range(classes), chosen))
     reached = [len(set(itertools.chain(*draw))) for draw in itertools.product(choices, repeat=rows)]
     mean = sum(reached) / len(reached)
-    assert functions.expected_distinct(rows, chosen, classes) == pytest.approx(mean, rel=1e-12)
+    assert polynomials.expected_distinct(rows, chosen, classes) == pytest.approx(mean, rel=1e-12)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3])
@@ -143,7 +143,7 @@ def test_expected_rows_are_the_mean_over_all_draws(rows: int, own: int, classes:
     draws = list(itertools.product(range(classes), repeat=rows))
     reached = [len({min(number, own) for number in draw}) for draw in draws]  # the rest share `own`
     mean = sum(reached) / len(reached)
-    assert functions.expected_rows(rows, own, classes) == pytest.approx(mean, rel=1e-12)
+    assert polynomials.expected_rows(rows, own, classes) == pytest.approx(mean, rel=1e-12)
 
 
 @given(st.integers(0, 60), st.integers(1, 8), st.integers(1, 40))
@@ -152,16 +152,16 @@ def test_balanced_draws_deal_classes_like_cards(rows: int, chosen: int, classes:
     dealt = [0] * classes
     for number in range(rows * chosen):
         dealt[number % classes] += 1
-    assert functions.balanced_distinct(rows, chosen, classes) == sum(n > 0 for n in dealt)
-    assert functions.balanced_largest(rows, chosen, classes) == max(dealt)
+    assert polynomials.balanced_distinct(rows, chosen, classes) == sum(n > 0 for n in dealt)
+    assert polynomials.balanced_largest(rows, chosen, classes) == max(dealt)
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 40))
 def test_a_draw_fits_into_its_rows_and_classes(rows: int, chosen: int, classes: int) -> None:
     chosen = min(chosen, classes)
-    reached = functions.drawn_distinct(rows, chosen, classes)
+    reached = polynomials.drawn_distinct(rows, chosen, classes)
     assert chosen <= reached <= min(rows * chosen, classes)
-    assert functions.largest_draw(rows, chosen, classes) * reached >= rows * chosen
+    assert polynomials.largest_draw(rows, chosen, classes) * reached >= rows * chosen
 
 
 # -- tracked numbers -------------------------------------------------------------------------------

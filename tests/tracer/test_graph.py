@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rooftrace.tracer.arguments.operands import Ref, refs
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import GraphError, Op, Repeat, Tensor
-from rooftrace.tracer.paths.modulepaths import pattern_of
+from rooftrace.tracer.graph.records import GraphError, Op, Ref, Repeat, Tensor, pattern_of, refs
 
 pytestmark = pytest.mark.quick
 

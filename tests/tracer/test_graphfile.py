@@ -13,8 +13,8 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.tracer.api import trace_target
+from rooftrace.tracer.graph.file import SCHEMA, GraphFileError, load_graphs, looks_saved
 from rooftrace.tracer.graph.records import Assumption
-from rooftrace.tracer.graphfiles.graphfile import SCHEMA, GraphFileError, load_graphs, looks_saved
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.costs import MATRIX
+from rooftrace.costmodels.ops import MATRIX
 from tests.tracer.script_oracle import DENSE, matrix_flops, training
 
 HOSTILE = '''

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.tracer.revisions import RevisionError, authorship, checkouts
+from rooftrace.tracer.revisions import RevisionError, origins, repositories
 from rooftrace.tracer.revisions.repositories import Repository, repository_at
 from tests.repositories import git
 
@@ -217,9 +217,9 @@ def _all_questions(repository: Repository) -> None:
     assert repository.last_change("a.one") == head
     assert repository.added("a.one") == first
     for name in FILES:
-        assert authorship.wrote(repository, first.hash, None, f"{name}:2") == "not committed yet"
-        assert authorship.wrote(repository, first.hash, head.hash, f"{name}:2") == head
-        authorship.removed(repository, first.hash, None, f"{name}:1")
+        assert origins.wrote(repository, first.hash, None, f"{name}:2") == "not committed yet"
+        assert origins.wrote(repository, first.hash, head.hash, f"{name}:2") == head
+        origins.removed(repository, first.hash, None, f"{name}:1")
 
 
 def test_questions_to_a_repository_run_nothing_of_its_own(hostile: Hostile) -> None:
@@ -246,7 +246,7 @@ def test_git_itself_runs_what_the_repository_names(hostile: Hostile) -> None:
 def test_a_checkout_runs_nothing_of_the_repository(hostile: Hostile, tmp_path: Path) -> None:
     repository = repository_at(str(hostile.root))
     before = {p: p.read_bytes() for p in hostile.root.rglob("*") if p.is_file()}
-    with checkouts.checked_out(repository, repository.commit("HEAD").hash) as checkout:
+    with repositories.checked_out(repository, repository.commit("HEAD").hash) as checkout:
         assert checkout.missing == ()
         for name in FILES:
             assert Path(checkout.root, name).read_text() == "first\nsecond\n"
@@ -265,7 +265,7 @@ def test_a_file_that_is_included_only_in_a_worktree_runs_nothing(hostile: Hostil
     config = hostile.root / ".git" / "config"
     config.write_text(config.read_text() + '[includeIf "gitdir:**"]\n  path = more\n')
     repository = repository_at(str(hostile.root))
-    with checkouts.checked_out(repository, repository.commit("HEAD~1").hash):
+    with repositories.checked_out(repository, repository.commit("HEAD~1").hash):
         pass
     assert hostile.ran() == []
 
@@ -284,7 +284,7 @@ def test_what_a_partial_clone_lacks_is_not_fetched(hostile: Hostile, remote: str
     hostile.ran_file.unlink(missing_ok=True)
     repository = repository_at(str(root))
     with pytest.raises(RevisionError, match=r"read-tree: .*(a\.one|object|" + blob + ")"):
-        checkouts.checked_out(repository, repository.commit("HEAD").hash).__enter__()
+        repositories.checked_out(repository, repository.commit("HEAD").hash).__enter__()
     with pytest.raises(RevisionError, match="no such commit"):
         repository.commit("0123456789012345678901234567890123456789")
     assert hostile.ran() == []
@@ -332,7 +332,7 @@ def test_an_object_that_is_replaced_is_the_one_of_its_hash(tmp_path: Path) -> No
     git(root, "replace", git(root, "rev-parse", "HEAD:a"), other)
     assert git(root, "cat-file", "-p", "HEAD:a") == "other"
     repository = repository_at(str(root))
-    with checkouts.checked_out(repository, repository.commit("HEAD").hash) as checkout:
+    with repositories.checked_out(repository, repository.commit("HEAD").hash) as checkout:
         assert Path(checkout.root, "a").read_text() == "real\n"
 
 
@@ -396,7 +396,7 @@ def test_forms_of_repositories_give_what_git_gives(
     assert str(repository.state()) == "nothing changed"
     assert repository.ignored == (() if form is _worktree else ("b.private",))
     head = repository.commit("v1")
-    told = authorship.wrote(repository, head.hash, None, "a.txt:2")
+    told = origins.wrote(repository, head.hash, None, "a.txt:2")
     assert told is None  # no commit after the last one wrote it
     (where / "a.txt").write_text("one\nfour\n")
     assert str(repository.state()) == "1 file changed"
@@ -404,7 +404,7 @@ def test_forms_of_repositories_give_what_git_gives(
     count = 1 if form is _shallow else 2
     assert git(where, "rev-list", "--count", "HEAD") == str(count)
     assert repository.touching(f"{head.hash}", head.hash, ["a.txt"]) == []
-    with checkouts.checked_out(repository, head.hash) as checkout:
+    with repositories.checked_out(repository, head.hash) as checkout:
         ends = b"one\r\nthree\r\n" if form is _line_ends else b"one\nthree\n"
         assert Path(checkout.root, "a.txt").read_bytes() == ends
         assert git(Path(checkout.root), "describe", "--tags") == "v1"

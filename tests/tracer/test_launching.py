@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ended, Ranks, understood
-from rooftrace.tracer.launching.records import CommandLine
+from rooftrace.tracer.launch import Ended, Ranks, understood
+from rooftrace.tracer.launch.records import CommandLine
 from tests.tracer.launched_here import ended_of, stopped_at
 
 pytestmark = pytest.mark.quick

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ended, Ranks
+from rooftrace.tracer.launch import Ended, Ranks
 from tests.tracer.launched_here import recorded_of
 
 
@@ -139,7 +139,7 @@ def test_a_mesh_of_the_script_names_the_axes(tmp_path: Path) -> None:
     text = (
         "import torch, torch.distributed as dist\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
-        "from rooftrace.tracer.sharded import meshes\n"
+        "from rooftrace.tracer.sharding import fsdp as meshes\n"
         "mesh = init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))\n"
         "assert meshes.mesh_of([]) == {'dp': 2, 'tp': 4}\n"
         "assert mesh['tp'].size() == 4 and dist.get_backend(mesh['tp'].get_group())\n"

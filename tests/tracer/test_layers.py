@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.rebuilding.rebuild import to_fx
+from rooftrace.tracer.graph.rebuild import to_fx
 from rooftrace.tracer.recording.recorder import Recorder
-from rooftrace.tracer.replay.gradients import Layers
+from rooftrace.tracer.repeats.gradients import Layers
 
 WIDTH, COUNT = 16, 5
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.ops import Call
+from rooftrace.tracer.recording import Call
 from rooftrace.tracer.recording.recorder import Recorder
-from rooftrace.tracer.tape.records import META_KEY, Recorded
-from rooftrace.tracer.values.marks import META
+from rooftrace.tracer.recording.taperecords import META_KEY, Recorded
+from rooftrace.tracer.values.masks import META
 
 F = nn.functional
 STEPS = 20

@@ -18,7 +18,7 @@ import rooftrace as rt
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.implicit import Implicit
-from rooftrace.tracer.values.pairs import NoPatternError, shown_pairs
+from rooftrace.tracer.values.intervals import NoPatternError, shown_pairs
 
 SIZES = (512, 1_000, 2_047, 2_048, 2_049, 4_096, 5_000, 8_192, 16_384, 32_768, 65_537, 131_072)
 WINDOW, CHUNK, PREFIX = 1_024, 1_500, 700
@@ -120,11 +120,11 @@ def test_a_mask_counts_as_torch_counts_it(
 def _implied(mask: Callable[..., Tensor], data: Tensor) -> Implicit:
     """What the tracer holds of a mask where nothing of more than an element is written out."""
     from rooftrace.tracer.recording import Recorder
-    from rooftrace.tracer.values import marks
+    from rooftrace.tracer.values import masks
 
     seen: list[Implicit] = []
-    before = marks.MAX_INTEGERS, marks.MAX_FLOATS
-    marks.MAX_INTEGERS = marks.MAX_FLOATS = 24
+    before = masks.MAX_INTEGERS, masks.MAX_FLOATS
+    masks.MAX_INTEGERS = masks.MAX_FLOATS = 24
     try:
         recorder = Recorder()
         with recorder:
@@ -135,7 +135,7 @@ def _implied(mask: Callable[..., Tensor], data: Tensor) -> Implicit:
             seen.append(value)
         recorder.close()
     finally:
-        marks.MAX_INTEGERS, marks.MAX_FLOATS = before
+        masks.MAX_INTEGERS, masks.MAX_FLOATS = before
     return seen[0]
 
 

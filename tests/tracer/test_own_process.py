@@ -17,9 +17,9 @@ import pytest
 import rooftrace as rt
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graphfiles import GraphFileError
-from rooftrace.tracer.launching import call_apart
-from rooftrace.tracer.scripts import sending
+from rooftrace.tracer.graph import GraphFileError
+from rooftrace.tracer.launch import call_apart
+from rooftrace.tracer.scripts import records
 from tests.conftest import ctrl_c_works
 
 pytestmark = pytest.mark.quick
@@ -109,9 +109,9 @@ def test_what_it_prints_comes_where_the_caller_prints(capfd: pytest.CaptureFixtu
 def test_what_it_sends_is_checked() -> None:
     for content in (b"", b"x", b"\x92\xc4\x01x\x80", b"\x93\x01\x02\x03"):
         with pytest.raises(GraphFileError, match="the process of the script"):
-            sending.script_of(content)
+            records.script_of(content)
         with pytest.raises(GraphFileError, match="the process of the script"):
-            sending.graph_of(content)
+            records.graph_of(content)
 
 
 def wait_for(ask: Any, path: str) -> bytes:

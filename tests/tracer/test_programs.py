@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.programs.ptfile import ExpressionError, checked, evaluated
+from rooftrace.tracer.targets.ptfile import ExpressionError, checked, evaluated
 from tests.reporting.conftest import Run, run  # noqa: F401  the fixture
 
 
@@ -116,7 +116,7 @@ def test_the_command_line_takes_a_file(run: Run, cnn: Made, tmp_path: Path) -> N
 
 
 def test_weights_are_not_made(cnn: Made) -> None:
-    from rooftrace.tracer.programs.ptfile import read_program
+    from rooftrace.tracer.targets.ptfile import read_program
 
     program = read_program(cnn[2])
     assert all(p.is_meta for _, p in program.named_parameters())

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.ops import traits
-from rooftrace.tracer.recording import realdata
+from rooftrace.tracer.recording import ops, realdata
 
 pytestmark = pytest.mark.quick
 
@@ -223,13 +222,13 @@ def test_a_loop_does_not_start_from_the_beginning(
         return x
 
     ran: list[str] = []
-    original = traits.run_on_cpu
+    original = ops.run_on_cpu
 
     def counting(name: str, *args: Any) -> Any:
         ran.append(name)
         return original(name, *args)
 
-    monkeypatch.setattr(traits, "run_on_cpu", counting)
+    monkeypatch.setattr(ops, "run_on_cpu", counting)
     rt.trace(module(forward), X, repeats=False)
     assert ran.count("aten.addmm") == 20
 

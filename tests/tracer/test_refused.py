@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.phases.refusals import LIMIT_OF_C_IS_FIXED
+from rooftrace.tracer.phases.attempts import LIMIT_OF_C_IS_FIXED
 
 X = torch.ones(2, 8)
 

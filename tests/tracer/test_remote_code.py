@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.tracer.targets import remote_code
-from rooftrace.tracer.targets.remote_code import check_config, without_code
+from rooftrace.tracer.targets import configs
+from rooftrace.tracer.targets.configs import check_config, without_code
 from tests.releases import with_transformers_5
 
 pytestmark = pytest.mark.quick
@@ -156,4 +156,4 @@ def test_models_that_load_kernels_by_themselves_are_known() -> None:
     models = Path(transformers.__file__).parent / "models"
     call = re.compile(rb"\bget_kernel\(")
     found = {p.parent.name for p in models.glob("*/modeling_*.py") if call.search(p.read_bytes())}
-    assert found <= set(remote_code._kernels())
+    assert found <= set(configs._kernels())

@@ -9,10 +9,9 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking.assumptions import ASSUMABLE, parse_assumption
-from rooftrace.tracer.asking.request import Options, Request
-from rooftrace.tracer.inputs.arguments import parsed_inputs
-from rooftrace.tracer.inputs.calls import call_inputs, last_token, random_tokens
+from rooftrace.tracer.inputs.calls import call_inputs, last_token, parsed_inputs, random_tokens
+from rooftrace.tracer.requests.assumptions import ASSUMABLE, parse_assumption
+from rooftrace.tracer.requests.request import Options, Request
 from rooftrace.tracer.values import REAL_VALUE
 
 pytestmark = pytest.mark.quick

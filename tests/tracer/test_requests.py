@@ -14,9 +14,9 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.rewriting import rewrite
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import RequestLengths
-from rooftrace.tracer.asking.request import read_lengths
-from rooftrace.tracer.rebuilding import to_fx
+from rooftrace.tracer.graph import to_fx
+from rooftrace.tracer.requests import RequestLengths
+from rooftrace.tracer.requests.request import read_lengths
 from tests.conftest import in_turn
 
 transformers = pytest.importorskip("transformers")

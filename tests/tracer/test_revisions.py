@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from rooftrace.tracer.revisions import first_bad
 from rooftrace.tracer.revisions.origins import DiffOrigins, SideOrigin
 from rooftrace.tracer.revisions.repositories import State
-from rooftrace.tracer.sources.places import ProcessPlace
+from rooftrace.tracer.sources.apart import ProcessPlace
 from rooftrace.tracer.sources.starting import MovedFinder, Moves
 
 pytestmark = pytest.mark.quick

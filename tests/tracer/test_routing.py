@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking.assumptions import MOST_EXPONENT, Policy, decided, policy_of
-from rooftrace.tracer.values.choices import Choices, chosen
-from rooftrace.tracer.values.distinct import expected_distinct, shares_of
+from rooftrace.tracer.requests.assumptions import MOST_EXPONENT, Policy, decided, policy_of
+from rooftrace.tracer.values.choices import Choices, chosen, expected_distinct, shares_of
 
 pytestmark = pytest.mark.quick
 
@@ -106,10 +105,10 @@ def test_skewed_choices_are_the_largest_of_noisy_scores() -> None:
 
 def test_a_skew_of_many_classes_is_nearly_the_integral() -> None:
     """Above a size, all that arrive until k are expected are taken; here beside the integral."""
-    from rooftrace.tracer.values import distinct
+    from rooftrace.tracer.values import choices
 
     weights = torch.arange(1, 257, dtype=torch.float64).pow(-1.0)
-    near, exact = distinct._until_k(weights, 8), shares_of(policy_of("skewed"), 8, 256)
+    near, exact = choices._until_k(weights, 8), shares_of(policy_of("skewed"), 8, 256)
     assert float(near.sum()) == pytest.approx(8)
     assert expected_distinct(8, 8, 256, near) == pytest.approx(
         expected_distinct(8, 8, 256, exact), rel=0.01

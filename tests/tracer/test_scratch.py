@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import call_apart, landlock, launched, understood
-from rooftrace.tracer.launching.landlock import UNGUARDED, refusal
-from rooftrace.tracer.launching.records import Ended
+from rooftrace.tracer.launch import call_apart, launched, scratch as landlock, understood
+from rooftrace.tracer.launch.records import Ended
+from rooftrace.tracer.launch.scratch import UNGUARDED, refusal
 from rooftrace.tracer.scripts import Script, ScriptError
 from rooftrace.tracer.scripts.records import Failure
 
@@ -344,7 +344,7 @@ def _import_all() -> None:
     for name in (
         *("dbm.dumb", "shelve", "multiprocessing.shared_memory", "tarfile", "safetensors.numpy"),
         *("safetensors.torch", "sqlite3", "torch.distributed.launcher.api", "torch.cuda.nvtx"),
-        *("rooftrace.tracer.launching.scratch", "multiprocessing.resource_tracker"),
+        *("rooftrace.tracer.launch.scratch", "multiprocessing.resource_tracker"),
         *("encodings.cp437", "encodings.latin_1", "encodings.ascii"),
     ):
         importlib.import_module(name)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimates import Estimate, ScriptCost
 from rooftrace.costmodels.planning import usual_execution
-from rooftrace.costmodels.scripting import ScriptCost
 from rooftrace.errors import RequestError
-from rooftrace.tracer.collectives import marks
+from rooftrace.tracer.graph import marks
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)

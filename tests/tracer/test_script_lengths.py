@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.scripting import ScriptCost
+from rooftrace.costmodels.estimates import ScriptCost
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)

@@ -10,8 +10,8 @@ from textwrap import dedent
 import pytest
 import torch
 
-from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.scripting.records import ScriptCost
+from rooftrace.costmodels.estimates.scripts import ScriptCost
+from rooftrace.costmodels.planning.executions import execution_model
 from tests.conftest import mostly_heavy
 from tests.tracer.script_memory import alive_while_run
 from tests.tracer.script_oracle import ours

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.scripting import ScriptCost
+from rooftrace.costmodels.estimates import ScriptCost
 from tests.tracer.script_oracle import all_flops
 
 if torch.cuda.is_available():

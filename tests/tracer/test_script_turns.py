@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.scripting import ScriptCost
+from rooftrace.costmodels.estimates import ScriptCost
+from rooftrace.costmodels.ops import MATRIX
 from tests.tracer.script_oracle import all_flops, ours, really, training
 
 if torch.cuda.is_available():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.scripting import ScriptCost
+from rooftrace.costmodels.estimates import ScriptCost
 from tests.conftest import mostly_heavy
 from tests.tracer.script_oracle import (
     all_flops,

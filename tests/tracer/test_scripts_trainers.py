@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.scripting import ScriptCost, TurnCost
+from rooftrace.costmodels.estimates import ScriptCost, TurnCost
 from rooftrace.tracer.scripts.presenting import Shapes
 from tests.tracer.script_oracle import held, matrix_flops, training
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.price import price_ops
 
 WIDTH, HEADS, SEQ = 64, 4, 128
 _aten = torch.ops.aten

@@ -12,8 +12,8 @@ import pytest
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.stepforms import level_values, levels_of
-from rooftrace.tracer.asking import Job
-from rooftrace.tracer.sizing import SizedSource
+from rooftrace.tracer.formulas import SizedSource
+from rooftrace.tracer.requests import Job
 
 pytestmark = pytest.mark.quick
 
@@ -190,7 +190,7 @@ def test_a_trace_beside_the_files_of_another_is_made_again(code: Path, cache: Pa
 def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> None:
     source = sized(code, "width")
     job = source.job_at((16,))
-    from rooftrace.tracer.sizing.tracecache import TraceCache
+    from rooftrace.tracer.formulas.sizing import TraceCache
     from rooftrace.tracer.sources import traced
 
     made, kept = traced(job), TraceCache.usual()

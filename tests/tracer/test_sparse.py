@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing import price_ops
-from rooftrace.tracer.rebuilding import to_fx
+from rooftrace.costmodels.ops import price_ops
+from rooftrace.tracer.graph import to_fx
 from tests.tracer.sparse_programs import (
     DENSE_BAGS,
     IDS,

@@ -13,7 +13,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.api import capture
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.source.lines import TraceError
+from rooftrace.tracer.requests.source import TraceError
 from tests.conftest import in_turn
 
 X = torch.ones(3, 8)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from rooftrace.tracer.ops.calls import Call
-from rooftrace.tracer.ops.traits import HIDDEN_VIEWS, IDENTITIES, UNINITIALISED
 from rooftrace.tracer.recording.by_value import ANSWERS
 from rooftrace.tracer.recording.facts import FACTS
+from rooftrace.tracer.recording.ops import HIDDEN_VIEWS, IDENTITIES, UNINITIALISED, Call
 from rooftrace.tracer.recording.recorder import Recorder
-from rooftrace.tracer.tape.records import META_KEY, Entry, Recorded, Spec
-from rooftrace.tracer.tape.tape import Tape
-from rooftrace.tracer.values.marks import META
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.recording.taperecords import META_KEY, Entry, Recorded, Spec
+from rooftrace.tracer.values.masks import META
 from rooftrace.tracer.values.values import Values
 from tests.releases import TORCH
 

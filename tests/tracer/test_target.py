@@ -8,9 +8,9 @@ import pytest
 
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.asking.request import Request
+from rooftrace.tracer.requests.request import Request
 from rooftrace.tracer.targets.target import load_target
-from rooftrace.tracer.values.marks import REAL_VALUE
+from rooftrace.tracer.values.masks import REAL_VALUE
 
 pytestmark = pytest.mark.quick
 

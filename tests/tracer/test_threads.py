@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.patches import shared
-from rooftrace.tracer.peers.flopcounter import _ForwardTracker
+from rooftrace.tracer.composite import entries, kept_whole
+from rooftrace.tracer.metacopies import scopes
+from rooftrace.tracer.phases.counters import _ForwardTracker
 from rooftrace.tracer.recording.recorder import Recorder
-from rooftrace.tracer.whole import entries, kept_whole
 
 from .. import process_state
 
@@ -240,7 +240,7 @@ _ON_THEIR_WAY = """
 import sys, threading, time
 import torch
 from torch.nn import functional as F
-from rooftrace.tracer.whole import kept_whole
+from rooftrace.tracer.composite import kept_whole
 
 sys.setswitchinterval(1e-6)  # seconds: a thread waits for the interpreter wherever it can
 x = torch.empty(1, 2, 4, 4, device="meta", requires_grad=True)
@@ -267,7 +267,7 @@ print(len(calls) >= 3 and all(calls))
 
 _COLLECTED = """
 import gc, threading
-from rooftrace.tracer.patches import shared
+from rooftrace.tracer.metacopies import scopes as shared
 
 class Held:
     pass
@@ -298,7 +298,7 @@ def test_a_kernel_that_cannot_be_held_stays_while_others_run(
     """Older releases of torch have nothing to hold a kernel with."""
     monkeypatch.setattr(entries, "_kernel_of", None)
     for others in (False, True, True, False):
-        monkeypatch.setattr(shared, "alone", lambda others=others: not others)
+        monkeypatch.setattr(scopes, "alone", lambda others=others: not others)
         with kept_whole():
             assert _has_attention()
         assert _has_attention() is others
@@ -323,7 +323,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["alone", "beside"])
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both ways of drawing random numbers: in a process of one thread, and of several."""
-    monkeypatch.setattr(shared, "alone", lambda: request.param)
+    monkeypatch.setattr(scopes, "alone", lambda: request.param)
     alone_traced()  # what is loaded at first use is loaded
     yield
 

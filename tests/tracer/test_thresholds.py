@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
-from rooftrace.tracer.inputs import arguments
+from rooftrace.tracer.inputs import calls
 from rooftrace.tracer.recording import by_value, higher_order, realdata, substitutes
-from rooftrace.tracer.replay import outside
-from rooftrace.tracer.values import choices, distinct, marks, results, values
+from rooftrace.tracer.repeats import outside
+from rooftrace.tracer.values import choices, known, masks, values
 
 META = torch.device("meta")
 
@@ -142,7 +142,7 @@ def products(graph: rt.OpGraph) -> float:
 
 
 def test_rows_of_experts_are_those_that_were_chosen_at_any_number_of_tokens() -> None:
-    edge = marks.MAX_INTEGERS // (8 * 2)  # where the one-hot mask has so many elements
+    edge = masks.MAX_INTEGERS // (8 * 2)  # where the one-hot mask has so many elements
     for graph in walked(routed, around(edge)):
         rows = graph.values[graph.inputs[-1]].shape[0]
         assert products(graph) == 2 * rows * 8 * 8 + 2 * (2 * rows) * 8 * 16
@@ -154,7 +154,7 @@ def test_beyond_what_is_carried_a_choice_is_an_assumption_that_is_named(
 ) -> None:
     assert {item.kind for item in routed(100).assumptions} == {"routing"}
     for name in ("MAX_INTEGERS", "MAX_CHOSEN"):
-        monkeypatch.setattr(marks, name, 1600)
+        monkeypatch.setattr(masks, name, 1600)
     assert {item.kind for item in routed(100).assumptions} == {"routing"}
     assert {item.kind for item in routed(101).assumptions} == {"routing", "value"}
 
@@ -168,7 +168,7 @@ def test_more_choices_than_are_followed_are_an_assumption(monkeypatch: pytest.Mo
 
 def test_results_that_are_not_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = costs(routed(300))
-    monkeypatch.setattr(results, "MAX_KEPT", 0)
+    monkeypatch.setattr(known, "MAX_KEPT", 0)
     assert costs(routed(300)) == kept
 
 
@@ -182,11 +182,11 @@ def test_a_size_that_the_call_says_needs_no_values() -> None:
 
 def test_expected_classes_go_on_where_skewed_choices_are_no_longer_integrated() -> None:
     for exponent in (0.5, 2.0):
-        exact = distinct._skewed(exponent, 16, 1024)  # _MOST_SIZE classes times choices
-        assert distinct._MOST_SIZE == 16 * 1024
-        near = distinct._until_k(torch.arange(1, 1025, dtype=torch.float64).pow(-exponent), 16)
+        exact = choices._skewed(exponent, 16, 1024)  # _MOST_SIZE classes times choices
+        assert choices._MOST_SIZE == 16 * 1024
+        near = choices._until_k(torch.arange(1, 1025, dtype=torch.float64).pow(-exponent), 16)
         for rows in (1, 8, 64, 1024):
-            ends = (distinct.expected_distinct(rows, 16, 1024, each) for each in (exact, near))
+            ends = (choices.expected_distinct(rows, 16, 1024, each) for each in (exact, near))
             assert next(ends) == pytest.approx(next(ends), rel=0.01)
 
 
@@ -205,7 +205,7 @@ def test_tokens_that_are_too_many_to_draw_cost_the_same(monkeypatch: pytest.Monk
     config = "gpt2"
     job = dict(phase="prefill", seq=40, chip="h100-sxm")
     exact = rt.report(config, batch=2, **job).estimate("prefill")
-    monkeypatch.setattr(arguments, "MOST_DRAWN", 79)
+    monkeypatch.setattr(calls, "MOST_DRAWN", 79)
     assert rt.report(config, batch=2, **job).estimate("prefill").t_est == exact.t_est
 
 
@@ -269,7 +269,7 @@ def test_a_value_that_takes_too_much_is_an_assumption(
         return x[(x @ w)[:, 0] > 0]
 
     given = (torch.randn(8, 4), torch.randn(4, 4))
-    monkeypatch.setattr(marks, "MAX_FLOATS", 1)
+    monkeypatch.setattr(masks, "MAX_FLOATS", 1)
     assert not rt.trace(chosen, *given).assumptions
     monkeypatch.setattr(realdata, limit, 1)
     assert [item.kind for item in rt.trace(chosen, *given).assumptions] == ["density"]

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.inputs.labels import labels_of
+from rooftrace.tracer.requests.request import Request
 from rooftrace.tracer.targets.target import load_target
 
 transformers = pytest.importorskip("transformers")

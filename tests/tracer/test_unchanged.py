@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.source.lines import TraceError
-from rooftrace.tracer.tensors.trees import tensors_in
-from rooftrace.tracer.twins.moving import inputs_on_meta, on_meta
-from rooftrace.tracer.values.marks import REAL
+from rooftrace.tracer.metacopies.copies import inputs_on_meta, on_meta
+from rooftrace.tracer.metacopies.tensors import tensors_in
+from rooftrace.tracer.requests.source import TraceError
+from rooftrace.tracer.values.masks import REAL
 
 
 class Stateful(nn.Module):

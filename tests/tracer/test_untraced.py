@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.tracer.metacopies.tensors import bytes_of
 from rooftrace.tracer.recording.recorder import Recorder
-from rooftrace.tracer.tensors.trees import bytes_of
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.inputs.calls import random_tokens
-from rooftrace.tracer.values import distinct
+from rooftrace.tracer.values import choices
 from rooftrace.tracer.values.choices import uniform
 from rooftrace.tracer.values.values import MAX_SAME_BRANCH
 from tests.releases import with_implementations
@@ -524,5 +524,5 @@ def test_a_loop_goes_on_while_it_is_unknown_whether_it_is_done(
 def test_different_numbers_are_counted_as_a_set_counts_them(numbers, dtype, apart):
     index = torch.tensor([n % 50 if dtype == torch.uint8 else n for n in numbers], dtype=dtype)
     index = index if dtype == torch.uint8 else index * apart
-    assert distinct.counted(index) == len(set(index.tolist()))
-    assert distinct.counted(index.reshape(1, -1)) == len(set(index.tolist()))
+    assert choices.counted(index) == len(set(index.tolist()))
+    assert choices.counted(index.reshape(1, -1)) == len(set(index.tolist()))

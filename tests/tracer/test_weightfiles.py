@@ -17,10 +17,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from rooftrace.tracer.weightfiles import CheckpointError, open_checkpoint
-from rooftrace.tracer.weightfiles.filenames import is_checkpoint
-from rooftrace.tracer.weightfiles.slices import SLICE, flat_slice, ranges
-from rooftrace.tracer.weightfiles.stored import Stored
+from rooftrace.tracer.weights import CheckpointError, open_checkpoint
+from rooftrace.tracer.weights.filenames import is_checkpoint
+from rooftrace.tracer.weights.torchfile import SLICE, Stored, flat_slice, ranges
 
 pytestmark = pytest.mark.quick
 

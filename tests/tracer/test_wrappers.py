@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.ops.price import price_ops
 
 pytestmark = pytest.mark.quick
 

@@ -1,10 +1,15 @@
-from rooftrace.costmodels.explaining import sizesweeps as sizesweeps
+from rooftrace.costmodels.explaining import decode_forms as decode_forms, steps as steps
+from rooftrace.costmodels.explaining.critical_batch import (
+    DecodeStep as DecodeStep,
+    ExploreError as ExploreError,
+    Rates as Rates,
+    RoutedExperts as RoutedExperts,
+    explore as explore,
+)
 from rooftrace.costmodels.explaining.explanations import (
     ExplainedKernel as ExplainedKernel,
     Explanation as Explanation,
     explained as explained,
     plan_at as plan_at,
 )
-from rooftrace.costmodels.explaining.stepexplained import (
-    critical_of as critical_of,
-)
+from rooftrace.costmodels.explaining.steps import critical_of as critical_of

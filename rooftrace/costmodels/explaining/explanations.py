@@ -10,18 +10,27 @@ from typing import Any
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.explaining import quantities, scaling
-from rooftrace.costmodels.explaining.quantities import Quantity, SizedPlace
-from rooftrace.costmodels.explaining.rates import Rate, Seconds, seconds_of
-from rooftrace.costmodels.explaining.scaling import ScalingTest
-from rooftrace.costmodels.explaining.sizesweeps import SizeSweep
-from rooftrace.costmodels.explaining.stepexplained import Critical, ExplainedStep, step_of
+from rooftrace.costmodels.advice import Study, VariantOutcome
+from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.explaining import quantities, steps as scaling
+from rooftrace.costmodels.explaining.quantities import (
+    Quantity,
+    Rate,
+    Seconds,
+    SizedPlace,
+    seconds_of,
+)
+from rooftrace.costmodels.explaining.steps import (
+    Critical,
+    ExplainedStep,
+    ScalingTest,
+    SizeSweep,
+    step_of,
+)
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planforms.kernelforms import KernelForm
-from rooftrace.costmodels.studies import Study, VariantOutcome
-from rooftrace.costmodels.sweeping import Form
+from rooftrace.costmodels.sweeps import Form
 from rooftrace.errors import RequestError, near
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError

@@ -1,4 +1,4 @@
-"""A number with its formula: in symbols, with the sizes put in, and as products of shapes."""
+"""How the seconds of a kernel follow from its FLOPs and bytes: rates, and shares of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,115 @@ from typing import Any
 
 import numpy as np
 
+from rooftrace.costmodels.estimates import Estimate, Row
+from rooftrace.costmodels.kernels import engines
+from rooftrace.costmodels.ops import COMPUTED, Work
 from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, Traffic, WorkForm
-from rooftrace.tracer.formulas import Formula
-from rooftrace.tracer.graphforms import slots
+from rooftrace.tracer.formulas import Formula, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Work of one engine: FLOP of one launch, the engine's rate in FLOP/s, seconds at that rate."""
+
+    engine: str
+    precision: str
+    flop: float
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        """At the whole rate."""
+        return self.flop / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class RateShares:
+    """The share of a rate that a kernel reaches: that of its class by knobs, and of what is left.
+
+    rest: whole tiles, whole waves and feeding them, the blocks of attention, or layout copies.
+    """
+
+    whole: float
+    knobs: float
+
+    @property
+    def rest(self) -> float:
+        """What the share of the class does not explain."""
+        return self.whole / self.knobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """The seconds of one launch and what they are made of.  They are those of the estimate.
+
+    compute: the sum over rates of FLOP/rate, over the share.  hbm: bytes / (bandwidth x share).
+    more: what imperfect overlap adds to the largest term.  device: largest term + more + gap.
+    """
+
+    rates: tuple[Rate, ...]
+    compute_share: RateShares | None  # None: nothing is computed
+    hbm_share: RateShares | None
+    bandwidth: float  # byte/s
+    link: float  # byte/s; infinite where nothing moves over one
+    compute: float
+    hbm: float
+    network: float
+    gap: float
+    more: float
+    device: float
+    kind: str  # class of kernels whose knobs hold
+    knobs: str  # their title; "" for the peaks of the datasheet
+
+
+def seconds_of(estimate: Estimate, row: Row, kind: str) -> Seconds:
+    """Seconds of one launch of a row; kind: the class of kernels that it is of."""
+    chip, timing, count = estimate.chip, row.timing, row.count
+    eager = row.index in estimate.plan.eager
+    knobs = estimate.execution.outside.knobs_on(chip) if eager else estimate.knobs
+    cost = estimate.plan.costs[row.index]
+    rates = tuple(rates_of(estimate, cost.work.items()))
+    ideal = sum(rate.seconds for rate in rates)
+    compute, hbm = timing.t_comp / count, timing.t_hbm / count
+    bandwidth = chip.memory_bandwidth.value
+    by_class = knobs.reached(kind) if knobs else (1.0, 1.0)
+    return Seconds(
+        rates=rates,
+        compute_share=RateShares(ideal / compute, by_class[0]) if compute else None,
+        hbm_share=RateShares(row.bytes / count / bandwidth / hbm, by_class[1]) if hbm else None,
+        bandwidth=bandwidth,
+        link=engines.link_bandwidth(row.bytes_net, chip),
+        compute=compute,
+        hbm=hbm,
+        network=timing.t_net / count,
+        gap=timing.gap / count,
+        more=timing.more / count,
+        device=timing.t_device / count,
+        kind=kind,
+        knobs=knobs.title if knobs else "",
+    )
+
+
+def rates_of(
+    estimate: Estimate, works: Iterable[tuple[Work, int]], streaming: bool = True
+) -> Iterator[Rate]:
+    """The works that are computed, by engine.
+
+    streaming: whether products with few rows run on the vector engine where that is faster.
+    """
+    flops: dict[tuple[str, str], float] = {}
+    chip, execution = estimate.chip, estimate.execution
+    for work, flop in works:
+        if work.count in COMPUTED and flop:
+            engine = (engines.product_engine if streaming else engines.engine_of)(
+                work, chip, execution
+            )
+            flops[engine] = flops.get(engine, 0) + flop
+    for (name, precision), total in flops.items():
+        yield Rate(name, precision, total, chip.peak(name, precision))
+
+
+# -- A number with its formula: in symbols, with the sizes put in, and as products of shapes -------
 
 Numbers = tuple[int, ...]
 _WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))
@@ -66,9 +172,9 @@ class SizedPlace:
             return formula
         drawn = f"{draw.at(self.values):,.6g}"
         return {
-            slots.REACHED: drawn,
-            slots.TOUCHED: f"({formula}) {drawn}",
-            slots.EACH: f"({formula}) / {drawn}",
+            leaves.REACHED: drawn,
+            leaves.TOUCHED: f"({formula}) {drawn}",
+            leaves.EACH: f"({formula}) / {drawn}",
         }[item.kind]
 
     def total(
@@ -238,7 +344,7 @@ def bytes_of(
                 yield ONCE if once else kernel.times, item
 
 
-ONCE = Amount(slots.PLAIN, Formula.constant(1))
+ONCE = Amount(leaves.PLAIN, Formula.constant(1))
 
 
 def legend(kernel: KernelForm, place: SizedPlace) -> Mapping[str, str]:

@@ -17,10 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.fusion.finished import larger_groups, with_apart
-from rooftrace.costmodels.fusion.groups import FusionGroup
+from rooftrace.costmodels.fusion import traffic
 from rooftrace.costmodels.fusion.index_space import (
     goes_down,
     is_split,
@@ -42,12 +39,17 @@ from rooftrace.costmodels.fusion.joins import (
     own_joins,
 )
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Facts, KernelView, single
-from rooftrace.costmodels.fusion.partition import Open, Partition
+from rooftrace.costmodels.fusion.partition import (
+    FusionGroup,
+    Open,
+    Partition,
+    larger_groups,
+    with_apart,
+)
 from rooftrace.costmodels.fusion.runs import Neighbourhood
-from rooftrace.costmodels.pricing import price_ops
-from rooftrace.costmodels.traffic import moved
-from rooftrace.tracer.collectives import marks
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.costmodels.ops import Cost, price_ops
+from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.tracer.graph import Op, OpGraph, marks
 
 
 def fuse(
@@ -76,14 +78,14 @@ def _with_own_joins(
 ) -> tuple[FusionGroup, ...]:
     """The groups that joins of users leave, applied until they make no larger one."""
     op_costs = price_ops(graph)[0] if op_costs is None else op_costs
-    before, costs_before = groups, moved.group_costs(graph, groups, op_costs, execution)
+    before, costs_before = groups, traffic.group_costs(graph, groups, op_costs, execution)
     costs = costs_before
     while True:
         larger = larger_groups(graph, groups, op_costs, costs, own_joins())
         if len(larger) == len(groups):
             break
         groups = larger
-        costs = moved.group_costs(graph, groups, op_costs, execution)
+        costs = traffic.group_costs(graph, groups, op_costs, execution)
     return with_apart(graph, before, op_costs, costs_before, own_joins(), groups)
 
 

@@ -11,20 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion.index_space import (
     dependencies,
     index_space,
     long_chains,
     needed_by,
     stored,
+    stored_wide,
 )
 from rooftrace.costmodels.fusion.runs import listed
-from rooftrace.costmodels.pricing import op_cost
-from rooftrace.costmodels.registry import find_rule
-from rooftrace.costmodels.traffic import stored_wide
-from rooftrace.tracer.collectives import marks
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.costmodels.ops import MATRIX, Cost, find_rule, op_cost
+from rooftrace.tracer.graph import Op, OpGraph, Tensor, marks
 
 MAX_GROUP = 64
 """The most ops that one kernel holds (Inductor's own limit, config.max_fusion_size)."""

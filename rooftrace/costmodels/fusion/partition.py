@@ -1,18 +1,193 @@
-"""The kernels of a graph while they grow: who is in which, what each rests on, which join made it.
-
-Kernels have ranks in launch order.  An op joins only a kernel whose rank is at least that of every
-kernel it depends on, so every edge between kernels goes to a higher rank and no cycle can arise.
-"""
+"""A kernel of a graph: its ops, what to call it, and the joins that made it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
-from rooftrace.costmodels.fusion.groups import Merge
-from rooftrace.costmodels.fusion.joins import Join, fitting
+from rooftrace.costmodels.fusion.joins import JOINS, Join, because, fitting
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Facts, KernelView
 from rooftrace.costmodels.fusion.runs import Neighbourhood
+from rooftrace.costmodels.ops import Cost, find_rule
+from rooftrace.costmodels.ops.cost import LIBRARY
+from rooftrace.tracer.graph import Op, OpGraph, marks
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One step by which a kernel grew."""
+
+    join: str  # the name of the join
+    ops: tuple[int, ...]  # which came to the kernel by it
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A kernel that stays apart from another one, though the condition of a user's join fits."""
+
+    join: str  # the name of the join
+    ops: tuple[int, ...]  # of the other kernels that it takes
+    reason: str  # what keeps them apart
+    is_first: bool  # whether this kernel is the first of them: each stands once as the first
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    """One kernel.
+
+    A kernel that joins the end of an iteration to the start of the next is in the list twice: once
+    for the first iteration, and once for all others.
+    """
+
+    ops: tuple[int, ...]  # numbers of its ops, in execution order
+    pattern: str  # the name of a fused group, "op" for a single one
+    name: str  # the same, or the name of the single op
+    known: bool = True  # whether every op has a rule
+    times: int = 1  # how many kernels it stands for: those of its first op
+    repeats: tuple[int, ...] = ()  # in whose iterations it is launched
+    merges: tuple[Merge, ...] = ()  # the steps by which it grew from one op
+    apart: tuple[Apart, ...] = ()  # where a join of a user fits and cannot be made
+
+    @staticmethod
+    def of(
+        graph: OpGraph,
+        members: Iterable[int],
+        repeats: tuple[int, ...] | None = None,
+        merges: Sequence[Merge] = (),
+    ) -> FusionGroup:
+        """The kernel of these ops, under the name that their rules give it.
+
+        repeats: in whose iterations it is launched; None: in those of its first op.
+        """
+        numbers = sorted(members)
+        ops = [graph.ops[number] for number in numbers]
+        name = group_name(ops)
+        return FusionGroup(
+            ops=tuple(numbers),
+            pattern=name if len(ops) > 1 else "op",
+            name=name,
+            known=all(find_rule(op.target) is not None for op in ops),
+            times=graph.times(ops[0]),
+            repeats=ops[0].repeats if repeats is None else repeats,
+            merges=tuple(merges),
+        )
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """The names of the joins that made it, each once."""
+        return tuple(dict.fromkeys(merge.join for merge in self.merges))
+
+    @property
+    def own_joins(self) -> tuple[str, ...]:
+        """The names of those that a user or a third-party package registered."""
+        return tuple(name for name in self.joins if all(join.name != name for join in JOINS))
+
+    def why(self, graph: OpGraph) -> str:
+        """Why these ops are one kernel: a line for each step by which it grew.
+
+        Below are the kernels that a join of a user fits, and what keeps them apart.
+        """
+        lines = [
+            f"{_named(graph, merge.ops)}: {merge.join}: {because(merge.join)}"
+            for merge in self.merges
+        ]
+        if not lines:
+            lines = ["one op, joined by nothing" if len(self.ops) == 1 else "not said"]
+        lines += [
+            f"{_named(graph, other.ops)}: stays apart, though {other.join} fits: {other.reason}"
+            for other in self.apart
+        ]
+        return "\n".join(lines)
+
+
+def _named(graph: OpGraph, ops: tuple[int, ...]) -> str:
+    return ", ".join(f"{graph.ops[op].name} (op {op})" for op in ops)
+
+
+# -- labels ----------------------------------------------------------------------------------------
+# Names for groups of ops: what their rules say, and what a few ops are together.
+#
+# A group gets the label that a user's rule gives one of its ops, else the name of the first line of
+# PATTERNS that fits.  Names are what reports show; they never change what is grouped or what it
+# costs.
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Arithmetic written out op by op.
+
+    name: what the report says.  has: at least one op of each of these sets is in the group; a
+    member is the name of an op, or what the rules of several ops call them (`Rule.fused`).
+    """
+
+    name: str
+    has: tuple[frozenset[str], ...]
+
+
+def _any(*names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names)
+
+
+# No rule can say this: several elementary ops together make a norm or a rotation.
+PATTERNS: tuple[str | Pattern, ...] = (
+    "optimizer step",
+    "cross entropy",
+    "softmax",
+    "softmax backward",
+    "layer norm",
+    "layer norm backward",
+    "group norm",
+    "batch norm",
+    "batch norm backward",
+    Pattern(
+        "rms norm",
+        (_any("pow", "square", "mul"), _any("mean"), _any("rsqrt", "sqrt", "reciprocal")),
+    ),
+    "rms norm",
+    "rms norm backward",
+    Pattern("rotary embedding", (_any("cat"), _any("mul"), _any("add"), _any("neg", "sub"))),
+    Pattern("rotary table", (_any("cos"), _any("sin"))),
+    Pattern("gated activation", (frozenset({"activation"}), _any("mul"))),
+    "activation",
+    "activation backward",
+    "dropout",
+    "embedding",
+    "gather",
+    "reduction",
+    "concatenation",
+    "cast",
+)
+"""What decides the name of a group, the first line first."""
+
+
+def group_name(ops: Sequence[Op]) -> str:
+    """The name of a group: of its op if there is one only, else of the first line that fits."""
+    rules = [find_rule(op.target) for op in ops]
+    if len(ops) == 1:
+        label = rules[0].label if rules[0] else None
+        library = ops[0].facts.get(LIBRARY)
+        if label and library:
+            return label.replace("flash", str(library))
+        return label or ops[0].name
+    own = next((rule.label for rule in rules if rule and rule.is_own and rule.label), "")
+    if own:
+        return f"{own} (fused)"
+    said = {rule.fused for rule in rules if rule and rule.fused}
+    names = {op.name for op in ops}
+    plain = said | names | {name[:-1] for name in names if name.endswith("_")}
+    for pattern in PATTERNS:
+        if isinstance(pattern, str):
+            if pattern in said:
+                return f"{pattern} (fused)"
+        elif all(plain & wanted for wanted in pattern.has):
+            return f"{pattern.name} (fused)"
+    return "pointwise (fused)"
+
+
+# -- partition -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,3 +339,207 @@ def left_over(members: Collection[int], merges: Sequence[Merge]) -> list[Merge]:
             kept = rest
             break
     return kept
+
+
+# -- Applies joins to finished kernels: the joins that users register, and those of `headroom` -----
+
+
+def larger_groups(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+    joins: Sequence[Join],
+) -> tuple[FusionGroup, ...]:
+    """The groups in launch order, with the larger ones that joins make in place of their last part.
+
+    op_costs, costs: of the graph's ops, and of the groups.  Each group goes into one larger group
+    at most.
+    """
+    return _Finished(graph, groups, op_costs, costs).joined(joins)
+
+
+def with_apart(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+    joins: Sequence[Join],
+    larger: Sequence[FusionGroup],
+) -> tuple[FusionGroup, ...]:
+    """What joins made of groups (`larger`), with what else fits their conditions and stays apart.
+
+    groups, costs: before the joins were applied.
+    """
+    of = {op: place for place, group in enumerate(larger) for op in group.ops}
+    apart: dict[int, list[Apart]] = defaultdict(list)
+    kernels = _Finished(graph, groups, op_costs, costs)
+    for join in joins:
+        for row in kernels.all_rows(join.parts):
+            places = [of[groups[i].ops[0]] for i in row]
+            if len(set(places)) == 1:
+                continue
+            reason = kernels.obstacle_of(row)
+            if not reason and any(larger[place].own_joins for place in places):
+                reason = "one of them is joined with another kernel"
+            if reason and kernels.fits(join, row):
+                for place in dict.fromkeys(places):
+                    others = [
+                        groups[i].ops for i, at in zip(row, places, strict=True) if at != place
+                    ]
+                    ops = tuple(op for other in others for op in other)
+                    apart[place].append(Apart(join.name, ops, reason, place == places[0]))
+    return tuple(
+        replace(group, apart=tuple(apart[place])) if place in apart else group
+        for place, group in enumerate(larger)
+    )
+
+
+def beyond(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+) -> tuple[FusionGroup, ...]:
+    """Larger groups than these, by the joins that are off: what a compiler leaves undone."""
+    joins = [join for join in JOINS if not join.on]
+    return larger_groups(graph, groups, op_costs, costs, joins)
+
+
+class _Finished:
+    """The kernels of a graph, and which of them read what each one writes."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        groups: Sequence[FusionGroup],
+        op_costs: Sequence[Cost],
+        costs: Sequence[Cost],
+    ) -> None:
+        self.groups, self.costs = groups, costs
+        facts = Facts(graph, op_costs)
+        self.kernels = [_kernel(facts, g, cost) for g, cost in zip(groups, costs, strict=True)]
+        self.syncs = [op.id for op in graph.ops if op.kind == "sync" or op.name in marks.BOUNDARIES]
+        self.sources: list[list[int]] = []  # the kernels that each one reads from
+        self.readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # of (kernel, storage)
+        writer: dict[int, int] = {}
+        for i, kernel in enumerate(self.kernels):
+            read = [storage for storage in kernel.reads if storage in writer]
+            for storage in read:
+                self.readers[writer[storage], storage].add(i)
+            self.sources.append(sorted({writer[storage] for storage in read}))
+            writer.update(dict.fromkeys(kernel.made, i))
+
+    def joined(self, joins: Sequence[Join]) -> tuple[FusionGroup, ...]:
+        """All groups in launch order after each join, one after the other, was applied once."""
+        taken: set[int] = set()
+        larger: dict[int, FusionGroup] = {}
+        for join in joins:
+            for row in self._rows(join):
+                if taken.isdisjoint(row):
+                    taken.update(row)
+                    larger[row[-1]] = self._larger(join, row)
+        return tuple(
+            larger.get(i, group)
+            for i, group in enumerate(self.groups)
+            if i in larger or i not in taken
+        )
+
+    def _rows(self, join: Join) -> Iterator[tuple[int, ...]]:
+        """Kernels in a row, each read by the next alone, that a join makes one."""
+        for i, kernel in enumerate(self.kernels):
+            before = [j for j in self.sources[i] if self._next(j) == i]
+            if join.parts == 2:
+                firsts = [j for j in before if join.when(self.kernels[j], kernel)]
+                if firsts:
+                    yield max(firsts, key=lambda j: self._shared(j, i)), i
+            elif before and (last := self._next(i)) is not None:
+                after = self.kernels[last]
+                firsts = [j for j in before if join.when(self.kernels[j], kernel, after)]
+                if firsts:
+                    yield firsts[-1], i, last
+
+    def _larger(self, join: Join, row: Sequence[int]) -> FusionGroup:
+        parts = [self.groups[i] for i in row]
+        merges = [
+            merge for part in parts[1:] for merge in (*part.merges, Merge(join.name, part.ops))
+        ]
+        # As in reports, names of torch's own ops have no namespace.
+        names = " + ".join(part.name.removeprefix("aten.") for part in parts)
+        return replace(
+            parts[0],
+            ops=tuple(sorted(op for part in parts for op in part.ops)),
+            pattern=join.name,
+            name=join.label or names,
+            known=all(part.known for part in parts),
+            merges=(*parts[0].merges, *merges),
+        )
+
+    def all_rows(self, parts: int) -> Iterator[tuple[int, ...]]:
+        """Two or three kernels in a row, of which each reads what the one before it makes."""
+        for second, sources in enumerate(self.sources):
+            for first in sources:
+                if parts == 2:
+                    yield first, second
+                else:
+                    yield from ((first, second, third) for third in sorted(self._readers(second)))
+
+    def obstacle_of(self, row: Sequence[int]) -> str:
+        """What keeps kernels in a row apart; "" where nothing does."""
+        obstacles = (self._obstacle(*pair) for pair in pairwise(row))
+        return next((text for text in obstacles if text), "")
+
+    def fits(self, join: Join, row: Sequence[int]) -> bool:
+        """Whether the condition of a join holds for kernels in a row."""
+        return bool(join.when(*(self.kernels[i] for i in row)))
+
+    def _readers(self, first: int) -> set[int]:
+        return set[int]().union(*(self.readers[first, s] for s in self.kernels[first].made))
+
+    def _next(self, first: int) -> int | None:
+        """The only kernel that reads what this one writes, if the two may be one kernel."""
+        readers = self._readers(first)
+        if len(readers) != 1:
+            return None
+        (second,) = readers
+        return None if self._obstacle(first, second) else second
+
+    def _obstacle(self, first: int, second: int) -> str:
+        """Why a kernel cannot move into one that reads what it writes; "" where it can."""
+        if self._readers(first) != {second}:
+            return "something else reads the first"
+        kernel, group, other = self.kernels[first], self.groups[first], self.groups[second]
+        if (group.times, group.repeats) != (other.times, other.repeats):
+            return "they run in other iterations"
+        if bisect_left(self.syncs, group.ops[0]) != bisect_left(self.syncs, other.ops[-1]):
+            return "the host waits between them"
+        touched = kernel.reads | kernel.made
+        between = self.kernels[first + 1 : second]
+        if any(not touched.isdisjoint(other.made) for other in between):
+            return "something between them overwrites what the first touches"
+        return ""
+
+    def _shared(self, first: int, second: int) -> int:
+        """Bytes that the second kernel reads of what the first one writes."""
+        return sum(
+            size
+            for access, size in self.costs[second].traffic.items()
+            if not access.write and access.storage in self.kernels[first].made
+        )
+
+
+def _kernel(facts: Facts, group: FusionGroup, cost: Cost) -> KernelView:
+    """A finished kernel; one of a library goes over the elements that it writes."""
+    values = facts.graph.values
+    spaces = [facts.space(n) for n in group.ops if facts.classes[n] != "opaque"]
+    made = {access.storage for access in cost.traffic if access.write}
+    written = max((values[storage].elements for storage in made), default=0)
+    return KernelView(
+        facts=facts,
+        members=list(group.ops),
+        size=max((size for size, _ in spaces), default=written),
+        reduced=next((reduced for _, reduced in spaces if reduced is not None), None),
+        fusable=len(spaces) == len(group.ops),
+        reads={access.storage for access in cost.traffic if not access.write},
+        made=made,
+    )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rooftrace.tracer.graph import Op, OpGraph
-from rooftrace.tracer.vocabulary import REVERSED
+from rooftrace.tracer.graph import REVERSED, Op, OpGraph
 
 
 @dataclass(frozen=True, slots=True)

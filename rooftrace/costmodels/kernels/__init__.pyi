@@ -1,8 +1,3 @@
-from rooftrace.costmodels.kernels import (
-    engines as engines,
-    reuse as reuse,
-    seconds as seconds,
-    works as works,
-)
-from rooftrace.costmodels.kernels.attention_rows import attention_knobs as attention_knobs
-from rooftrace.costmodels.kernels.opclass import group_class as group_class
+from rooftrace.costmodels.kernels import engines as engines, seconds as seconds, works as works
+from rooftrace.costmodels.kernels.attention import attention_knobs as attention_knobs
+from rooftrace.costmodels.kernels.engines import group_class as group_class

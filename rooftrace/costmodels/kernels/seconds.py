@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels import attention_rows, engines
-from rooftrace.costmodels.kernels.attention_time import attention_engine
+from rooftrace.costmodels.kernels import attention, engines
+from rooftrace.costmodels.kernels.attention import attention_engine
 from rooftrace.costmodels.kernels.engines import (
     SIZES,
     TILED,
@@ -27,7 +25,9 @@ from rooftrace.costmodels.kernels.engines import (
 )
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.classes import CLASSES, UNITS
+from rooftrace.costmodels.knobs.knobs import CLASSES, UNITS
+from rooftrace.costmodels.ops import MATRIX
+from rooftrace.costmodels.planning import ExecutionModel
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class KernelTable:
         """
         result = _shared_seconds(self, knobs, layouts, terms)
         sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
-        blocks = attention_rows.attention_seconds_of(self.data, sent, self.chip, knobs)
+        blocks = attention.attention_seconds_of(self.data, sent, self.chip, knobs)
         if blocks is not None:
             rows, by_blocks = blocks
             result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
@@ -299,7 +299,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "moved": kernels.moved,
     }
     data |= _work_columns(kernels, chip, execution)
-    data |= attention_rows.columns_of(kernels, chip, execution)
+    data |= attention.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
 
 

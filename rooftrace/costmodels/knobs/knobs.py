@@ -1,14 +1,4 @@
-"""Calibrated constants: the fraction of its datasheet peaks a chip reaches, per kernel class.
-
-A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
-  t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
-  t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
-compute and memory are what a chip sustains; the shares differ little between chips of a kind.
-Where pace is not 1, all of these times, and those of the host, are divided by it.
-Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
-known; its shares are for the rest.
-"""
+"""Names of the classes of kernels; those of one class reach similar shares of a chip's peaks."""
 
 from __future__ import annotations
 
@@ -24,15 +14,6 @@ from rooftrace._escapes import toml_key
 from rooftrace._plain import Plain
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
-from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
-from rooftrace.costmodels.intervals.residuals import (
-    LEVEL,
-    NO_FIT,
-    USES,
-    Residuals,
-    normal_ends,
-)
-from rooftrace.costmodels.knobs.classes import CLASSES, LAST, UNITS
 from rooftrace.costmodels.knobs.numbers import (
     LEAST_SHARE,
     PLAIN,
@@ -45,9 +26,44 @@ from rooftrace.costmodels.knobs.numbers import (
     knob,
     knobs_of,
 )
+from rooftrace.costmodels.knobs.residuals import LEVEL, NO_FIT, USES, Residuals, normal_ends
+from rooftrace.costmodels.ops import KINDS, ByteFactor, ByteFactors
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
-from rooftrace.hardware.facttables import toml_sections
+from rooftrace.hardware.chip import ENGINES
+from rooftrace.hardware.chipfile import toml_sections
+from rooftrace.hardware.precisions import PRECISIONS, compute_family
+
+LAST = ", channels last"
+"""Suffix of the classes for images with channels last, where eager kernels differ.  If a knob file
+has no share for such a class, the share of the class without the suffix applies."""
+CLASSES = (
+    "conv",
+    f"conv{LAST}",
+    "conv 1x1",
+    f"conv 1x1{LAST}",
+    "conv 3d",
+    "conv, odd channels",
+    "grouped conv",
+    f"grouped conv{LAST}",
+    "depthwise conv",
+    "depthwise conv, large",
+    "depthwise conv, general",
+    "depthwise conv backward",
+    "grouped conv backward",
+    *KINDS[1:],
+)
+"""Every class, matrix work first.  A group is in the first class that one of its ops has.
+"""
+UNITS = tuple(
+    f"{engine} {family}"
+    for engine in ENGINES
+    for family in dict.fromkeys(compute_family(name) for name in PRECISIONS)
+)
+"""Every engine in every precision that a chip may have a rate for, as in "vector fp32"."""
+
+
+# -- Calibrated constants: the fraction of its datasheet peaks a chip reaches, per kernel class ----
 
 SCHEMA = "rooftrace.knobs/1"
 _SHIPPED = Path(__file__).parent / "fitted"

@@ -1,11 +1,4 @@
-"""How many bytes are alive over a step, what the peak consists of, and how it builds up.
-
-The peak is what the tensors of an eager run take (attention as one kernel).  What libraries and an
-allocator add comes on top (`allocating`).
-
-Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so their
-maximum is at one end of these.
-"""
+"""Which bytes of a process are there because others hold the rest: gathered weights, buffers."""
 
 from __future__ import annotations
 
@@ -16,17 +9,44 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from rooftrace._plain import Plain, Positive
 from rooftrace._shown import short, some
-from rooftrace.costmodels.liveness import Lives, Visit, Visits, bytes_of_weights, lifetimes
-from rooftrace.costmodels.memory import sharing
-from rooftrace.costmodels.traffic import storage_sizes
+from rooftrace.costmodels.fusion import storage_sizes
+from rooftrace.costmodels.memory.lives import Lives, Visit, Visits, bytes_of_weights, lifetimes
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_capacity
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
-from rooftrace.tracer.paths import pattern_of
-from rooftrace.tracer.vocabulary import PARTS, ROLES
+from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
 
 if TYPE_CHECKING:
     import pandas
+
+
+def gathered_bytes(graph: OpGraph, alive: Mapping[int, int], sizes: Sequence[int]) -> int:
+    """Bytes of whole weights that the step has made of the shards of all processes.
+
+    alive: how many tensors of each storage there are.
+    """
+    return sum(
+        count * sizes[storage]
+        for storage, count in alive.items()
+        if graph.values[storage].role == "weights" and storage in graph.producers
+    )
+
+
+def buffer_bytes(graph: OpGraph, alive: Mapping[int, int], sizes: Sequence[int]) -> int:
+    """Bytes that are sent or received and serve nothing else, such as those of an all-gather."""
+    exchanged = {
+        graph.values[value].storage
+        for op in graph.ops
+        if op.collective is not None
+        for value in (*op.inputs, *op.outputs)
+    }
+    return sum(
+        count * sizes[storage]
+        for storage, count in alive.items()
+        if storage in exchanged and graph.values[storage].role == "temporary"
+    )
+
+
+# -- How many bytes are alive over a step, what the peak consists of, and how it builds up ---------
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
 SAVED = "saved"
@@ -234,8 +254,8 @@ def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:
     if not graph.groups:
         return result
     alive = Counter({storage: count for (storage, _), count in there.items()})
-    whole = sharing.gathered(graph, alive, stored.sizes)
-    return replace(result, gathered=whole, buffers=sharing.buffers(graph, alive, stored.sizes))
+    whole = gathered_bytes(graph, alive, stored.sizes)
+    return replace(result, gathered=whole, buffers=buffer_bytes(graph, alive, stored.sizes))
 
 
 class _Stored:

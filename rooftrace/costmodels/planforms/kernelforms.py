@@ -1,25 +1,217 @@
-"""The kernels of a plan for any sizes: amounts, traffic and works as formulas."""
+"""Sizes at many points, and the different ones among those that some of the sizes make."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
-from rooftrace.costmodels.costs import COMPUTED, AttentionSizes, Work
+from rooftrace.costmodels.estimates import rows
+from rooftrace.costmodels.fusion import runs, traffic as moved
+from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works
-from rooftrace.costmodels.knobs.classes import CLASSES, LAST
-from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers
-from rooftrace.costmodels.planforms.points import Array, Points
-from rooftrace.costmodels.timing.exchanges import KernelExchange
+from rooftrace.costmodels.knobs.knobs import CLASSES, LAST
+from rooftrace.costmodels.memory import Memory
+from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
+from rooftrace.costmodels.planning import ExecutionModel, Launch, Plan
+from rooftrace.costmodels.timing import steps, streams
+from rooftrace.costmodels.timing.queue import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.steps import Part
-from rooftrace.tracer.formulas import Formula
-from rooftrace.tracer.graphforms import slots
+from rooftrace.tracer.formulas import Formula, leaves
+from rooftrace.tracer.graph import pattern_of
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+class Points:
+    """P points, each with a whole number for every size.
+
+    columns: an integer array of length P for each name.  apart: whether each point counts as
+    different from all others.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Sequence[int] | Array], *, apart: bool = False
+    ) -> None:
+        self.names = tuple(columns)
+        self.columns = [np.asarray(column, dtype=np.int64) for column in columns.values()]
+        self._apart = apart
+        self._parts: dict[frozenset[int], tuple[list[Array], Places | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self.columns[0]) if self.columns else 1
+
+    def part(self, sizes: frozenset[int]) -> tuple[list[Array], Places | None]:
+        """The different points of some of the sizes, by their places, and where each point is.
+
+        Columns of other sizes hold one number.  The second is None where all points differ, or all
+        are equal.
+        """
+        if self._apart:
+            return self.columns, None
+        if sizes not in self._parts:
+            self._parts[sizes] = self._different(sizes)
+        return self._parts[sizes]
+
+    def _different(self, sizes: frozenset[int]) -> tuple[list[Array], Places | None]:
+        keys, span = np.zeros(len(self), dtype=np.int64), 1
+        for place in sorted(sizes):
+            values, inverse = np.unique(self.columns[place], return_inverse=True)
+            if span * len(values) > 1 << 62:
+                return self.columns, None
+            keys = keys * len(values) + inverse
+            span *= len(values)
+        _, first, at = np.unique(keys, return_index=True, return_inverse=True)
+        if len(first) == len(self):
+            return self.columns, None
+        columns = [
+            column[first] if place in sizes else column[first[:1]]
+            for place, column in enumerate(self.columns)
+        ]
+        return columns, at.astype(np.int32) if len(first) > 1 else None
+
+    def apart(self) -> Points:
+        """These points, each of which counts as different from all others."""
+        return Points(dict(zip(self.names, self.columns, strict=True)), apart=True)
+
+    def where(self, chosen: Places) -> Points:
+        """Some of the points."""
+        return Points({name: c[chosen] for name, c in zip(self.names, self.columns, strict=True)})
+
+
+# -- The numbers of a plan that times and totals are computed from, as one record ------------------
+
+
+class AccessNumbers(Struct, frozen=True):
+    """An entry of `Cost.traffic`: `size` bytes before the factor of the execution on them.
+
+    copies: how many equal storages it stands for; the factor is on each.
+    """
+
+    role: str
+    write: bool
+    wire: str
+    size: int
+    copies: int = 1
+    factor: float = 1.0
+
+
+class GroupNumbers(Struct, frozen=True):
+    """A kernel: what it is, how often it runs, and what it costs once."""
+
+    ops: tuple[int, ...]
+    name: str
+    kind: str
+    spread_kind: str
+    module: str  # indices starred
+    times: int
+    work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
+    traffic: tuple[AccessNumbers, ...]
+    eager: bool  # whether it runs outside of what a mixed step compiles
+    exchange: KernelExchange | None  # with other processes
+    of_experts: bool  # whether it computes what experts do
+    aside: bool  # whether it runs on another stream than the main one
+
+
+class PlanNumbers(Struct, frozen=True):
+    """A plan in numbers.
+
+    alive: bytes in memory as each op runs, at the most.  weights, kv: the most bytes of these
+    roles.  counts: iterations by repeat.
+    """
+
+    groups: tuple[GroupNumbers, ...]
+    launches: tuple[Launch, ...]
+    counts: tuple[int, ...]
+    alive: tuple[int, ...]
+    weights: int
+    kv: int
+    items: int
+    copies_layouts: bool
+    streamed: bool  # whether it works on several streams, or with other processes
+
+
+def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
+    """The numbers of a plan; with_memory: also the bytes that are alive."""
+    graph, costs = planned.graph, planned.costs
+    scales = moved.access_scales(graph, planned.groups, planned.op_costs, planned.execution)
+    if any(scales):
+        plain = _without_factors(planned.execution)
+        costs = moved.group_costs(graph, planned.groups, planned.op_costs, plain)
+    memory, exchanges = planned.memory if with_memory else None, exchanges_of(planned)
+    return PlanNumbers(
+        groups=tuple(
+            _group(planned, index, cost, scales[index], exchanges.get(index))
+            for index, cost in enumerate(costs)
+        ),
+        launches=planned.launches,
+        counts=tuple(repeat.count for repeat in graph.repeats),
+        alive=_alive(memory) if memory else (),
+        weights=memory.weights if memory else 0,
+        kv=memory.kv if memory else 0,
+        items=int(graph.workload.get("items") or 1),
+        copies_layouts=planned.copies_layouts,
+        streamed=streams.has_streams(planned),
+    )
+
+
+def _alive(memory: Memory) -> tuple[int, ...]:
+    """Bytes in memory as each op runs, in the iteration in which there are most."""
+    most: dict[int, int] = {}
+    for moment in memory.timeline.moments:
+        most[moment.op] = max(most.get(moment.op, 0), moment.total)
+    return tuple(most[op] for op in sorted(most))
+
+
+def _without_factors(execution: ExecutionModel) -> ExecutionModel:
+    """The execution in the same kernels, with bytes as rules count them."""
+    plain = execution.by_rules
+    residency = replace(plain.weight_residency, attention=1.0, dense=1.0, moe=1.0)
+    return replace(plain, weight_residency=residency, activation_fusion=1.0, elementwise=1.0)
+
+
+def _group(
+    planned: Plan,
+    index: int,
+    cost: Cost,
+    scales: Mapping[Access, tuple[int, float]],
+    exchange: KernelExchange | None,
+) -> GroupNumbers:
+    graph, group = planned.graph, planned.groups[index]
+    modules = runs.kernel_modules(graph, group.ops, rows.lead_op(planned, group))
+    kind = group_class(graph, group.ops, planned.lays_out(index), planned.op_costs)
+    return GroupNumbers(
+        ops=group.ops,
+        name=group.name,
+        kind=kind,
+        spread_kind=steps.spread_kind(planned, index, kind),
+        module=pattern_of(modules[0]),
+        times=group.times,
+        work=tuple(cost.work.items()),
+        traffic=tuple(
+            AccessNumbers(
+                graph.values[access.storage].role,
+                access.write,
+                access.wire,
+                size,
+                *scales.get(access, (1, 1.0)),
+            )
+            for access, size in cost.traffic.items()
+        ),
+        eager=index in planned.eager,
+        exchange=exchange,
+        of_experts=steps.computes_experts(planned, index),
+        aside=steps.runs_aside(planned, index),
+    )
+
+
+# -- The kernels of a plan for any sizes: amounts, traffic and works as formulas -------------------
 
 
 @dataclass(frozen=True)
@@ -31,7 +223,7 @@ class Amount:
 
     kind: str
     formula: Formula
-    draw: slots.Draw | None = None
+    draw: leaves.Draw | None = None
     constant: float | None = None  # a number that is no whole one, in place of the formula
 
     @property
@@ -50,8 +242,8 @@ class Amount:
         if self.draw is None:
             return self.formula.over(columns)
         reached = self.draw.over(columns)
-        value = None if self.kind == slots.REACHED else self.formula.over(columns)
-        number: Array = slots.Varying((), self.kind).number(value, reached)
+        value = None if self.kind == leaves.REACHED else self.formula.over(columns)
+        number: Array = leaves.Varying((), self.kind).number(value, reached)
         return number
 
     def written(self, names: Sequence[str]) -> str:
@@ -62,9 +254,9 @@ class Amount:
             return self.formula.written(names)
         draw, formula = self.draw.written(names), self.formula.written(names)
         return {
-            slots.REACHED: draw,
-            slots.TOUCHED: f"({formula}) {draw}",
-            slots.EACH: f"({formula}) / {draw}",
+            leaves.REACHED: draw,
+            leaves.TOUCHED: f"({formula}) {draw}",
+            leaves.EACH: f"({formula}) / {draw}",
         }[self.kind]
 
 
@@ -155,7 +347,7 @@ class KernelRows:
         """Add equal kernels as one part.  warm: bytes that the last cache still holds."""
         kernel = kernels[0]
         numbers = kernel.numbers
-        times = Amount(slots.PLAIN, Formula.total((1, each.times.formula) for each in kernels))
+        times = Amount(leaves.PLAIN, Formula.total((1, each.times.formula) for each in kernels))
         columns, at = self.points.part(kernel.depends | times.sizes)
         size = max(map(len, columns), default=1)
         where = slice(self.length, self.length + size)

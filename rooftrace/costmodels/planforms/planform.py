@@ -11,24 +11,25 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from rooftrace.costmodels.costs import MATRIX, Access, Work
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels.reuse import WarmPart, warm_columns, warm_parts
+from rooftrace.costmodels.kernels.works import WarmPart, warm_columns, warm_parts
+from rooftrace.costmodels.ops import MATRIX, Access, Work
 from rooftrace.costmodels.planforms.kernelforms import (
+    AccessNumbers,
     Amount,
+    Array,
+    GroupNumbers,
     KernelForm,
     KernelRows,
+    PlanNumbers,
+    Points,
     Traffic,
     WorkForm,
 )
-from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers, PlanNumbers
-from rooftrace.costmodels.planforms.points import Array, Points
-from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.planning import ExecutionModel, Plan
 from rooftrace.costmodels.timing.steps import StepAmounts
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.tracer.formulas import Formula, FormulaError
-from rooftrace.tracer.graphforms import Regime, slots
+from rooftrace.tracer.formulas import Formula, FormulaError, Regime, leaves
 
 _Path = tuple[Any, ...]
 
@@ -64,8 +65,8 @@ class PlanForm:
         slot = self._slots.get(path)
         if slot is None:
             if constant != int(constant):
-                return Amount(slots.PLAIN, Formula(), constant=float(constant))
-            return Amount(slots.PLAIN, Formula.constant(int(constant)))
+                return Amount(leaves.PLAIN, Formula(), constant=float(constant))
+            return Amount(leaves.PLAIN, Formula.constant(int(constant)))
         formula = self.form.formulas[slot.formulas[0]] if slot.formulas else Formula()
         return Amount(slot.kind, formula, self.form.draws[slot.draw] if slot.draw >= 0 else None)
 
@@ -166,9 +167,9 @@ class PlanForm:
                 exact.append((1, times.formula * amount.formula))
             else:
                 others.setdefault(item, []).append(times)
-        total = self._told(Amount(slots.PLAIN, Formula.total(exact)), points)
+        total = self._told(Amount(leaves.PLAIN, Formula.total(exact)), points)
         for item, many in others.items():
-            times = Amount(slots.PLAIN, Formula.total((1, each.formula) for each in many))
+            times = Amount(leaves.PLAIN, Formula.total((1, each.formula) for each in many))
             amounts = self._told(item, points)
             if amounts.dtype.kind == "f":
                 amounts = np.rint(amounts).astype(np.int64)
@@ -194,7 +195,7 @@ class PlanForm:
         }
         most = np.zeros(len(points), dtype=np.int64)
         for formula in _undominated(formulas):
-            most = np.maximum(most, self._told(Amount(slots.PLAIN, formula), points))
+            most = np.maximum(most, self._told(Amount(leaves.PLAIN, formula), points))
         return most
 
     # -- times ------------------------------------------------------------------------------------

@@ -17,15 +17,28 @@ from functools import partial
 import numpy as np
 
 from rooftrace._progress import tell
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.planforms.kernelforms import (
+    Array,
+    Places,
+    PlanNumbers,
+    Points,
+    numbers_of,
+)
 from rooftrace.costmodels.planforms.planform import PlanForm
-from rooftrace.costmodels.planforms.planrecords import PlanNumbers, numbers_of
-from rooftrace.costmodels.planforms.points import Array, Places, Points
-from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.costmodels.planning import ExecutionModel, Plan, execution_model, plan
 from rooftrace.costmodels.rewriting import reprice
-from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
+from rooftrace.tracer.formulas import (
+    Formula,
+    FormulaError,
+    GraphForm,
+    Guard,
+    RecordForm,
+    Regime,
+    StructureError,
+    Track,
+    leaves,
+)
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphforms import GraphForm, RecordForm, Regime, StructureError, slots
 
 _SAMPLES = (4, 2)
 """Plans that a form is fitted to: so many, and so many for each size; more where a number is left
@@ -96,7 +109,7 @@ class PlanForms:
         self.regime, self.conditions = regime, conditions
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
-        self._known: dict[slots.Numbers, PlanNumbers] = {}
+        self._known: dict[leaves.Numbers, PlanNumbers] = {}
         self._random = random.Random(repr((regime.low, regime.high)))
 
     def at(self, points: Points) -> Iterator[tuple[PlanForm, Places]]:
@@ -120,7 +133,7 @@ class PlanForms:
             yield here.form, left[held]
             left = left[~held]
 
-    def _cell(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell:
+    def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
         """The cell around these sizes."""
         track = Track()
         tracked = self.conditions.numbers(self.regime.form.at(numbers, track), with_memory=False)
@@ -139,7 +152,7 @@ class PlanForms:
         form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return _Cell(tuple(_equal_to(numbers)), form, wide=False)
 
-    def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell | None:
+    def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
         """The cell of a known form that holds at these sizes, too, and around them.
 
         Comparisons that come out otherwise there did not matter for what the others lead to; they
@@ -161,7 +174,9 @@ class PlanForms:
                 return self._cells[place]
         return None
 
-    def _is(self, form: PlanForm, where: slots.Numbers, numbers: PlanNumbers | None = None) -> bool:
+    def _is(
+        self, form: PlanForm, where: leaves.Numbers, numbers: PlanNumbers | None = None
+    ) -> bool:
         """Whether a form gives the plan at these sizes, whose numbers may be known."""
         try:
             return bool(form.form.at(where) == (numbers or self._numbers_at(where)))
@@ -169,8 +184,8 @@ class PlanForms:
             return False
 
     def _some(
-        self, guards: Sequence[Guard], numbers: slots.Numbers, points: Points, left: Places
-    ) -> list[slots.Numbers]:
+        self, guards: Sequence[Guard], numbers: leaves.Numbers, points: Points, left: Places
+    ) -> list[leaves.Numbers]:
         """Some of the points where guards hold, and sizes around `numbers` where they do, mixed."""
         some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
         inside = _numbers(points, some[_holding(guards, points, some)])
@@ -183,17 +198,17 @@ class PlanForms:
             dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
         )
 
-    def _plan_at(self, numbers: slots.Numbers) -> Plan:
+    def _plan_at(self, numbers: leaves.Numbers) -> Plan:
         return self.conditions.plan(self.regime.form.at(numbers))
 
-    def _numbers_at(self, numbers: slots.Numbers) -> PlanNumbers:
+    def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
             self._known[numbers] = self.conditions.numbers(self.regime.form.at(numbers))
         return self._known[numbers]
 
     def _fitted(
-        self, numbers: slots.Numbers, guards: Sequence[Guard], points: Points, left: Places
+        self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places
     ) -> PlanForm | None:
         """The form where these guards hold; None where it could not be proven."""
         some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
@@ -225,7 +240,7 @@ class PlanForms:
         made = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return made if all(self._is(made, where) for where in checks) else None
 
-    def _edges(self, candidates: Sequence[slots.Numbers]) -> list[slots.Numbers]:
+    def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
         """Of candidates, for each draw that with the fewest rows and that with the most.
 
         Many rows reach all classes: a number that only such samples show looks like a constant.
@@ -233,14 +248,14 @@ class PlanForms:
         if not candidates:
             return []
         columns = [np.array(column) for column in zip(*candidates, strict=True)]
-        edges: dict[slots.Numbers, None] = {}
+        edges: dict[leaves.Numbers, None] = {}
         for rows in dict.fromkeys(draw.rows for draw in self._draws if not draw.is_constant):
             reached = rows.over(columns, rounded=True)
             for place in (int(reached.argmin()), int(reached.argmax())):
                 edges.setdefault(candidates[place])
         return list(edges)
 
-    def _near(self, numbers: slots.Numbers, names: Sequence[str]) -> Points:
+    def _near(self, numbers: leaves.Numbers, names: Sequence[str]) -> Points:
         """Sizes around some: close by, and anywhere in the regime."""
         rng = np.random.default_rng(sum(numbers))
         columns = {}
@@ -256,7 +271,7 @@ class PlanForms:
         return near.where(np.flatnonzero(self.regime.inside(near.columns)))
 
 
-def _spread(candidates: Sequence[slots.Numbers]) -> Iterator[slots.Numbers]:
+def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
     """Candidates in turns: each that has only new numbers first, then those with some new ones."""
     seen: list[set[int]] = [set() for _ in (candidates[0] if candidates else ())]
     left = list(candidates)
@@ -274,7 +289,7 @@ def _spread(candidates: Sequence[slots.Numbers]) -> Iterator[slots.Numbers]:
     yield from left
 
 
-def _numbers(points: Points, places: Places) -> list[slots.Numbers]:
+def _numbers(points: Points, places: Places) -> list[leaves.Numbers]:
     """The sizes at some of the points."""
     return list(zip(*(column[places].tolist() for column in points.columns), strict=True))
 
@@ -297,8 +312,8 @@ def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
 
 
 def _held(
-    guards: Sequence[Guard], places: Collection[slots.Numbers]
-) -> Iterator[tuple[slots.Numbers, bool]]:
+    guards: Sequence[Guard], places: Collection[leaves.Numbers]
+) -> Iterator[tuple[leaves.Numbers, bool]]:
     """Places, each with whether all guards hold there."""
     if places:
         columns = zip(*places, strict=True)
@@ -307,7 +322,7 @@ def _held(
         yield from zip(places, held.tolist(), strict=True)
 
 
-def _equal_to(numbers: slots.Numbers) -> Iterator[Guard]:
+def _equal_to(numbers: leaves.Numbers) -> Iterator[Guard]:
     for place, number in enumerate(numbers):
         difference = Formula.total([(1, Formula.symbol(place)), (-1, Formula.constant(number))])
         yield Guard("==", difference, True)
@@ -317,7 +332,7 @@ def _named(names: Sequence[str], numbers: Sequence[int]) -> str:
     return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
 
 
-def draws_of(form: GraphForm) -> Iterator[slots.Draw]:
+def draws_of(form: GraphForm) -> Iterator[leaves.Draw]:
     """What the prices of a graph may depend on: its own draws, and those of uniform indices."""
     yield from form.draws
     graph = form.example
@@ -342,7 +357,7 @@ def draws_of(form: GraphForm) -> Iterator[slots.Draw]:
             alone = op.facts.get("own_rows")
             function, chosen = ("distinct", 1) if alone is None else ("rows", int(alone))
             parts = Formula.constant(chosen), Formula.constant(classes)
-            yield slots.Draw(function, elements, *parts)
+            yield leaves.Draw(function, elements, *parts)
             for made in op.outputs:
                 if graph.values[made].shape:
-                    yield slots.Draw(function, elements, *parts, size_of(made, 0))
+                    yield leaves.Draw(function, elements, *parts, size_of(made, 0))

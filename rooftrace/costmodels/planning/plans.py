@@ -1,45 +1,281 @@
-"""From an op graph to a plan: price every op, group, add up traffic; still without a chip.
-
-A plan is made once per execution model; `estimate` puts it on chips.
-"""
+"""What the host does in a step: it enqueues kernel groups, and waits at syncs."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby, takewhile
 from typing import Any
 
 from rooftrace._extensions import failures
+from rooftrace._plain import Share
 from rooftrace._shown import short
-from rooftrace.costmodels.costs import MATRIX, Cost
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.fusion import (
+    FusionGroup,
+    bytes_by_role,
+    fuse,
+    traffic as layouts,
+    traffic as moved,
+)
 from rooftrace.costmodels.memory import Memory, memory
+from rooftrace.costmodels.ops import MATRIX, Cost, price_ops, unknown_bytes, with_families
 from rooftrace.costmodels.planning.advice import (
+    as_written,
     attention_apart,
     cache_products,
     given_formulas,
     joined_by_users,
     rules_of_no_op,
     unknown_groups,
+    usual_execution,
 )
-from rooftrace.costmodels.planning.compiled_parts import as_written, usual_execution
-from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
-from rooftrace.costmodels.planning.launches import Launch, launches_of
-from rooftrace.costmodels.pricing import price_ops, with_families
+from rooftrace.costmodels.planning.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import reprice, rewrite
-from rooftrace.costmodels.traffic import bytes_by_role, layouts, moved
 from rooftrace.hardware.units import format_flops, format_traffic
-from rooftrace.tracer.collectives import marks
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.vocabulary import ROLES
+from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the host does next, once in every iteration of `repeats`."""
+
+    dispatches: int  # things that the host enqueues
+    on_device: bool  # whether the last of them is a kernel group
+    sync: bool = False  # whether the host then waits for the device
+    repeats: tuple[int, ...] = ()
+    views: int = 0  # views that the host makes beside them
+    calls: int = 0  # modules that Python calls beside them
+    singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
+    entries: int = 0  # compiled graphs that the host enters behind another one
+
+
+def launches_of(
+    graph: OpGraph, groups: Sequence[FusionGroup], execution: ExecutionModel
+) -> tuple[Launch, ...]:
+    """The launches of a step in order: the host enqueues groups, and waits at syncs.
+
+    Under eager dispatch the host enqueues every kernel of the graph, makes every view and calls
+    every module; under compiled it enqueues every group; under graph everything up to the next
+    wait or graph break at once.  A wait or a break stands before the first group with an op that
+    comes after it.
+    """
+    return _Host(graph, execution).launches_of(groups)
+
+
+class _Host:
+    """What the host does, group after group."""
+
+    def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
+        self.graph, self.dispatch = graph, execution.dispatch
+        eager = self.dispatch == "eager"
+        self.alone = range(len(graph.ops)) if eager else marks.eager_ops(graph.ops)
+        # Ops that are enqueued one by one, and were not yet.
+        self.singles = deque(
+            op for op in graph.ops if op.id in self.alone and op.name != marks.GRAPH_BREAK
+        )
+        self.stops = deque(op for op in graph.ops if op.kind == "sync" or self._breaks(op))
+        self.calls = calls_before(graph) if self.singles else ()
+        self.launches: list[Launch] = []
+
+    def _breaks(self, op: Op) -> bool:
+        return op.name == marks.GRAPH_BREAK and self.dispatch != "eager"
+
+    def launches_of(self, groups: Sequence[FusionGroup]) -> tuple[Launch, ...]:
+        """The launches for these groups."""
+        for group in groups:
+            while self.stops and self.stops[0].id < group.ops[-1]:
+                self._stop()
+            before = self._enqueue(group.ops[-1], group.repeats)
+            self.launches.append(replace(before, on_device=True, repeats=group.repeats))
+        while self.stops:
+            self._stop()
+        if self.singles:
+            self._one_by_one(len(self.graph.ops) - 1, None)
+        return tuple(self.launches)
+
+    def _enqueue(self, last: int, repeats: tuple[int, ...]) -> Launch:
+        """What the host does for what is next; in other repeats that is launches of their own."""
+        if last in self.alone:
+            return self._one_by_one(last, repeats)
+        if self.dispatch in ("compiled", "mixed"):
+            return Launch(1, on_device=False)
+        launches = self.launches
+        if repeats and not launches:
+            launches.append(Launch(1, on_device=False))
+        return Launch(1 if not launches or launches[-1].sync else 0, on_device=False)
+
+    def _one_by_one(self, last: int, repeats: tuple[int, ...] | None) -> Launch:
+        ops: list[Op] = []
+        while self.singles and self.singles[0].id <= last:
+            ops.append(self.singles.popleft())
+        for inside, members in groupby(ops, lambda op: op.repeats):
+            launch = _eager(list(members), self.calls, inside)
+            if self.dispatch != "eager":
+                launch = replace(launch, dispatches=0, singles=launch.dispatches)
+            self.launches.append(launch)
+        if ops and ops[-1].repeats == repeats:
+            return self.launches.pop()
+        return Launch(0, on_device=False)
+
+    def _stop(self) -> None:
+        """Wait for the device, or go on with another compiled graph or with code in Python."""
+        stop = self.stops.popleft()
+        before = Launch(0, on_device=False)
+        if self.singles and self.singles[0].id <= stop.id:
+            before = self._one_by_one(stop.id, stop.repeats)
+        if stop.kind == "sync":
+            self.launches.append(replace(before, sync=True, repeats=stop.repeats))
+            return
+        if marks.is_eager(stop):
+            self.launches.append(replace(before, repeats=stop.repeats))
+            return
+        graph = 1 if self.dispatch == "graph" else 0  # captured on its own, and launched on its own
+        self.launches.append(replace(before, dispatches=graph, entries=1, repeats=stop.repeats))
+
+
+def _eager(ops: Sequence[Op], calls: Sequence[int], repeats: tuple[int, ...]) -> Launch:
+    """The launch that stands for these ops in eager mode."""
+    views = sum(op.kind == "view" for op in ops)
+    return Launch(
+        len(ops) - views,
+        on_device=False,
+        repeats=repeats,
+        views=views,
+        calls=sum(calls[op.id] for op in ops),
+    )
+
+
+_PYTHON = frozenset({PARTS[0], PARTS[2]})
+"""Parts whose ops Python code of modules calls; autograd runs backward without it."""
+_NOT_CALLED = frozenset({"ModuleList", "ModuleDict"})
+
+
+def calls_before(graph: OpGraph) -> tuple[int, ...]:
+    """How many modules are called between each op and the one before it."""
+    counts = []
+    path: list[str] = []
+    call = 0
+    for op in graph.ops:
+        if op.part not in _PYTHON:
+            counts.append(0)
+            continue
+        here = op.module.split(".") if op.module else []
+        pairs = zip(path, here, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if here == path and op.call != call:
+            shared -= 1
+        entered = (".".join(here[: depth + 1]) for depth in range(max(0, shared), len(here)))
+        counts.append(sum(graph.modules.get(name, "") not in _NOT_CALLED for name in entered))
+        path, call = here, op.call
+    return tuple(counts)
+
+
+# -- How much of a plan's totals rests on rules, and which ops have none ---------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """An op without a rule: no FLOP of it is counted."""
+
+    target: str
+    count: int
+    bytes: int  # the bytes in the totals, see `price.without_rule`
+    shapes: str  # "bf16[8, 2048], int64[8]"
+    modules: tuple[str, ...]
+    bytes_least: int = 0  # bounds, if it touches no byte twice: see `price.unknown_bytes`
+    bytes_most: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The upper bound; `bytes` where none is known."""
+        return self.bytes if self.bytes_most is None else self.bytes_most
+
+    @property
+    def stub(self) -> str:
+        """A rule to paste and fill in."""
+        name = self.target.rsplit(".", 1)[0]
+        function = name.replace(".", "_").strip("_")
+        return (
+            f'@rooftrace.rule("{name}")\ndef {function}(op):\n'
+            f"    return rooftrace.Cost.of(vector=...) + op.streamed()"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How much of a total rests on explicit rules."""
+
+    ops: int
+    ops_with_rule: int
+    bytes: int
+    bytes_with_rule: int
+    unsupported: tuple[Unsupported, ...]
+
+    @property
+    def bytes_with_rule_share(self) -> Share:
+        """Share of the priced bytes that a rule accounts for (1 when nothing moves)."""
+        return self.bytes_with_rule / self.bytes if self.bytes else 1.0
+
+
+def coverage_of(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> Coverage:
+    """The coverage of a graph.  costs, known: the cost of each op, and whether it has a rule."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    least: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    where: dict[str, dict[str, None]] = defaultdict(dict)
+    shapes: dict[str, str] = {}
+    ops = total = 0
+    for op, cost, has_rule in zip(graph.ops, costs, known, strict=True):
+        if op.kind != "kernel":
+            continue
+        times = graph.times(op)
+        size = times * (cost.bytes() + cost.bytes("link"))
+        ops += times
+        total += size
+        if not has_rule:
+            counts[op.target] += times
+            sizes[op.target] += size
+            low, high = unknown_bytes(graph, op)
+            least[op.target] += times * low
+            most[op.target] += times * high
+            where[op.target][pattern_of(op.module)] = None
+            shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))
+    unsupported = tuple(
+        Unsupported(
+            target=target,
+            count=counts[target],
+            bytes=sizes[target],
+            shapes=shapes[target],
+            modules=tuple(where[target]),
+            bytes_least=least[target],
+            bytes_most=most[target],
+        )
+        for target in sorted(counts, key=lambda t: (-sizes[t], t))
+    )
+    return Coverage(
+        ops=ops,
+        ops_with_rule=ops - counts.total(),
+        bytes=total,
+        bytes_with_rule=total - sizes.total(),
+        unsupported=unsupported,
+    )
+
+
+def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
+    """The types and shapes of values as text: "bf16[8, 2048], int64[8]"."""
+    tensors = (graph.values[i] for i in inputs)
+    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+
+
+# -- From an op graph to a plan: price every op, group, add up traffic; still without a chip -------
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes through HBM in one step, by role (see rooftrace.tracer.vocabulary.ROLES)."""
+    """Bytes through HBM in one step, by role (see rooftrace.tracer.graph.ROLES)."""
 
     weights: int = 0
     activations: int = 0

@@ -1,4 +1,3 @@
-from rooftrace.costmodels.rewriting import marks as marks
 from rooftrace.costmodels.rewriting.rewrites import (
     applicable as applicable,
     check_precisions as check_precisions,

@@ -1,16 +1,12 @@
-"""Linear attention and delta rules as one op each, where a graph writes out what they do.
+"""Which operands a chain of states has: streams in the roles of query, key, value, decay and beta.
 
-What is written out is found as a chain of states (`statechains`), and its streams get their roles
-by what depends on them: the decay by what scales the state, key and value by what is added to it,
-the query by what reads it (`staterules`).  Then the ops run on small random numbers beside the
-formula of the op that would take their place (`statetrials`): where both agree to nine digits, they
-are the same function.  So chunks, loops over tokens, solved or inverted triangles, masks and the
-order of elementwise ops need no templates.
+Roles follow from what depends on what; that they are right is for `statetrials` to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from functools import partial
 
@@ -20,11 +16,339 @@ from rooftrace.costmodels.rewriting.editing import Editor
 from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, full
 from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.scans import laid_out
-from rooftrace.costmodels.rewriting.statechains import CREATED, StateWiring, chains
-from rooftrace.costmodels.rewriting.staterules import rule_of
-from rooftrace.costmodels.rewriting.statetrials import TABLES, StateRule, StateStream
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.costmodels.rewriting.statechains import (
+    CREATED,
+    LAYOUT,
+    PARTS,
+    StateChain,
+    StateRegion,
+    StateWiring,
+    behind,
+    chains,
+    is_closed,
+    shared,
+)
+from rooftrace.costmodels.rewriting.statetrials import (
+    TABLES,
+    Sizes,
+    StateRule,
+    StateStream,
+    StateTrial,
+    scale_of,
+    wired_as,
+)
+from rooftrace.hardware.precisions import precision
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+
+_MOVED = LAYOUT | PARTS | CREATED | {"aten.copy_", "aten.stack", "aten.cat"}
+_BRANCHES = frozenset(f"aten.{name}" for name in ("clamp_min", "gt", "ge", "lt", "le", "eq"))
+"""Ops that do one thing or another by the size of a number: random ones may take one way only."""
+_ORDERS = ("BTHD", "BHTD", "TBHD", "BHDT")
+"""The dimensions of a stream as they may lie: batch, token, head, channel."""
+
+
+def rule_of(wiring: StateWiring, chain: StateChain, delta: bool) -> StateRule | None:
+    """The rule that the region around a chain computes; None where it is no such rule."""
+    graph = wiring.graph
+    shape = graph.values[chain.last].shape
+    if len(shape) != 4:
+        return None
+    region = StateRegion(wiring, chain)
+    for outs in _results(region):
+        for out in reversed(outs):
+            for turned in (False, True):
+                for roles in _roles(region, out, turned):
+                    if ("beta" in roles) == delta:
+                        rule = _judged(region, out, roles, turned)
+                        if rule is not None:
+                            return rule
+    return None
+
+
+def _results(region: StateRegion) -> Iterator[list[int]]:
+    """The values that may be the result: each with those that are copies of it in another form."""
+    outs: list[int] = []
+    known = set(region.ops)
+    for out in region.grown():
+        new = [region.ops[i] for i in region.ops.keys() - known]
+        known = set(region.ops)
+        if outs and not all(op.name in _MOVED and not _widens(region.graph, op) for op in new):
+            yield outs
+            outs = []
+        outs.append(out)
+    if outs:
+        yield outs
+
+
+def _widens(graph: OpGraph, op: Op) -> bool:
+    """Whether an op copies a tensor into a wider precision, as who reads a result may do."""
+    if op.name != "aten._to_copy":
+        return False
+    before, after = (graph.values[i].dtype for i in (op.inputs[0], op.outputs[0]))
+    return precision(after).width > precision(before).width
+
+
+def _roles(region: StateRegion, out: int, turned: bool) -> Iterator[dict[str, int]]:
+    """The leaf of each role, by what depends on it."""
+    streams, chain = region.streams, region.chain
+    aside = region.fixed | {chain.first}
+
+    def behind_all(values: frozenset[int]) -> frozenset[int]:
+        return frozenset().union(*(streams.get(v, frozenset()) for v in values)) - {chain.first}
+
+    decay = behind_all(chain.decays)
+    decay = decay - aside or decay or (chain.decays if len(chain.decays) == 1 else decay)
+    sides = [behind_all(side) - decay - aside for side in (chain.columns, chain.rows)]
+    keys, others = sides[::-1] if turned else sides
+    query = streams.get(out, frozenset()) - streams.get(chain.last, frozenset()) - aside
+    if len(query) != 1 or len(decay) > 1:
+        return
+    rest = keys | others
+    if not 2 <= len(rest) <= 3:
+        return
+    by_size = sorted(rest, key=region.wiring.size)
+    small = by_size[: len(rest) - 2]
+    tables = _tables(region, out, decay)
+    for key, value in itertools.permutations(by_size[len(small) :]):
+        if key in keys:
+            roles = {"query": min(query), "key": key, "value": value} | tables
+            roles |= {"decay": min(decay)} if decay else {}
+            yield roles | ({"beta": small[0]} if small else {})
+
+
+def _tables(region: StateRegion, out: int, decay: frozenset[int]) -> dict[str, int]:
+    """Tables of decays by place in a block: of what is kept of keys, of queries, and of pairs; or
+    the bonus of a token in its own result."""
+    streams, chain = region.streams, region.chain
+    keys = frozenset().union(*(streams[value] for value in chain.columns)) & region.fixed
+    others = (streams[out] - streams[chain.last]) & region.fixed
+    if not keys and len(others) == 1:
+        return {"bonus": min(others)}
+    if not decay <= region.fixed or len(keys) != 1 or len(others) != 2:
+        return {}
+    query, pairs = sorted(others, key=region.wiring.size)
+    return {"query_decay": query, "key_decay": min(keys), "pair_decay": pairs}
+
+
+def _sizes(region: StateRegion, roles: Mapping[str, int], turned: bool) -> Sizes | None:
+    batch, heads, width, columns = region.graph.values[region.chain.last].shape
+    if turned:
+        width, columns = columns, width
+    elements = region.graph.values[roles["value"]].elements
+    tokens, rest = divmod(elements, batch * heads * columns)
+    return None if rest or not tokens else (batch, tokens, heads, width, columns)
+
+
+def _orders(shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    """How a tensor of this shape may have these dimensions; those of length 1 may be missing."""
+    orders: dict[str, None] = {}
+    bare = [n for n in shape if n != 1]
+    for order in _ORDERS:
+        names = [d for d in order if d in sizes]
+        if [sizes[d] for d in names if sizes[d] != 1] == bare:
+            orders["".join(names)] = None
+    return list(orders)
+
+
+def _candidates(
+    region: StateRegion, role: str, leaf: int, sizes: Sequence[int]
+) -> list[StateStream]:
+    """Where a kernel may take a stream from: from its leaf on, to where it meets another one."""
+    if role in TABLES:
+        long = [n for n in region.graph.values[leaf].shape if n != 1]
+        return [StateStream(leaf, "HIJ"[: len(long)], sizes[2])]
+    batch, tokens, heads, width, columns = sizes
+    graph = region.graph
+    counts = [h for h in range(heads, 0, -1) if heads % h == 0]
+    if role not in ("query", "key"):
+        counts = counts[:1]
+    moving = leaf not in region.fixed and leaf in region.leaves
+    last = {
+        "query": (width,),
+        "key": (width,),
+        "value": (columns,),
+        "beta": (None,),
+        "bonus": (width,),
+    }
+    result = []
+    for value in _line(region, leaf):
+        for channels, count in itertools.product(last.get(role, (None, width)), counts):
+            named = {"B": batch, "T": tokens, "H": count} if moving else {"H": count}
+            named |= {} if channels is None else {"D": channels}
+            orders = _orders(graph.values[value].shape, named)
+            result += [StateStream(value, order, count) for order in orders]
+    return result
+
+
+def _nearest(items: Sequence[StateStream], order: str) -> StateStream:
+    """The last candidate, its dimensions in this order if they may lie so."""
+    last = [item for item in items if item.value == items[-1].value]
+    alike = [item for item in last if [d for d in order if d in item.order] == list(item.order)]
+    return (alike or last)[0]
+
+
+def _line(region: StateRegion, leaf: int) -> list[int]:
+    """The values through which all goes that comes from a leaf, before it meets another stream."""
+    readers, own = region.wiring.used_by, frozenset({leaf})
+    streams = region.streams if leaf in region.fixed else region.moving
+    alone = {leaf}
+    for op in sorted(region.ops.values(), key=lambda op: op.id):
+        if len(op.outputs) != 1 or streams.get(op.outputs[0]) != own:
+            continue
+        if any(streams.get(i) == own and i not in alone for i in op.inputs):
+            continue
+        alone.add(op.outputs[0])
+
+    def passes(start: int, through: int) -> bool:
+        """Whether all that comes from `start` goes through another value."""
+        stack, seen = [start], {through}
+        while stack:
+            value = stack.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            made = [r.outputs[0] for r in readers[value] if r.id in region.ops]
+            if not made or not alone.issuperset(made):
+                return False
+            stack += made
+        return True
+
+    outside = shared(op.repeats for op in region.ops.values())
+    line = [leaf]
+    for value in sorted(alone - {leaf}):
+        if passes(line[-1], value):
+            line.append(value)
+    return [v for v in line if v in region.fixed or region.graph.values[v].repeats == outside]
+
+
+# -- what a region computes ------------------------------------------------------------------------
+
+
+def _judged(
+    region: StateRegion, out: int, roles: Mapping[str, int], turned: bool
+) -> StateRule | None:
+    """The rule with these roles, its streams taken from as far up as the op allows."""
+    sizes = _sizes(region, roles, turned)
+    if sizes is None:
+        return None
+    batch, tokens, heads, _, columns = sizes
+    named = {"B": batch, "T": tokens, "H": heads, "D": columns}
+    ends = [
+        StateStream(out, order, heads) for order in _orders(region.graph.values[out].shape, named)
+    ]
+    if not ends:
+        return None
+    choices = {role: _candidates(region, role, leaf, sizes) for role, leaf in roles.items()}
+    if not all(choices.values()):
+        return None
+    for end, order in itertools.product(ends, _ORDERS):
+        streams = {role: _nearest(items, order) for role, items in choices.items()}
+        rule = _checked(
+            region,
+            StateRule(
+                chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned
+            ),
+        )
+        if rule is not None:
+            return _from_the_top(region, rule, choices)
+    return None
+
+
+def _from_the_top(
+    region: StateRegion, rule: StateRule, choices: Mapping[str, Sequence[StateStream]]
+) -> StateRule:
+    """The rule with each stream from as far up as the op allows: all at once, else one by one."""
+    highest = dict(rule.streams)
+    for role, items in choices.items():
+        fit = (s for s in items if _ops_of(region, changed(rule, streams={**highest, role: s})))
+        highest[role] = next(fit, highest[role])
+    top = _checked(region, changed(rule, streams=highest), tuple(choices))
+    if top is not None:
+        return top
+    for role, items in choices.items():
+        for stream in items[:-1]:
+            further = changed(rule, streams={**rule.streams, role: stream})
+            checked = _checked(region, further, (role,))
+            if checked is not None:
+                rule = checked
+                break
+    return rule
+
+
+def _ops_of(region: StateRegion, rule: StateRule) -> list[Op] | None:
+    """The ops between the streams and the results; None where others read inside."""
+    ends = (rule.out.value, rule.chain.last)
+    starts = {stream.value for stream in rule.streams.values()}
+    if rule.chain.first is not None:
+        starts.add(rule.chain.first)
+    ops = behind(region, ends, starts)
+    return ops if ops and is_closed(region, ops, ends) else None
+
+
+def _checked(region: StateRegion, rule: StateRule, roles: Sequence[str] = ()) -> StateRule | None:
+    """The rule with its ops and settings, if they compute it and nothing else reads inside.
+
+    roles: of the streams that are new; the settings of the others are known.
+    """
+    ops = _ops_of(region, rule)
+    if ops is None:
+        return None
+    outside = shared(op.repeats for op in ops)
+    rule = changed(rule, ops=tuple(ops), outer=len(outside))
+    if not _stands_alone(region, rule, outside) or any(_branches(region, op) for op in ops):
+        return None
+    wired = wired_as(region.graph, rule)
+    query, key = (
+        (*_least_lengths(region, rule, role), None) if role in roles else (known,)
+        for role, known in zip(("query", "key"), rule.norms, strict=True)
+    )
+    new_decay = "decay" in rule.streams and (not roles or "decay" in roles)
+    logs = (True, False) if new_decay and not rule.in_blocks else (rule.is_log,)
+    for norms, is_log in itertools.product(itertools.product(query, key), logs):
+        rule = changed(rule, norms=norms, is_log=is_log)
+        scale = scale_of(StateTrial(region.graph, rule, wired, norms, is_log))
+        if scale is not None:
+            return changed(rule, scale=scale)
+    return None
+
+
+def _branches(region: StateRegion, op: Op) -> bool:
+    """Whether an op asks how large a number of a stream is, besides the length of a row."""
+    if op.name not in _BRANCHES or not region.streams[op.outputs[0]]:
+        return False
+    below = region.wiring.made_by(op.inputs[0])
+    return below is None or below.name != "aten.linalg_vector_norm"
+
+
+def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]) -> bool:
+    """Whether one op in the same iteration can read all operands as they are before the others."""
+    graph, ops = region.graph, rule.ops
+    if any(ref.then and ref.then.repeat in outside for op in ops for ref in op.reads):
+        return False
+    starts = [stream.value for stream in rule.streams.values()]
+    starts += [rule.chain.first] if rule.chain.first is not None else []
+    tensors = [graph.values[value] for value in starts]
+    if any(tensor.repeats != outside[: len(tensor.repeats)] for tensor in tensors):
+        return False
+    made = max((op.id for op in map(region.wiring.made_by, starts) if op is not None), default=-1)
+    writers = (w for t in tensors for w in region.wiring.writers.get(t.storage, ()))
+    return not any(made < writer.id < ops[-1].id for writer in writers)
+
+
+def _least_lengths(region: StateRegion, rule: StateRule, role: str) -> Iterator[float]:
+    """What is added to the sum of squares of a stream, or the square of its least length, so that
+    nothing is divided by zero."""
+    own = region.moving.get(rule.streams[role].value)
+    numbers = dict[float, None]()
+    for op in rule.ops:
+        if op.name in ("aten.add", "aten.clamp_min") and region.moving[op.outputs[0]] == own:
+            number = op.arguments.get("other", op.arguments.get("min"))
+            if isinstance(number, float):
+                numbers[number if op.name == "aten.add" else number * number] = None
+    return iter(numbers)
+
+
+# -- Linear attention and delta rules as one op each, where a graph writes out what they do --------
 
 BLOCK_ATTENTION = "rooftrace.block_attention.default"
 

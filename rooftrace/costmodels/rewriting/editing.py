@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from itertools import permutations
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.arguments import Argument, Ref, refs
-from rooftrace.tracer.asking import assumptions as asked
-from rooftrace.tracer.graph import GraphError, Op, OpGraph, Tensor
+from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.tracer.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.requests import assumptions as asked
 
 Match = TypeVar("Match")
 
@@ -216,3 +217,279 @@ def operand(op: Op, name: str) -> Ref:
     if not isinstance(item, Ref):
         raise GraphError(f"op {op.id} ({op.target}): expected a tensor as {name!r}, got {item!r}")
     return item
+
+
+# -- Patterns of ops: by which op a value was made, and of what, behind views, copies and casts ----
+
+Pattern = Any
+"""Of what an op is given: a Pat; a word, which names a value, the same wherever it stands; Number,
+NonTensor or Along; a tuple of patterns of which one holds; a list of patterns, for a list; or the
+constant that it has to be."""
+Words = Mapping[str, Any]
+"""What the words of a pattern name: values by their ids, numbers, and ops."""
+_COMMUTE = frozenset({"mul", "add"})
+_SAY_NOTHING = frozenset({
+    "dtype", "layout", "device", "pin_memory", "memory_format", "half_to_float", "non_blocking",
+    "size", "sorted", "stable", "implicit",
+})  # fmt: skip
+"""Arguments that change neither which numbers are made nor of what."""
+_DEFAULTS = {
+    "largest": True, "keepdim": False, "alpha": 1, "accumulate": False, "descending": False,
+    "beta": 1, "threshold": 20,
+}  # fmt: skip
+"""What further arguments are where a caller says what is so anyhow."""
+
+
+class Number(NamedTuple):
+    """A number, also as a tensor of one element, which a word names."""
+
+    word: str
+
+
+class NonTensor(NamedTuple):
+    """What is no tensor, which a word names; None where an op was not given it."""
+
+    word: str
+
+
+class Along(NamedTuple):
+    """The only dimension along which an op works, counted from the last one."""
+
+    dim: int
+    default: int | None = None  # where the op does not say
+
+
+LAST = Along(-1)
+LAST_OF_TOPK = Along(-1, default=-1)
+
+
+class Pat:
+    """An op of one of these names, without "aten." and with or without the "_" of ops in place.
+
+    operands: patterns of its first arguments, of products and sums in any order.  arguments: those
+    of others by name.  An argument without a pattern has to be left at its default, unless the
+    pattern has no operands.  out: which of its results the value is.  said: a word for the op.
+    """
+
+    __slots__ = ("arguments", "names", "operands", "out", "said")
+
+    def __init__(
+        self, names: str, *operands: Pattern, out: int = 0, said: str = "", **arguments: Pattern
+    ) -> None:
+        self.names = frozenset(names.split())
+        self.operands, self.arguments = operands, arguments
+        self.out, self.said = out, said
+
+
+def match(
+    places: Places,
+    value: int,
+    pattern: Pattern,
+    words: Words | None = None,
+    shape: tuple[int, ...] | None = None,
+    accept: Callable[[str, int], bool] = lambda word, value: True,
+) -> Words | None:
+    """What the words of a pattern name where it made a value; None where something else did.
+
+    words: what some of them have to name.  shape: views are passed as far as values have it.
+    accept: whether a word may name a value.
+    """
+    return _Matching(places, shape, accept).value(value, pattern, words or {})
+
+
+class _Matching:
+    def __init__(
+        self, places: Places, shape: tuple[int, ...] | None, accept: Callable[[str, int], bool]
+    ) -> None:
+        self.places, self.shape, self.accept = places, shape, accept
+
+    def value(self, value: int, pattern: Pattern, words: Words) -> Words | None:
+        """Match a value."""
+        if type(pattern) is tuple:
+            tries = (self.value(value, each, words) for each in pattern)
+            return next((made for made in tries if made is not None), None)
+        if isinstance(pattern, str):
+            known = words.get(pattern, value)
+            same = self.places.straight(known) == self.places.straight(value)
+            return {pattern: value, **words} if same and self.accept(pattern, value) else None
+        if not isinstance(pattern, Pat):
+            return None
+        for behind in self.places.behind(value, self.shape):
+            op = self.places.made_by(behind)
+            if op is not None and name_of(op) in pattern.names:
+                right = op.outputs[pattern.out : pattern.out + 1] == (behind,)
+                return self._op(op, pattern, words) if right and not beside(op) else None
+        return None
+
+    def _op(self, op: Op, pattern: Pat, words: Words) -> Words | None:
+        if pattern.said:
+            words = {**words, pattern.said: op}
+        rest = dict(op.arguments)
+        operands = [rest.pop(name) for name in list(rest)[: len(pattern.operands)]]
+        matched: Words | None = words
+        for name, wanted in pattern.arguments.items():
+            matched = (
+                None if matched is None else self._given(op, rest.pop(name, None), wanted, matched)
+            )
+        if matched is None or len(operands) < len(pattern.operands):
+            return None
+        said = {n for n, item in rest.items() if item not in (None, _DEFAULTS.get(n))}
+        if pattern.operands and said - _SAY_NOTHING:
+            return None
+        swaps = len(operands) == 2 and name_of(op) in _COMMUTE
+        for order in permutations(operands) if swaps else (operands,):
+            made: Words | None = matched
+            for item, wanted in zip(order, pattern.operands, strict=True):
+                made = None if made is None else self._given(op, item, wanted, made)
+            if made is not None:
+                return made
+        return None
+
+    def _given(self, op: Op, item: Argument, wanted: Pattern, words: Words) -> Words | None:
+        """Match what an op was given."""
+        if isinstance(wanted, Along):
+            item = wanted.default if item is None else item
+            return words if dim_of(self.places, op, item) == wanted.dim else None
+        if isinstance(wanted, Number):
+            number = number_of(self.places, item)
+            return None if number is None else {**words, wanted.word: number}
+        if isinstance(wanted, NonTensor):
+            return None if isinstance(item, Ref) else {**words, wanted.word: item}
+        if isinstance(wanted, list):
+            listed = item if isinstance(item, tuple) and len(item) == len(wanted) else ()
+            matched: Words | None = words if listed else None
+            for each, pattern in zip(listed, wanted, strict=False):
+                matched = None if matched is None else self._given(op, each, pattern, matched)
+            return matched
+        if type(wanted) is tuple:
+            tries = (self._given(op, item, each, words) for each in wanted)
+            return next((made for made in tries if made is not None), None)
+        if isinstance(item, Ref):
+            return self.value(item.id, wanted, words)
+        return words if item == wanted else None
+
+
+def name_of(op: Op) -> str:
+    """The name of an op without "aten.", and without the "_" of one in place."""
+    return op.name.removeprefix("aten.").removesuffix("_")
+
+
+def swapped(pattern: Pattern) -> Pat:
+    """A value with its last two dimensions the other way round."""
+    either = Along(-1), Along(-2)
+    return Pat("transpose", pattern, dim0=either, dim1=either, said="swap")
+
+
+def dim_of(places: Places, op: Op, dims: Argument) -> int | None:
+    """The one dimension of an op's operand that it was given, counted from the last one: -1; None
+    for several, or none."""
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    rank = len(places.graph.values[op.inputs[0]].shape)
+    if len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    return dims[0] - rank if dims[0] >= 0 else dims[0]
+
+
+def number_of(places: Places, item: Argument) -> float | None:
+    """A number that an op was given, also as a tensor of one element that was filled with it."""
+    if isinstance(item, Ref):
+        made = None if item.then or item.every else places.kernel_of(item.id)
+        said = {"aten.scalar_tensor": "s", "aten.full": "fill_value"}
+        single = places.graph.values[item.id].elements == 1
+        item = made.arguments.get(said.get(made.name, "")) if made is not None and single else None
+    return float(item) if isinstance(item, (int, float)) else None
+
+
+# -- Ops that one kernel can stand for: what lies between some values and what is made of them -----
+
+
+def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
+    """The ops that make the values `ends` of the values `start` and of what comes from outside.
+
+    With them go ops that read what they make, where nothing reads the result.  Views of what there
+    was before do not count.
+    """
+    graph, inside = places.graph, set[int]()
+    front = [value for value in ends if value not in start]
+    while front:
+        op = places.made_by(front.pop())
+        if op is not None and op.id not in inside:
+            inside.add(op.id)
+            front += [value for value in op.inputs if value not in start]
+    made = {value for number in inside for value in graph.ops[number].outputs}
+    inside = {
+        number
+        for number in inside
+        if any(graph.values[value].storage in made for value in graph.ops[number].outputs)
+    }
+    return frozenset(inside | _unread(places, inside, ends))
+
+
+def _unread(places: Places, inside: Collection[int], ends: Iterable[int]) -> set[int]:
+    """Further ops that read what these make, and whose results nothing reads."""
+    graph, more = places.graph, set[int]()
+    kept = {*graph.outputs, *ends}
+    front = {i for number in inside for i in graph.ops[number].outputs} - kept
+    for storage in front & {graph.values[i].storage for i in front}:
+        for op in places.readers[storage]:
+            if op.id in inside or op.kind == "sync" or "writes" in op.facts or not op.outputs:
+                continue
+            owners = {graph.values[i].storage for i in op.outputs}
+            read = {
+                i for owner in owners for reader in places.readers[owner] for i in reader.inputs
+            }
+            mine = owners <= {*op.outputs, *front}
+            if mine and not kept & set(op.outputs) and read.isdisjoint(op.outputs):
+                more.add(op.id)
+    return more
+
+
+def can_be_one(
+    places: Places, inside: Collection[int], ends: Collection[int], start: Collection[int]
+) -> bool:
+    """Whether nothing but `ends` of what these ops make is read elsewhere, they run in the same
+    iterations, and what they read of `start` is not overwritten while they run."""
+    graph = places.graph
+    ops = [graph.ops[number] for number in inside]
+    if not ops or len({op.repeats for op in ops}) > 1 or any(beside(op) for op in ops):
+        return False
+    if any(op.kind == "sync" or op.collective is not None for op in ops):
+        return False
+    made = {value for op in ops for value in op.outputs}
+    if made & set(graph.outputs) - set(ends):
+        return False
+    storages = {graph.values[value].storage for value in made}
+    if storages & places.neighbours:
+        return False
+    last = max(inside)
+    if any(places.overwritten(v, graph.producers.get(v, -1), last) for v in start):
+        return False
+    return all(
+        op.id in inside or made.isdisjoint(op.inputs) or made.intersection(op.inputs) <= set(ends)
+        for storage in storages
+        for op in places.readers[storage]
+    )
+
+
+def apart(places: Places, edit: Editor, value: int, storage: int) -> None:
+    """Let a value, and all that lies where it does, lie in another storage."""
+    for member in places.members[places.graph.values[value].storage]:
+        edit.values[member] = replace(edit.values[member], storage=storage)
+
+
+def stands_for(places: Places, edit: Editor, like: Op, made: Ref, value: int) -> None:
+    """Let a value be a view of a new one that has its elements in order."""
+    apart(places, edit, value, made.id)
+    edit.stands_for(like, made, value)
+
+
+def times_rows(places: Places, value: int) -> tuple[int, int] | None:
+    """Rows, and what each is multiplied by, where a value is their product."""
+    values, op = places.graph.values, places.made_by(value)
+    if op is None or op.name not in ("aten.mul", "aten.mul_") or len(op.inputs) != 2:
+        return None
+    for row, score in (op.inputs, op.inputs[::-1]):
+        shape = values[row].shape
+        if values[score].shape == (*shape[:-1], 1) and values[value].shape == shape:
+            return row, score
+    return None

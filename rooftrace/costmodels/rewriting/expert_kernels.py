@@ -1,9 +1,7 @@
-"""Routed experts as the kernels that a server launches around their products.
+"""What integers say of the rows of routed experts: their order, their tokens, where experts end.
 
-As written, tokens are sorted by expert and copied, multiplied, weighed, put back in order and added
-up.  vLLM's `fused_moe` launches five kernels: which rows each expert has (`moe_align_block_size`),
-a product that takes rows by their numbers, the activation, a product that weighs its rows and puts
-them back by their numbers, and the sum over the experts of a token.
+T tokens have k experts each; row t k + j is the j-th of token t.  `chosen` are the experts of all
+rows, in this order.
 """
 
 from __future__ import annotations
@@ -11,37 +9,215 @@ from __future__ import annotations
 from dataclasses import dataclass, replace as with_fields
 from functools import partial
 
-from rooftrace.costmodels.registry import find_rule
-from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.expert_rows import (
-    BACK,
-    BIASED,
-    MASKED,
-    ORDER,
-    PRODUCT as GROUPED,
-    TOKEN,
-    in_order,
-    is_choice,
-    taking,
-    unmasked,
-)
-from rooftrace.costmodels.rewriting.gathered_experts import (
-    PRODUCT,
-    aligned,
-    product_of,
-    ungather_experts,
-)
-from rooftrace.costmodels.rewriting.matching import Along, Pat, Words, match, name_of
-from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import (
+from msgspec.structs import replace
+
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.costmodels.rewriting.eager_kernels import rewritten, without_left_behind
+from rooftrace.costmodels.rewriting.editing import (
+    Along,
+    Editor,
+    NonTensor,
+    Pat,
+    Pattern,
+    Words,
     apart,
     can_be_one,
+    match,
+    name_of,
+    operand,
     ops_between,
+    stands_for,
+    swapped,
     times_rows,
 )
-from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+
+_FLAT = (None, 0, -1)
+"""The dimension of a tensor that has one only."""
+
+
+def taking(rows: Pattern, numbers: Pattern) -> tuple[Pat, ...]:
+    """Rows that were taken by their numbers."""
+    return Pat("index", rows, [numbers]), Pat("index_select", rows, 0, numbers)
+
+
+ORDER = (Pat("sort", "chosen", dim=_FLAT, out=1), Pat("argsort", "chosen", dim=_FLAT))
+"""The rows, sorted by expert."""
+_SORTED = (Pat("sort", "chosen", dim=_FLAT), *taking("chosen", ORDER))
+SORTED = (*_SORTED, Pat("clamp", _SORTED, min=NonTensor("least"), max=NonTensor("most")))
+"""The experts in this order; those of other processes may have the number of one that is here."""
+TOKEN = (
+    Pat("floor_divide", ORDER, NonTensor("count")),
+    Pat("div", ORDER, NonTensor("count"), rounding_mode=("floor", "trunc")),
+)
+"""The tokens of the rows in this order."""
+BACK = (
+    Pat("sort", ORDER, dim=_FLAT, out=1),
+    Pat("argsort", ORDER, dim=_FLAT),
+    Pat("index_put", "room", [ORDER], Pat("arange", start=(None, 0))),
+    Pat("scatter", "room", 0, ORDER, Pat("arange", start=(None, 0))),
+)
+"""Where each row stands in this order."""
+_COUNTS = (
+    Pat("histc", (*SORTED, "chosen"), bins=NonTensor("bins"), min=(None, 0), max=NonTensor("last")),
+    Pat("bincount", (*SORTED, "chosen"), minlength=NonTensor("bins")),
+)
+_ENDS = Pat("cumsum", _COUNTS, dim=_FLAT, said="ends")
+PRODUCT = Pat("_grouped_mm", "rows", "weight", _ENDS, said="product")
+"""A product with the rows of each expert that was chosen."""
+BIASED = Pat("add", PRODUCT, taking("bias", SORTED))
+"""The same, and the bias [E, N] of its expert on each row."""
+MASKED = Pat("masked_fill", "unmasked", Pat("ge", SORTED, NonTensor("experts")), 0)
+"""Rows with zeros in place of those of the experts of other processes."""
+
+
+def in_order(places: Places, value: int, chosen: int) -> int | None:
+    """The numbers, one for each row, that a value has in the order of the experts."""
+    values = places.graph.values
+    words = match(places, value, taking("numbers", ORDER), {"chosen": chosen})
+    source = None if words is None else places.straight(words["numbers"])
+    fits = source is not None and values[source].elements == values[chosen].elements
+    return source if fits else None
+
+
+def unmasked(places: Places, value: int, chosen: int, experts: int) -> int:
+    """Rows before those of other processes' experts were made zero, which no product makes."""
+    words = match(places, value, MASKED, {"chosen": chosen})
+    masked = words is not None and words["experts"] == experts
+    return places.straight(words["unmasked"] if words is not None and masked else value)
+
+
+def is_choice(places: Places, chosen: int) -> bool:
+    """Whether a value says for each row which expert it has."""
+    tensor = places.graph.values[chosen]
+    return len(tensor.shape) == 1 and tensor.dtype.startswith("int")
+
+
+# -- Experts whose weights are copied for each row, as products that read each expert once ---------
+
+ALIGN = "rooftrace.align_experts.default"
+EXPERT_MM = "rooftrace.expert_mm.default"
+_TAKEN = (
+    Pat("index", "weight", ["chosen"], said="taken"),
+    Pat("index_select", "weight", 0, "chosen", said="taken"),
+)
+_COPIED = (*_TAKEN, swapped(_TAKEN))
+"""The weights of an expert for each row, as they lie or turned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """A product of each row with the weights of its expert, before or behind it."""
+
+    op: Op  # the batched product
+    taken: Op  # copies the weights
+    weight: int  # [E, K, N], or turned round
+    turned: bool
+    chosen: int  # the experts of all rows
+    rows: int  # [R, 1, K], or [R / share, K]
+    share: int  # how many rows have the same token
+    inside: frozenset[int] = frozenset()
+
+
+def ungather_experts(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Products with copies of experts' weights become products that read each expert once.
+
+    The count is that of choices of experts, of which each has several products.
+    """
+    orders: dict[int, tuple[Ref, Ref]] = {}
+    first: dict[int, Op] = {}
+
+    def emit(places: Places, edit: Editor, seen: _Gathered) -> None:
+        if seen.chosen not in orders:
+            experts = edit.values[seen.weight].shape[0]
+            orders[seen.chosen] = aligned(edit, seen.op, seen.chosen, experts)
+            first[seen.chosen] = seen.op
+        _emit(places, edit, seen, orders[seen.chosen])
+
+    result, _ = rewritten(graph, ("aten.bmm",), _match, emit)
+    return result, sum(graph.times(op) for op in first.values())
+
+
+def aligned(edit: Editor, like: Op, chosen: int, experts: int) -> tuple[Ref, Ref]:
+    """The rows in the order of the experts that were chosen, and where those of each end."""
+    sizes = edit.values[chosen].elements, experts
+    made = [edit.value((n,), "int32", "activations", like.repeats) for n in sizes]
+    edit.emit(like, ALIGN, {"chosen": Ref(chosen), "experts": experts}, tuple(made))
+    return Ref(made[0]), Ref(made[1])
+
+
+def product_of(
+    rows: Ref, weight: Ref, order: tuple[Ref, Ref], share: int, bias: int | None = None,
+    scores: int | None = None,
+) -> dict[str, Argument]:  # fmt: skip
+    """The arguments of a product of the rows of each expert.  share: how many have one token."""
+    return {
+        "rows": rows, "mat2": weight, "order": order[0], "offs": order[1],
+        "bias": None if bias is None else Ref(bias),
+        "scores": None if scores is None else Ref(scores), "share": share,
+    }  # fmt: skip
+
+
+def _emit(places: Places, edit: Editor, seen: _Gathered, order: tuple[Ref, Ref]) -> None:
+    op, values, count = seen.op, edit.values, edit.values[seen.chosen].elements
+    weight = Ref(seen.weight)
+    weight = edit.permuted(op, weight, (0, 2, 1)) if seen.turned else weight
+    width = values[weight.id].shape[1]
+    flat, rows = (values[seen.rows].elements // width, width), Ref(seen.rows)
+    rows = rows if values[rows.id].shape == flat else edit.viewed(op, rows, flat)
+    (out,) = op.outputs
+    old = values[out]
+    touched = seen.taken.facts.get("rows_touched", min(values[weight.id].shape[0], count))
+    facts = {"groups_touched": touched, "rows_routed": count}
+    like = replace(op, assumptions=tuple({*op.assumptions, *seen.taken.assumptions}))
+    shape, arguments = (count, old.elements // count), product_of(rows, weight, order, seen.share)
+    made = edit.made(like, EXPERT_MM, arguments, shape, old.dtype, old.role, facts=facts)
+    stands_for(places, edit, op, made, out)
+
+
+def _match(places: Places, op: Op) -> _Gathered | None:
+    values = places.graph.values
+    left, right = operand(op, "self").id, operand(op, "mat2").id
+    behind = values[right].shape[2] == 1 != values[left].shape[1]  # W x, where others write x W
+    row, weights = (right, left) if behind else (left, right)
+    words = match(places, weights, _COPIED) if 1 in values[row].shape[1:] else None
+    if words is None:
+        return None
+    taken, turned = words["taken"], ("swap" in words) != behind
+    rows, width, weight = values[row].shape[0], max(values[row].shape[1:]), taken.inputs[0]
+    chosen = places.straight(words["chosen"])
+    if len(values[weight].shape) != 3 or values[chosen].elements != rows:
+        return None
+    if places.graph.owner(weight).role != "weights":
+        return None
+    if values[weight].shape[2 if turned else 1] != width:
+        return None
+    source, share = _tokens(places, row)
+    start = {source, weight, chosen}
+    inside = ops_between(places, start, op.outputs)
+    contiguous = values[source].stride == Tensor.contiguous(values[source].shape)
+    if not contiguous or not can_be_one(places, inside, op.outputs, start):
+        return None
+    return _Gathered(
+        op=op, taken=taken, weight=weight, turned=turned, chosen=chosen, rows=source,
+        share=share, inside=inside,
+    )  # fmt: skip
+
+
+def _tokens(places: Places, value: int) -> tuple[int, int]:
+    """What rows are repeated of, and how often each; themselves, once, where they are not."""
+    values, words = places.graph.values, match(places, value, Pat("expand", "rows", said="wide"))
+    if words is None:
+        return value, 1
+    wide, source = values[words["wide"].outputs[0]], words["rows"]
+    if len(wide.shape) < 3 or wide.stride[1]:
+        return value, 1
+    count = wide.shape[1]
+    return (source, count) if values[source].elements * count == wide.elements else (value, 1)
+
+
+# -- Routed experts as the kernels that a server launches around their products --------------------
 
 COMBINE = "rooftrace.combine_experts.default"
 _LONGEST = 32
@@ -90,7 +266,7 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     places = Places(graph)
     if not any(op.name == "aten._grouped_mm" for op in graph.ops):
         return graph, gathered
-    layers = [layer for op in graph.ops if (layer := _match(places, op)) is not None]
+    layers = [layer for op in graph.ops if (layer := _match_kernels(places, op)) is not None]
     if not layers:
         return graph, gathered
     edit = Editor(graph)
@@ -142,7 +318,7 @@ def _product(
     weight, bias, scores = operand(like, "mat2"), product.bias, product.scores
     facts = {name: fact for name, fact in like.facts.items() if name != "fallback"}
     arguments = product_of(rows, weight, order, share, bias, scores)
-    edit.emit(like, PRODUCT, arguments, (out,), facts=facts)
+    edit.emit(like, EXPERT_MM, arguments, (out,), facts=facts)
 
 
 def _whole(edit: Editor, like: Op, value: int) -> Ref:
@@ -155,7 +331,7 @@ def _whole(edit: Editor, like: Op, value: int) -> Ref:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match(places: Places, end: Op) -> _Experts | None:
+def _match_kernels(places: Places, end: Op) -> _Experts | None:
     values = places.graph.values
     added = _added_up(places, end)
     if added is None:
@@ -260,7 +436,7 @@ def _with_bias(places: Places, value: int, chosen: int) -> _Product | None:
     values, known = places.graph.values, {"chosen": chosen}
     masked = match(places, value, MASKED, known)
     value = places.straight(value if masked is None else masked["unmasked"])
-    words = match(places, value, (BIASED, GROUPED), known)
+    words = match(places, value, (BIASED, PRODUCT), known)
     if words is None:
         return None
     op, bias = words["product"], words.get("bias")

@@ -14,21 +14,21 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.matching import (
+from rooftrace.costmodels.rewriting.eager_kernels import rewritten
+from rooftrace.costmodels.rewriting.editing import (
     LAST,
     LAST_OF_TOPK,
     Along,
+    Editor,
     NonTensor,
     Number,
     Pat,
     match,
+    operand,
+    times_rows,
 )
 from rooftrace.costmodels.rewriting.places import Places, beside
-from rooftrace.costmodels.rewriting.regions import times_rows
-from rooftrace.costmodels.rewriting.unused import rewritten
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 _ZERO_STAYS = frozenset({
     "aten.silu", "aten.gelu", "aten.relu", "aten.tanh", "aten.mul", "aten._to_copy", "aten.clone",

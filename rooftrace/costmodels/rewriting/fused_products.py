@@ -1,8 +1,4 @@
-"""Products of one input with several weights as one product with the weights side by side.
-
-A server keeps the weights of query, key and value as one tensor, and those of gate and up: the
-input is read once, and one kernel runs in place of several.  The parts of the result are views.
-"""
+"""Caches that grow in place, as in a server: a `cat` becomes a write of the new rows."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.rewriting.eager_kernels import rewritten, with_matches
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
     LATENT_ATTENTION,
@@ -22,10 +19,159 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
 )
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
-from rooftrace.costmodels.rewriting.unused import with_matches
-from rooftrace.hardware.precisions import storage_bytes
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.hardware.precisions import precision, storage_bytes
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+
+CACHE_APPEND = "rooftrace.cache_append.default"
+
+
+def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
+    """`cat` of a cache with new rows becomes a write of the new rows into a cache that has room.
+
+    What the `cat` made is then another view of the cache.  A cache that is still empty (prefill)
+    is made by its first `cat` as before; in a step of requests it is a part of the server's.
+    """
+    values, ops = graph.values, []
+    moved: dict[int, int] = {}
+    grown: set[int] = set()
+    count = 0
+    for op in graph.ops:
+        # By name: of all ops that join tensors, `cat` is the one by which caches grow.
+        if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
+            whole, *new = op.reads
+            old = whole.id
+            cache = moved.get(values[old].storage, values[old].storage)
+            there = values[old].elements or graph.phase == "requests"
+            is_cache = values[old].role == "kv" and there and not whole.every
+            if is_cache and new and old not in grown:
+                grown.add(old)
+                moved[values[op.outputs[0]].storage] = cache
+                count += graph.times(op)
+                arguments: dict[str, Argument] = {
+                    "cache": whole,
+                    "new": tuple(new),
+                    "dim": op.arguments.get("dim", 0),
+                }
+                op = replace(
+                    op, target=CACHE_APPEND, arguments=arguments, inputs=tuple(refs(arguments))
+                )
+        ops.append(op)
+    if not moved:
+        return graph, 0
+    shared = tuple(
+        replace(t, storage=moved[t.storage]) if t.storage in moved else t for t in values
+    )
+    return graph.replace(values=shared, ops=tuple(ops)), count
+
+
+def static_caches(graph: OpGraph) -> tuple[OpGraph, int]:
+    """`append_in_place`; and of a prompt a cache with a window keeps the last rows, not all.
+
+    As it is written what leaves the step is a view, which holds the rows of the whole prompt.
+    """
+    graph, appended = append_in_place(graph)
+    views = {value: graph.producers[value] for value in graph.outputs if _is_window(graph, value)}
+    if not views:
+        return graph, appended
+    edit, count = Editor(graph), 0
+    made = {op: value for value, op in views.items()}
+    for op in graph.ops:
+        edit.ops.append(op)
+        if op.id in made:
+            view = graph.values[made[op.id]]
+            kept = edit.made(op, "aten.clone.default", {"self": Ref(made[op.id])}, view.shape,
+                             view.dtype, "kv")  # fmt: skip
+            edit.replaced[made[op.id]] = kept.id
+            count += graph.times(op)
+    return edit.done(), appended + count
+
+
+def _is_window(graph: OpGraph, value: int) -> bool:
+    """Whether a value is a part of a cache that a `cat` of this step made, and all that leaves."""
+    tensor = graph.values[value]
+    owner = graph.producers.get(tensor.storage)
+    if tensor.role != "kv" or owner is None or graph.ops[owner].name != "aten.cat":
+        return False
+    leaving = [v for v in graph.outputs if graph.values[v].storage == tensor.storage]
+    return leaving == [value] and tensor.elements < graph.values[tensor.storage].elements
+
+
+# -- Products of numbers that were widened for them, as products of the narrow numbers -------------
+
+_OPERANDS = ("self", "mat2")
+_PRODUCTS = ("aten.mm", "aten.bmm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Widened:
+    """An operand that was widened."""
+
+    source: int  # before it was
+    views: tuple[Op, ...]  # of the wide copy, in order
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product, and its operands before they were widened."""
+
+    op: Op
+    sides: tuple[_Widened, ...]
+    inside: frozenset[int] = frozenset()
+
+
+def narrow_operands(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Products of two operands that were widened to the result's precision read the narrow ones."""
+    return rewritten(graph, _PRODUCTS, _match, _emit)
+
+
+def _match(places: Places, op: Op) -> _Product | None:
+    if beside(op):
+        return None
+    sides = [_widened(places, operand(op, name).id, op) for name in _OPERANDS]
+    narrow = [side for side in sides if side is not None]
+    kinds = {places.graph.values[side.source].dtype for side in narrow}
+    fits = len(narrow) == len(sides) and len(kinds) == 1
+    return _Product(op, tuple(narrow)) if fits else None
+
+
+def _widened(places: Places, value: int, product: Op) -> _Widened | None:
+    values, views = places.graph.values, list[Op]()
+    while True:
+        op = places.made_by(value)
+        if op is None or len(op.inputs) != 1 or beside(op) or op.repeats != product.repeats:
+            return None
+        if op.name == "aten._to_copy":
+            break
+        if op.kind != "view" or len(op.outputs) != 1:
+            return None
+        views.append(op)
+        value = op.inputs[0]
+    wide, source = values[value], values[op.inputs[0]]
+    kinds = [precision(tensor.dtype) for tensor in (wide, source)]
+    narrower = all(kind.kind == "float" for kind in kinds) and kinds[1].bits < kinds[0].bits
+    if not narrower or (wide.shape, wide.stride) != (source.shape, source.stride):
+        return None
+    if places.overwritten(op.inputs[0], op.id, product.id):
+        return None
+    return _Widened(op.inputs[0], tuple(reversed(views)))
+
+
+def _emit(places: Places, edit: Editor, product: _Product) -> None:
+    op, sides = product.op, product.sides
+    arguments: dict[str, Argument] = {}
+    for name, side in zip(_OPERANDS, sides, strict=True):
+        now = Ref(side.source)
+        for view in side.views:
+            old = edit.values[view.outputs[0]]
+            out = edit.view(now, old.shape, old.stride, op.repeats)
+            edit.emit(view, view.target, {**view.arguments, "self": now}, (out,), kind="view")
+            now = Ref(out)
+        arguments[name] = now
+    arguments["out_dtype"] = f"dtype:{edit.values[op.outputs[0]].dtype}"
+    edit.emit(op, f"{op.name}.dtype", arguments, op.outputs, facts=op.facts)
+
+
+# -- Products of one input with several weights as one product with the weights side by side -------
 
 _ATTENTIONS = (ATTENTION, LATENT_ATTENTION, PACKED_ATTENTION, PACKED_LATENT_ATTENTION)
 PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
@@ -151,7 +297,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
         for alike in _alike(places, parts):
             groups[alike[0].product.id] = alike
             taken |= {part.product.id for part in alike}
-    return with_matches(graph, groups, partial(_emit, places), taken)
+    return with_matches(graph, groups, partial(_emit_fused, places), taken)
 
 
 def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
@@ -262,7 +408,7 @@ def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
     return tuple(stride) if reach < columns else None
 
 
-def _emit(places: Places, edit: Editor, parts: list[_Part]) -> None:
+def _emit_fused(places: Places, edit: Editor, parts: list[_Part]) -> None:
     """The product of all parts, and its columns as the results of the parts."""
     like, values = parts[0].product, edit.values
     widths = [values[part.product.outputs[0]].shape[1] for part in parts]

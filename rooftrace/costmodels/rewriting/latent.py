@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rooftrace.costmodels.rewriting.eager_kernels import with_matches
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
     LATENT_ATTENTION,
@@ -20,10 +21,8 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
 )
 from rooftrace.costmodels.rewriting.places import Places, beside, same_steps
-from rooftrace.costmodels.rewriting.unused import with_matches
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.asking import RequestLengths
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+from rooftrace.tracer.requests import RequestLengths
 
 _EMPTY = frozenset({"aten.new_empty", "aten.empty", "aten.empty_like", "aten.new_zeros"})
 

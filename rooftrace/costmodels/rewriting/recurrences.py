@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+from rooftrace.costmodels.rewriting.eager_kernels import with_matches
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Axis,
@@ -27,9 +28,7 @@ from rooftrace.costmodels.rewriting.indexing import (
 )
 from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
 from rooftrace.costmodels.rewriting.scans import Scan, blank, emit_scan, finished
-from rooftrace.costmodels.rewriting.unused import with_matches
-from rooftrace.tracer.arguments import Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Op, OpGraph, Ref
 
 _LONGEST = 24
 """The most ops between a state, or the decays within a chunk, and what is made of them."""

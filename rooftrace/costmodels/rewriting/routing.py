@@ -12,20 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace as with_fields
 from typing import Any
 
-from rooftrace.costmodels.rewriting.editing import Editor, operand
-from rooftrace.costmodels.rewriting.matching import (
+from rooftrace.costmodels.rewriting.eager_kernels import rewritten
+from rooftrace.costmodels.rewriting.editing import (
     LAST,
     LAST_OF_TOPK,
+    Editor,
     NonTensor,
     Number,
     Pat,
+    apart,
+    can_be_one,
     match,
+    operand,
+    ops_between,
 )
 from rooftrace.costmodels.rewriting.places import Places
-from rooftrace.costmodels.rewriting.regions import apart, can_be_one, ops_between
-from rooftrace.costmodels.rewriting.unused import rewritten
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 ROUTE = "rooftrace.route_experts.default"
 _PRODUCTS = {"aten.mm": "mat2", "aten.addmm": "mat2", "aten.bmm": "mat2", "aten._scaled_mm": "mat2"}

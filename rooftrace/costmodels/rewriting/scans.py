@@ -24,8 +24,7 @@ from rooftrace.costmodels.rewriting.indexing import (
 )
 from rooftrace.costmodels.rewriting.places import COPIES, beside
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, Tensor
+from rooftrace.tracer.graph import Argument, Op, Ref, Tensor
 
 SELECTIVE_SCAN = "rooftrace.selective_scan.default"
 STATE_UPDATE = "rooftrace.selective_state_update.default"

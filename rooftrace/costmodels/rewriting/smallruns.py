@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.rewriting.indexing import order_of
-from rooftrace.tracer.arguments import Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Op, OpGraph, Ref
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,8 +17,7 @@ from functools import cached_property
 
 from rooftrace.costmodels.rewriting.places import COPIES, VIEWS, Places
 from rooftrace.costmodels.rewriting.smallruns import KNOWN
-from rooftrace.tracer.arguments import Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Op, OpGraph, Ref
 
 LAYOUT = VIEWS | COPIES
 PARTS = frozenset({"aten.slice", "aten.select"})

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.rewriting.smallruns import Dim, NotRun, SmallRun, SmallTensor, short
 from rooftrace.costmodels.rewriting.statechains import StateChain
-from rooftrace.tracer.arguments import Argument, Ref
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 if TYPE_CHECKING:
     import numpy as np

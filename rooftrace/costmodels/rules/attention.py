@@ -1,14 +1,6 @@
-"""Scaled dot-product attention as one kernel that never writes its score matrix.
+"""Sequences that one attention kernel runs together: pairs that a band lets through, and lengths.
 
-FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and the
-rest: "masked" where a kernel is told the pattern of the mask by numbers and skips by it,
-"masked_executed" where it reads a mask, or where that has no pattern.  The execution model decides
-which kernel runs, and whether the scores are materialised.  A kernel skips whole blocks of pairs;
-here it skips single pairs.
-
-Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
-(grouped queries share them).  Kernels read key and value again per tile of queries; that comes from
-L2.
+A band shows query i of n the keys j of m with -behind <= j - (i + shift) <= ahead; None: no bound.
 """
 
 from __future__ import annotations
@@ -17,14 +9,90 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.costs import AttentionSizes, Cost
-from rooftrace.costmodels.opviews import OpView, TensorView
-from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rewriting import marks
+from rooftrace.costmodels.ops import AttentionSizes, Cost, OpView, TensorView, builtin
+from rooftrace.costmodels.ops.cost import BY_LENGTHS, EFFICIENT, LIBRARY, WRITTEN_OUT
 from rooftrace.costmodels.rules.common import product_precision, share, vector
-from rooftrace.costmodels.rules.sequences import Band, Packed, together
+from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
+from rooftrace.costmodels.rules.matmul import product
+from rooftrace.costmodels.rules.norm import standardise_flop
 from rooftrace.hardware.precisions import precision as format_of
-from rooftrace.tracer.asking import RequestLengths
+from rooftrace.tracer.requests import RequestLengths
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Which keys a query sees; see above.  from_end: the last query stands at the last key."""
+
+    behind: int | None = None
+    ahead: int | None = None
+    from_end: bool = True
+    least_shift: int | None = None  # for kernels that never move the diagonal to the left
+
+    def _shift(self, queries: int, keys: int) -> int:
+        shift = keys - queries if self.from_end else 0
+        return shift if self.least_shift is None else max(shift, self.least_shift)
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """How many (query, key) pairs of one head the band shows."""
+        shift = self._shift(queries, keys)
+        above = 0 if self.behind is None else _below(queries, keys, shift - self.behind - 1)
+        if self.ahead is None:
+            return queries * keys - above
+        return _below(queries, keys, shift + self.ahead) - above
+
+    def seen(self, queries: int, keys: int) -> int:
+        """How many keys some query sees."""
+        shift = self._shift(queries, keys)
+        first = 0 if self.behind is None else max(0, shift - self.behind)
+        end = keys if self.ahead is None else min(keys, queries + shift + self.ahead)
+        return max(0, end - first) if queries else 0
+
+
+def _below(queries: int, keys: int, most: int) -> int:
+    """Pairs with j - i <= most: the sum over i of i + most + 1, cut to 0 ... keys."""
+    ends = (queries + most, most, queries + most - keys, most - keys)
+    first, second, third, fourth = (max(end, 0) * (max(end, 0) + 1) // 2 for end in ends)
+    return first - second - third + fourth
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences of one size, as they stand in a kernel."""
+
+    count: int
+    queries: int  # of each
+    keys: int
+    visible: int  # pairs of one head of each
+
+
+def together(kinds: Sequence[Packed]) -> dict[str, float]:
+    """Fields of `AttentionSizes` for sequences of these kinds: their means, and the long ones.
+
+    The long ones are as many sequences of the longest kind as give, with equal others, the mean and
+    the variance of lengths (queries and keys together) that all have.  For two kinds that is how
+    many there are of the longer.  Totals of sequences, queries, keys and pairs are kept.
+    """
+    first = kinds[0]
+    if len(kinds) == 1:
+        return {"batch": first.count, "queries": first.queries, "keys": first.keys,
+                "visible": first.visible}  # fmt: skip
+    count = sum(kind.count for kind in kinds)
+    names = ("queries", "keys", "visible")
+    totals = {name: sum(kind.count * getattr(kind, name) for kind in kinds) for name in names}
+    fields = {"batch": count, **{name: total / count for name, total in totals.items()}}
+    mean = fields["queries"] + fields["keys"]
+    spread = sum(kind.count * (kind.queries + kind.keys - mean) ** 2 for kind in kinds)
+    longest = max(kinds, key=lambda kind: (kind.queries + kind.keys, kind.visible))
+    long = spread / (spread / count + (longest.queries + longest.keys - mean) ** 2) if spread else 0
+    for name, total in totals.items():  # the others keep at least what the least of all has
+        most, least = getattr(longest, name), min(getattr(kind, name) for kind in kinds)
+        if most > least:
+            long = min(long, (total - count * least) / (most - least))
+    of_longest = {f"long_{name}": float(getattr(longest, name)) for name in names}
+    return {**fields, "long": long, **of_longest} if long else fields
+
+
+# -- Scaled dot-product attention as one kernel that never writes its score matrix -----------------
 
 TOP_LEFT = 1
 """`custom_mask_type` of _efficient_attention_forward: 2 is causal from the bottom right corner."""
@@ -104,7 +172,7 @@ def _shape(
         most = int(op.fact("window") or length) + queries - 1  # keys that some query sees
         keys = min(length, pairs, int(op.fact("visible_keys") or most)) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
-    kernel = None if op.fact(marks.WRITTEN_OUT) else _kernel(
+    kernel = None if op.fact(WRITTEN_OUT) else _kernel(
         op, (Packed(batch, queries, length, pairs if skips else queries * length),),
         heads, widths, stored)  # fmt: skip
     return AttentionShape(
@@ -125,7 +193,7 @@ def _kernel(
         width=widths[0],
         value_width=widths[1],
         kv_size=float(format_of(stored.dtype).bits / 8),
-        masked=op.fact(marks.LIBRARY) == marks.EFFICIENT
+        masked=op.fact(LIBRARY) == EFFICIENT
         or _mask(op) is not None,
         paged=op.first("block_table") is not None,
         backward="backward" in op.target,
@@ -224,7 +292,7 @@ def _keys_read(op: OpView, s: AttentionShape, tensor: TensorView) -> Cost:
 
 def _mask(op: OpView) -> TensorView | None:
     """The mask that a kernel reads."""
-    if op.fact(marks.BY_LENGTHS):
+    if op.fact(BY_LENGTHS):
         return None
     return op.first("mask", "attn_mask", "attn_bias", "bias")
 
@@ -256,7 +324,7 @@ def _operands(op: OpView) -> tuple[TensorView, TensorView, TensorView]:
 def _moved(op: OpView, s: AttentionShape, written: tuple[str, ...]) -> Cost:
     """Operands and results.  written: operands that the kernel writes and does not read."""
     query, key, value = _operands(op)
-    others = list(op.operands(but=(*QKV, "mask") if op.fact(marks.BY_LENGTHS) else QKV))
+    others = list(op.operands(but=(*QKV, "mask") if op.fact(BY_LENGTHS) else QKV))
     return (op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
             + op.read_all(tensor for name, tensor in others if name not in written)
             + op.write_all(tensor for name, tensor in others if name in written)
@@ -388,3 +456,50 @@ def attention_backward_heads_last(op: OpView) -> Cost:
 def fill_dropout_mask(op: OpView) -> Cost:
     """Writes random numbers."""
     return op.write_all(op.outputs)
+
+
+# -- encoder ---------------------------------------------------------------------------------------
+
+def _attention(op: OpView, query: TensorView, key: TensorView, masked: bool) -> Cost:
+    """Projections of query, key and value, two products per head, softmax, output projection.
+
+    query[B, S, D], key[B, L, D]: 2 B (S + 2 L) D^2 + 4 B S L D + 2 B S D^2 flop, with biases.
+    """
+    (batch, s, d), length = query.shape, key.shape[1]
+    heads = int(op.attribute("num_head", op.attribute("num_heads", 1)))
+    weight, out = op.needed("qkv_weight"), op.needed("proj_weight")
+    rows = batch * (s + 2 * length)
+    pairs = batch * heads * s * length
+    each = SOFTMAX + (1 if masked else 0)
+    return (product(1, rows, d, d, query, weight) + product(1, batch * s, d, d, query, out)
+            + product(batch * heads, s, d // heads, length, query, key, rows=s)
+            + product(batch * heads, s, length, d // heads, query, key, rows=s)
+            + vector(op, rows * d + batch * s * d + each * pairs + batch * s * d))
+
+
+@builtin("aten._native_multi_head_attention", kind="attention")
+def native_multi_head_attention(op: OpView) -> Cost:
+    """nn.MultiheadAttention of packed weights; averaging the heads' weights is an add per pair."""
+    query, key = op.needed("query"), op.needed("key")
+    batch, s, _ = query.shape
+    averaged = op.attribute("need_weights", True) and op.attribute("average_attn_weights", True)
+    pairs = batch * int(op.attribute("num_head", 1)) * s * key.shape[1]
+    return (_attention(op, query, key, op.tensor("mask") is not None)
+            + (vector(op, pairs) if averaged else Cost()) + op.streamed())
+
+
+@builtin("aten._transformer_encoder_layer_fwd")
+def transformer_encoder_layer(op: OpView) -> Cost:
+    """Attention, x + attention, two products around an activation, the other sum, and two norms.
+
+    src[B, S, D], inner width F: 4 B S D F flop besides the attention's.
+    """
+    x, up, down = op.needed("src"), op.needed("ffn_weight_1"), op.needed("ffn_weight_2")
+    rows, d, inner = x.elements // x.shape[-1], x.shape[-1], up.shape[0]
+    activation = flop_per_element(GELU["none"]) if op.attribute("use_gelu") else 1
+    norms = 2 * (standardise_flop(rows, d) + 2 * x.elements)
+    return (_attention(op, x, x, op.tensor("mask") is not None)
+            + Cost.of(matmul=2 * 2 * rows * d * inner,
+                      precision=product_precision(x, up, down), rows=rows)
+            + vector(op, norms + rows * (inner * (1 + activation) + d) + 2 * x.elements)
+            + op.streamed())

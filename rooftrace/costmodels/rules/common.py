@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rooftrace.costmodels.costs import Access, Cost
-from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.ops import Access, Cost, OpView, TensorView
 from rooftrace.hardware.precisions import PRECISIONS, precision, widest
-from rooftrace.tracer.formulas import functions
+from rooftrace.tracer.formulas import polynomials
 
 
 def is_complex(tensor: TensorView) -> bool:
@@ -140,7 +139,7 @@ def rows_reached(op: OpView, indices: int) -> float:
     classes = op.fact("uniform_over")
     if classes is not None and op.fact("rows_touched") is None:
         own = op.fact("own_rows", classes)
-        return whole(functions.expected_rows(indices, int(own), int(classes)))
+        return whole(polynomials.expected_rows(indices, int(own), int(classes)))
     return number_of(op, "rows_touched", indices)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.opviews import OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.ops import Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import vector
+from rooftrace.costmodels.rules.elementwise import flop_per_element
 
 
 @builtin("aten._foreach_clone", fusion="pointwise")
@@ -146,3 +145,106 @@ def packed(op: OpView) -> Cost:
     first = op.inputs[0]
     rest = op.inputs[1:]
     return op.read(first, smaller) + op.read_all(rest) + op.write_all(op.outputs)
+
+
+# -- Tensors made from nothing: written once; `empty` writes nothing -------------------------------
+
+@builtin("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided",
+         "aten.new_empty", "aten.new_empty_strided", "aten._empty_affine_quantized",
+         "aten.empty_quantized", fusion="free")
+def empty(op: OpView) -> Cost:
+    """An allocation: no kernel."""
+    return Cost()
+
+
+@builtin("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten._efficientzerotensor",
+         "aten._new_zeros_with_same_feature_meta",
+         "aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like",
+         "aten.new_full", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
+         "aten.triu_indices", "aten.zero", "aten.zero_", "aten._foreach_zero",
+         "aten._foreach_zero_", fusion="pointwise")
+def filled(op: OpView) -> Cost:
+    """Every element written; what was there (or the tensor it is like) is not read."""
+    return op.write_all(op.written())
+
+
+SERIES: dict[str, str] = {  # i: the index of the element
+    "arange": "START + STEP * i", "range": "START + STEP * i", "linspace": "START + STEP * i",
+    "logspace": "pow(BASE, START + STEP * i)",
+    "bartlett_window": "1 - abs(i * C - 1)", "hann_window": "A - B * cos(i * C)",
+    "hamming_window": "A - B * cos(i * C)",
+    "blackman_window": "A - B * cos(x := i * C) + D * cos(2 * x)",
+    "kaiser_window": "i0(BETA * sqrt(1 - (x := i * C - 1) * x)) / D",
+}
+
+
+def _series(name: str, formula: str) -> None:
+    @builtin(f"aten.{name}", fusion="pointwise")
+    def price(op: OpView) -> Cost:
+        flop = flop_per_element(formula) * op.outputs[0].elements
+        return vector(op, flop) + op.write_all(op.outputs)
+
+    price.__doc__ = f"{formula} for every element i; of integers bytes only."
+
+
+for _name, _formula in SERIES.items():
+    _series(_name, _formula)
+
+
+@builtin("aten.fill", "aten.fill_", "aten.fill_diagonal_", fusion="pointwise")
+def fill(op: OpView) -> Cost:
+    """The value read (where it is a tensor), every element written."""
+    return op.reading("value")
+
+
+# -- Views and bookkeeping: ops that move no bytes, whatever kind the graph gives them -------------
+
+VIEWS: tuple[str, ...] = (
+    "_conj", "_fw_primal", "_make_dual", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint",
+    "alias", "as_strided", "as_strided_", "broadcast_to", "chunk", "conj", "detach", "detach_",
+    "diagonal", "dsplit", "expand", "expand_as", "hsplit", "linalg_diagonal", "mT", "mH",
+    "matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "permute", "positive", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "squeeze_", "swapaxes", "swapdims", "t",
+    "t_", "tensor_split", "transpose", "transpose_", "unbind", "unflatten", "unfold",
+    "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "unsqueeze_", "view",
+    "view_as", "view_as_complex", "view_as_real", "vsplit", "lift", "lift_fresh", "set_",
+    "resize_", "resize_as_", "requires_grad_", "_nested_view_from_buffer",
+)
+BOOKKEEPING: tuple[str, ...] = (
+    "aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset", "aten.size",
+    "aten.numel", "aten.is_pinned", "aten.record_stream", "aten._has_compatible_shallow_copy_type",
+    "aten._version", "aten.output_nr", "aten.is_same_size", "aten._cudnn_init_dropout_state",
+    "aten._functional_sym_constrain_range", "aten.sym_constrain_range",
+    "aten.sym_constrain_range_for_size", "aten._backward", "prim.device", "prim.layout",
+    "profiler._record_function_enter_new", "profiler._record_function_exit",
+    "profiler._record_function_enter",
+)
+
+
+@builtin(*(f"aten.{name}" for name in VIEWS), *BOOKKEEPING, fusion="free")
+def free(op: OpView) -> Cost:
+    """Metadata only: no kernel, no bytes."""
+    return Cost()
+
+
+@builtin("aten.reshape", "aten.contiguous", "aten.flatten", "aten.to", "aten.type_as", "aten.ravel",
+         "aten.reshape_as", fusion="pointwise")
+def view_or_copy(op: OpView) -> Cost:
+    """Composites that copy when they must: free if the output shares the input's bytes."""
+    if op.inputs and all(t.storage == op.inputs[0].storage for t in op.outputs):
+        return Cost()
+    return op.streamed()
+
+
+# -- Caches that grow in place: what compiled and efficient execution make of a `cat` with a cache -
+
+@builtin("rooftrace.cache_append", label="cache append")
+def cache_append(op: OpView) -> Cost:
+    """cache[L, D] <- new[n, D] at row L: new rows are read and written, the others stay.
+
+    So do parts of the cache itself: of a window the oldest row is what the new one is written over.
+    """
+    cache = op.needed("cache").storage
+    new = [t for t in op.tensors("new") if t.storage != cache]
+    size = sum(t.nbytes for t in new)
+    return sum((op.read(t) for t in new), Cost()) + op.write(op.outputs[0], size)

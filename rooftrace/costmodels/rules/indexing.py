@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.opviews import OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import rows_reached, share, vector, whole_number_of
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.opviews import OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import (
     is_complex,
     lined,
@@ -19,7 +17,7 @@ from rooftrace.costmodels.rules.common import (
     widths,
 )
 from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
-from rooftrace.costmodels.rules.sparse import sparse_product
+from rooftrace.costmodels.rules.linalg import sparse_product
 
 
 def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,

@@ -6,9 +6,7 @@ is no whole number; otherwise as many as can have.
 
 from __future__ import annotations
 
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.opviews import OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.ops import Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import (
     number_of,
     product_precision,

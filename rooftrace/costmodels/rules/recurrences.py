@@ -11,10 +11,16 @@ tokens of a chunk.
 
 from __future__ import annotations
 
-from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.opviews import OpView, TensorView
-from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import product_precision, vector, widths
+from dataclasses import dataclass
+
+from rooftrace.costmodels.ops import Cost, OpView, TensorView, Work, builtin
+from rooftrace.costmodels.rules.common import (
+    product_precision,
+    stored_width,
+    vector,
+    vector_precision,
+    widths,
+)
 from rooftrace.costmodels.rules.elementwise import FORMULAS, flop_per_element
 
 SILU = flop_per_element(FORMULAS["silu"])
@@ -152,3 +158,141 @@ def causal_conv1d(op: OpView) -> Cost:
 def causal_conv1d_update(op: OpView) -> Cost:
     """The causal convolution of the next tokens; the state is read and written in its place."""
     return _convolved(op, op.needed("x"))
+
+
+# -- Linear attention and delta rules as the kernels of flash-linear-attention (fla) run them ------
+
+CHUNK = 64
+"""Tokens of a chunk, in fla and in vLLM."""
+TURN = 4
+"""Waits for memory in a turn from one chunk to the next: two loads of operands, each behind a
+product (about 1.1 us by `engines.WAIT`; a guess)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSizes:
+    """Sizes of one call: B requests of T tokens, H heads with states [K, V], h heads of keys.
+
+    width: bytes of an element of the operands.  channels: a decay for each channel of the keys.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    key_heads: int
+    key: int
+    value: int
+    width: float
+    delta: bool
+    decays: bool = True
+    channels: bool = False
+    norms: int = 0  # how many of query and key are divided by their length
+
+    @property
+    def turns(self) -> int:
+        """Chunks of a request."""
+        return -(-self.tokens // CHUNK)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all chunks and heads."""
+        return self.batch * self.heads * self.turns * CHUNK
+
+
+def chunked_flop(s: StateSizes) -> int:
+    """FLOP of the matrix products of all chunks, by row of a chunk.
+
+    Both: q S and k^T v (2 K V each), q k^T (2 C K) and its product with v (2 C V).  Delta: k k^T
+    (2 C K), w = A (beta k) and u = A (beta v) (2 C K + 2 C V), and w S (2 K V).
+    """
+    each = 4 * s.key * s.value + 2 * CHUNK * (s.key + s.value)
+    if s.delta:
+        each += 2 * CHUNK * s.key + 2 * CHUNK * (s.key + s.value) + 2 * s.key * s.value
+    return s.rows * each
+
+
+def chunked_vector(s: StateSizes) -> int:
+    """FLOP by elements, by row: decays of C pairs (2, once for q k^T, once for k k^T), of q and k,
+    the inverse of a triangle (C^2 / 3), beta, norms (3) and differences."""
+    each = 2 * CHUNK + (s.key if s.decays else 0) + s.value
+    if s.delta:
+        each += 2 * CHUNK + CHUNK * CHUNK // 3 + 2 * (s.key + s.value)
+    return s.rows * each + 3 * s.norms * s.batch * s.tokens * s.key_heads * s.key
+
+
+def between(s: StateSizes) -> tuple[float, float]:
+    """Bytes that kernels of a chunked family write for others, and those that are read again.
+
+    Sums of decays (fp32); normed q, k; A in fp32 and its inverse, w, u (delta); the state at the
+    beginning of each chunk; v behind the delta.  Keys are read by the kernels for k k^T, w and u,
+    the states, and the results.
+    """
+    tokens, w = s.batch * s.tokens, s.width
+    decays = 4 * tokens * s.heads * (s.key if s.channels else 1) if s.decays else 0
+    keys, values = w * tokens * s.key_heads * s.key, w * tokens * s.heads * s.value
+    states = w * s.batch * s.heads * s.turns * s.key * s.value
+    written, read = decays + s.norms * keys + states, 2 * decays + s.norms * keys + states
+    if not s.delta:
+        return written, read + keys + values  # for the states, and for the results
+    pairs = tokens * s.heads * CHUNK
+    wide = w * tokens * s.heads * s.key
+    written += 4 * pairs + w * pairs + wide + 2 * values
+    read += 4 * pairs + w * pairs + wide + 2 * values + 3 * keys + 2 * decays
+    return written, read
+
+
+@builtin("rooftrace.block_attention", kind="bmm", family="attention", label="linear attention")
+def block_attention(op: OpView) -> Cost:
+    """`linear_attention` whose decays are given as tables, which the kernels do without: they make
+    them of the H rates."""
+    return _priced(op, _sizes(op), ("query", "key", "value", "rate", "state"))
+
+
+@builtin("rooftrace.linear_attention", "rooftrace.linear_attention_", kind="bmm",
+         family="attention", label="linear attention")
+def linear_attention(op: OpView) -> Cost:
+    """`delta_rule` without a delta: one token takes 5 K V flop on the vector engine.  A bonus of a
+    token in its own result is not counted."""
+    return _priced(op, _sizes(op), ("query", "key", "value", "decay", "bonus", "state"))
+
+
+@builtin("rooftrace.delta_rule", "rooftrace.delta_rule_", kind="bmm", family="attention",
+         label="delta rule")
+def delta_rule(op: OpView) -> Cost:
+    """o[B, T, H, V] and the last state [B, H, K, V] of query, key [B, T, h, K], value, decay, beta.
+
+    One token: decay, S^T k, the difference, the outer product and S^T q take 7 K V + 3 V flop on
+    the vector engine.
+    """
+    return _priced(op, _sizes(op), ("query", "key", "value", "decay", "beta", "state"))
+
+
+def _priced(op: OpView, s: StateSizes, read: tuple[str, ...]) -> Cost:
+    moved = op.read_all(t for _, t in op.operands(only=read)) + op.write_all(op.outputs)
+    if s.tokens == 1:
+        each = (7 if s.delta else 5) * s.key * s.value + (3 * s.value if s.delta else 0)
+        flop = s.batch * s.heads * each
+        return Cost.of(vector=flop, precision=vector_precision(op)) + moved
+    precision = product_precision(op.needed("query"), op.needed("key"), op.needed("value"))
+    products = Cost.of(
+        matmul=chunked_flop(s), precision=precision, rows=CHUNK, columns=s.value, inner=s.key
+    )
+    written, again = between(s)
+    out = op.outputs[0]
+    state = s.batch * s.heads * s.key * s.value
+    waits = Work("vector", vector_precision(op), state, inner=1 / TURN)
+    return (products + Cost.of(vector=chunked_vector(s), precision=vector_precision(op))
+            + Cost({waits: s.turns * state})
+            + moved + op.write(out, round(written)) + op.read(out, round(again)))
+
+
+def _sizes(op: OpView) -> StateSizes:
+    query, value, decay = op.needed("query"), op.needed("value"), op.tensor("decay")
+    batch, tokens, heads, columns = value.shape
+    norms = sum(op.attribute(name) is not None for name in ("query_norm", "key_norm"))
+    return StateSizes(
+        batch=batch, tokens=tokens, heads=heads, key_heads=query.shape[2], key=query.shape[3],
+        value=columns, width=stored_width(value), delta=op.tensor("beta") is not None,
+        decays=decay is not None and decay.dim > 2, norms=norms,
+        channels=decay is not None and decay.dim in (2, 4),
+    )  # fmt: skip

@@ -11,9 +11,7 @@ network takes `WAITS` for each of them, however small its products are.
 
 from __future__ import annotations
 
-from rooftrace.costmodels.costs import Cost, Work
-from rooftrace.costmodels.opviews import OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.ops import Cost, OpView, TensorView, Work, builtin
 from rooftrace.costmodels.rules.common import (
     product_precision,
     stored_width,

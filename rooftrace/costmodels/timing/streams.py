@@ -18,10 +18,7 @@ from rooftrace._amounts import larger, smaller
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing.queue import HostSeconds
-from rooftrace.tracer.arguments import Neighbour
-from rooftrace.tracer.collectives import marks
-from rooftrace.tracer.graph import Op, OpGraph
-from rooftrace.tracer.vocabulary import REVERSED
+from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, marks
 
 MAIN = ""
 """The stream that computes."""

@@ -1,8 +1,15 @@
-from rooftrace.hardware.chipfile.linting import lint_chip as lint_chip
+from rooftrace.hardware.chipfile.linting import Finding as Finding, lint_chip as lint_chip
 from rooftrace.hardware.chipfile.reading import (
     ChipFileError as ChipFileError,
     available_chips as available_chips,
     chips_called as chips_called,
+    dump_chip as dump_chip,
     load_chip as load_chip,
 )
-from rooftrace.hardware.chipfile.writing import dump_chip as dump_chip
+from rooftrace.hardware.chipfile.tables import (
+    FactFileError as FactFileError,
+    FactTable as FactTable,
+    Problems as Problems,
+    fact_rows as fact_rows,
+    toml_sections as toml_sections,
+)

@@ -1,10 +1,11 @@
-"""What looks wrong in a chip file that loads: rates, units and names that no chip of today has."""
+"""Remarks of a lint on a file of facts."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,23 @@ from rooftrace.hardware.chipfile.reading import (
     bundled_aliases,
     load_chip,
 )
-from rooftrace.hardware.facttables import Finding
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One remark of a lint. A note asks for nothing; a warning wants a second look."""
+
+    severity: Severity
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.field}: {self.message}"
+
+
+# -- What looks wrong in a chip file that loads: rates, units and names that no chip of today has --
 
 
 def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:

@@ -30,15 +30,26 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rooftrace._outputs import TOML_MARK
+from rooftrace._writing import write_bytes
 from rooftrace.errors import hint
+from rooftrace.hardware import units
 from rooftrace.hardware.chip import KINDS, Chip, Fact
-from rooftrace.hardware.chipfile import available_chips, load_chip
-from rooftrace.hardware.facttables import FactFileError, FactTable, Problems
+from rooftrace.hardware.chipfile import (
+    FactFileError,
+    FactTable,
+    Finding,
+    Problems,
+    available_chips,
+    fact_rows,
+    load_chip,
+    toml_sections,
+)
 from rooftrace.hardware.systems.records import (
     COLLECTIVES,
     EXCHANGE_MODES,
@@ -316,3 +327,159 @@ def _mistakes(system: System, file: str) -> Iterator[str]:
     for number, pair in enumerate(pairs, start=1):
         if pairs.index(pair) + 1 < number:
             yield f"{file}: [[exchange]] #{number}: ({', '.join(pair)}) stands twice"
+
+
+# -- Writes a system as a TOML file that reads like those that ship --------------------------------
+
+_UNITS = {
+    "bandwidth": "byte/s",
+    "latency": "second",
+    "nics": "count",
+    "oversubscription": "count",
+}
+
+
+def dump_system(system: System, path: str | os.PathLike[str] | None = None) -> str:
+    """TOML text from which `load_system` builds the system again, also written to `path`.
+
+    Constants are rounded to four digits.
+    """
+    head: dict[str, object] = {"name": system.name, "title": system.title}
+    sections: list[tuple[str, Mapping[str, object]]] = [
+        ("", {**head, "chip": system.chip.name, "aliases": system.aliases})
+    ]
+    for level in system.levels:
+        rows: dict[str, object] = {"name": level.name, "kind": level.kind}
+        if level.size:
+            rows["size"] = level.size
+        for key, unit in _UNITS.items():
+            fact: Fact | None = getattr(level, key)
+            if fact is not None:
+                place = f"level {level.name} {key}"
+                rows[key] = fact_rows(fact, "value", unit, place, SystemFileError)
+        if level.rails:
+            rows["rails"] = True
+        sections.append(("[[level]]", rows))
+    sections += [("[[collective]]", collective_rows(fit)) for fit in system.collectives]
+    sections += [("[[exchange]]", exchange_rows(fit)) for fit in system.exchanges]
+    text = toml_sections(sections)
+    if path is not None:
+        write_bytes(Path(path), f"{TOML_MARK}{text}".encode())
+    return text
+
+
+def collective_rows(fit: CollectiveFit) -> dict[str, object]:
+    """The keys of a [[collective]] table."""
+    rows: dict[str, object] = {"library": fit.library, "op": fit.op, "level": fit.level}
+    rows |= _constants(fit)
+    if fit.fall:
+        rows["fall"] = round(fit.fall, 3)
+    if fit.direct:
+        rows["direct"] = float(f"{fit.direct:.4g}")
+        rows["turn"] = units.write(fit.turn, "second")
+    rows |= {"ranks": fit.ranks, "nbytes": _buffer(fit.nbytes)}
+    return rows | _origin(fit)
+
+
+def exchange_rows(fit: ExchangeFit) -> dict[str, object]:
+    """The keys of an [[exchange]] table."""
+    rows: dict[str, object] = {"mode": fit.mode, "way": fit.way}
+    rows |= _constants(fit)
+    if fit.outer:
+        rows["outer"] = float(f"{fit.outer:.4g}")
+    for key in ("each", "size", "turn"):
+        if getattr(fit, key):
+            rows[key] = units.write(getattr(fit, key), "second")
+    return rows | {"ranks": fit.ranks, "tokens": fit.tokens} | _origin(fit)
+
+
+def _buffer(nbytes: float) -> str:
+    """A size, in MiB where it is a whole number of them."""
+    whole, rest = divmod(nbytes, 1 << 20)
+    return units.write(nbytes, "byte", 12) if rest else f"{whole:.0f} MiB"
+
+
+def _constants(fit: CollectiveFit | ExchangeFit) -> dict[str, object]:
+    return {
+        "alpha": units.write(fit.alpha, "second"),
+        "step": units.write(fit.step, "second"),
+        "efficiency": float(f"{fit.efficiency:.4g}"),
+        "p": round(fit.p, 3),
+    }
+
+
+def _origin(fit: CollectiveFit | ExchangeFit) -> dict[str, object]:
+    rows = {"kind": fit.kind, "source": fit.source, "version": fit.version, "note": fit.note}
+    return {key: value for key, value in rows.items() if value}
+
+
+# -- What looks wrong in a system file that loads: rates, sizes and names that no system has -------
+
+
+def lint_system(path: str | os.PathLike[str]) -> list[Finding]:
+    """What looks wrong in a system file.  Of one that does not load: what keeps it from loading.
+
+    `path` may also be the name of a bundled system.
+    """
+    try:
+        system = load_system(path)
+    except SystemFileError as error:
+        return [Finding("error", "file", problem) for problem in error.problems]
+    findings = [*_names(system, os.fspath(path)), *_rates(system), *_odd_constants(system)]
+    for place, fact in system.facts():
+        if fact.kind == "guess":
+            findings.append(Finding("note", place, f"{fact.text} is a guess: {fact.source}"))
+    for fit in system.collectives:
+        if fit.kind == "guess":
+            place = f"{fit.library} {fit.op} {fit.level}"
+            findings.append(Finding("note", place, f"not measured: {fit.source}"))
+    return findings
+
+
+def _names(system: System, path: str) -> Iterator[Finding]:
+    for name in (system.name, *system.aliases):
+        if name != name.lower() or not name or set(name) & set(" _/\\"):
+            expected = 'expected lower case, with "-" between words: names are looked up that way'
+            yield Finding("warning", "aliases", f'"{name}": {expected}')
+    if path.lower().endswith(".toml"):
+        if Path(path).stem != system.name:
+            message = (
+                f'reports call this system "{system.name}"; ask for it by the path of its file'
+            )
+            yield Finding("note", "name", message)
+        return
+    for other in available_systems():
+        known = load_system(other)
+        clash = {system.name, *system.aliases} & {known.name, *known.aliases}
+        if clash and known is not system:
+            yield Finding("error", "aliases", f'"{min(clash)}" is a name of {other} too')
+
+
+def _rates(system: System) -> Iterator[Finding]:
+    memory = system.chip.memory_bandwidth
+    for level in system.levels:
+        if level.bandwidth.value > memory.value:
+            message = f"{level.bandwidth.text} is more than the memory's: is it of all chips?"
+            yield Finding("warning", f"{level.name} bandwidth", message)
+        if not 1e-7 <= level.latency.value <= 1e-2:
+            message = f"{level.latency.text}: expected 0.1 us to 10 ms"
+            yield Finding("warning", f"{level.name} latency", message)
+        if level.kind == "fabric" and level.nics is None:
+            message = "a fabric without `nics` gives each chip a card of its own"
+            yield Finding("warning", f"{level.name} nics", message)
+    for inner, outer in zip(system.levels, system.levels[1:], strict=False):
+        chips = system.size_of(system.levels.index(inner))
+        total = inner.bandwidth.value * chips
+        if outer.rate_of(chips, chips) > total:
+            has, of = units.format_bandwidth(outer.rate_of(chips, chips)), f"{inner.name}"
+            message = f"{has} of a node, more than all of {of}"
+            yield Finding("warning", f"{outer.name} bandwidth", message)
+
+
+def _odd_constants(system: System) -> Iterator[Finding]:
+    for fit in system.collectives:
+        place = f"{fit.library} {fit.op} {fit.level}"
+        if fit.efficiency > 1:
+            yield Finding("warning", place, f"{fit.efficiency:g} of the bandwidth of two ranks")
+        if fit.alpha > 1e-3 or fit.step > 1e-3:
+            yield Finding("warning", place, "a fixed time of more than a millisecond")

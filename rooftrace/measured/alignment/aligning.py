@@ -25,16 +25,17 @@ from itertools import pairwise
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment, Sums
-from rooftrace.measured.alignment.calls import CallTree, OpCall
 from rooftrace.measured.alignment.keys import (
+    CallTree,
     Key,
+    OpCall,
     key_of_call,
     key_of_op,
     key_words,
     paired,
     written_out,
 )
-from rooftrace.measured.traces import Trace, TraceStep, records
+from rooftrace.measured.profiles import Trace, TraceStep, records
 from rooftrace.tracer.graph import OpGraph
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware import units
@@ -174,3 +177,184 @@ class Bench:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+
+# -- Host costs of a launch.  Each function gives a sampler: a call of it measures once [s] --------
+
+OPS = 300
+"""Ops in a row for a launch cost: few enough for the queue of a GPU, which holds 1024; the host
+waits at a full one."""
+
+
+def host_seconds(bench: Bench, run: Callable[[], object], calls: int) -> Callable[[], float]:
+    """Host seconds per call in one `run` that makes `calls` of them; the device may lag behind."""
+
+    def once() -> float:
+        bench.synchronize()
+        start = time.perf_counter()
+        run()
+        seconds = (time.perf_counter() - start) / calls
+        bench.synchronize()
+        return seconds
+
+    return once
+
+
+def eager_dispatch(bench: Bench) -> Callable[[], float]:
+    """Seconds per op of a deep stack of tiny linear, relu and layer norm functions.
+
+    Their kernels take next to no time.
+    """
+    import torch
+    from torch.nn import functional
+
+    width = 8
+    weight = torch.ones(width, width, device=bench.device)
+    bias, example = weight[0].clone(), weight.clone()
+
+    def run() -> None:
+        x = example
+        for _ in range(OPS // 3):
+            x = functional.relu(functional.linear(x, weight, bias))
+            x = functional.layer_norm(x, (width,), bias, bias)
+
+    return host_seconds(bench, run, OPS)
+
+
+def view_dispatch(bench: Bench) -> Callable[[], float]:
+    """Seconds per view of a tiny tensor."""
+    import torch
+
+    cell = torch.zeros(8, device=bench.device)
+
+    def run() -> None:
+        x = cell
+        for _ in range(OPS // 2):
+            x = x.view(2, 4).view(8)
+
+    return host_seconds(bench, run, OPS)
+
+
+def module_call(bench: Bench) -> Callable[[], float]:
+    """Seconds per call of a module that hands its input on."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(*(nn.Identity() for _ in range(OPS)))
+    cell = torch.zeros(8, device=bench.device)
+    return host_seconds(bench, lambda: model(cell), OPS)
+
+
+def direct_dispatch(bench: Bench) -> Callable[[], float]:
+    """Seconds per op called without modules and into a ready output, as generated code calls it."""
+    import torch
+
+    left = torch.ones(8, 8, device=bench.device)
+    out = torch.empty_like(left)
+
+    def run() -> None:
+        for _ in range(OPS):
+            torch.mm(left, left, out=out)
+
+    return host_seconds(bench, run, OPS)
+
+
+def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
+    """Device seconds per tiny kernel of a queue that the host filled in time."""
+    import torch
+
+    cell = torch.zeros(8, device=bench.device)
+
+    def run() -> None:
+        for _ in range(OPS):
+            cell.add_(1)
+
+    def once() -> float:
+        if hasattr(torch.cuda, "_sleep"):
+            torch.cuda._sleep(50 * SPIN)  # type: ignore[no-untyped-call]  # the host's head start
+        return bench.once(run) / OPS
+
+    return once
+
+
+def graph_of_tiny_kernels(bench: Bench) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Device seconds per tiny kernel, and host seconds per launch, of one captured CUDA graph."""
+    import torch
+
+    cell = torch.zeros(8, device=bench.device)
+    cell.add_(1)  # loads the kernel before the capture
+    bench.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(OPS):
+            cell.add_(1)
+    graph.replay()
+    return lambda: bench.once(graph.replay) / OPS, host_seconds(bench, graph.replay, 1)
+
+
+# -- Keeps the threads of torch's pool on cores of their own while a CPU is measured ---------------
+
+
+@contextlib.contextmanager
+def pinned_threads() -> Iterator[bool]:
+    """Keep each thread of torch's pool on a core of its own, on Linux; yields whether it did.
+
+    A scheduler may stack two of them on one core for seconds, where each waits for the other's time
+    slice: a copy was seen to take 1.7 ms or 8 ms by that alone. All masks are restored afterwards.
+    """
+    import torch
+
+    tasks = Path("/proc/self/task")
+    if not hasattr(os, "sched_setaffinity") or not tasks.is_dir():
+        yield False
+        return
+    idle = _processor_ticks(tasks)
+    example = torch.ones(2**20)
+    until = time.perf_counter() + 0.1
+    while time.perf_counter() < until:
+        example.add_(1)
+    busy = _processor_ticks(tasks)
+    ours = threading.get_native_id()
+    allowed = os.sched_getaffinity(0)
+    before: dict[int, set[int]] = {}
+    for thread in (int(item.name) for item in tasks.iterdir()):
+        with contextlib.suppress(OSError):  # it may have ended
+            before[thread] = os.sched_getaffinity(thread)
+    cores = spread_cores(allowed)
+    # The pool's threads are the ones that just worked; others (of a progress bar, say) come last.
+    others = [thread for thread in before if thread != ours]
+    others.sort(key=lambda thread: idle.get(thread, 0) - busy.get(thread, 0))
+    workers = [ours, *others]
+    try:
+        for position, thread in enumerate(workers):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, {cores[position % len(cores)]})
+        yield True
+    finally:
+        for thread in (int(item.name) for item in tasks.iterdir()):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, before.get(thread, allowed))
+
+
+def _processor_ticks(tasks: Path) -> dict[int, int]:
+    """Processor time that each thread of this process has used so far, in clock ticks."""
+    ticks = {}
+    for item in tasks.iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # man proc_pid_stat: utime and stime are fields 14 and 15; the name (2) may hold spaces
+            after_name = (item / "stat").read_text().rpartition(")")[2].split()
+            ticks[int(item.name)] = int(after_name[11]) + int(after_name[12])
+    return ticks
+
+
+def spread_cores(allowed: set[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """The allowed CPUs, one of each physical core first, then their hyperthread siblings."""
+    seen: dict[str, int] = {}
+    order = []
+    for cpu in sorted(allowed):
+        siblings = str(cpu)
+        with contextlib.suppress(OSError):
+            siblings = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        order.append((seen.get(siblings, 0), cpu))
+        seen[siblings] = seen.get(siblings, 0) + 1
+    return [cpu for _, cpu in sorted(order)]

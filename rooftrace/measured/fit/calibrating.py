@@ -1,56 +1,132 @@
-"""From measurements to a knob file: traces the measured steps, fits, and reports the errors."""
+"""Which numbers a fit frees: those that lower the error on what was left out beyond chance."""
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
-from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.costmodels.knobs.residuals import student
+from rooftrace.costmodels.planning import TYPICAL, ExecutionModel, Plan, plan
 from rooftrace.errors import UnusedError
 from rooftrace.hardware import Chip
-from rooftrace.measured.factors import MeasuredFactors, StepBytes, byte_factors
+from rooftrace.measured.alignment import (
+    Graphs,
+    MeasuredRequestError,
+    MeasuredStep,
+    is_compiled,
+    pairing,
+    read_measured,
+    steps_of,
+)
+from rooftrace.measured.bench import Run
+from rooftrace.measured.fit.byfactors import MeasuredFactors, byte_factors
 from rooftrace.measured.fit.cases import (
     Case,
+    Counts,
     Errors,
+    Ground,
+    SteppedPlan,
     alone_case,
     errors,
     kernel_cases,
-    predict,
-    profiled_cases,
-    step_case,
-)
-from rooftrace.measured.fit.choosing import choose
-from rooftrace.measured.fit.fitting import Fit, fit
-from rooftrace.measured.fit.traffic import (
-    Counts,
-    Ground,
-    SteppedPlan,
     of_alignment,
     of_fused,
     of_ops,
     on_its_kernels,
+    predict,
+    profiled_cases,
     seconds_by_op,
+    step_case,
     stepped,
     sustained,
 )
-from rooftrace.measured.fused import is_compiled
-from rooftrace.measured.pairing import (
-    Graphs,
-    MeasuredRequestError,
-    MeasuredStep,
-    matching,
-    read_measured,
-    steps_of,
+from rooftrace.measured.fit.fitting import (
+    FEW,
+    FEWEST_GROUPS,
+    Fit,
+    Starts,
+    check_one_chip,
+    fit,
+    fitted,
+    group_of,
 )
-from rooftrace.measured.runs import Run
-from rooftrace.measured.tables import StepTime
-from rooftrace.measured.traces import Trace
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.measured.fit.kernelbytes import StepBytes
+from rooftrace.measured.profiles import StepTime, Trace
+from rooftrace.tracer.graph import pattern_of
+
+ONE = ("pace",)
+"""One factor on the whole step."""
+_GAIN = 0.05
+"""The least gain that counts, as a share of the error."""
+NOTHING = "nothing"
+"""How the start itself is named among what was tried."""
+
+
+def choose(
+    cases: Sequence[Case], start: Knobs, kernels: Sequence[Case] = (), title: str = ""
+) -> tuple[Fit, dict[str, Errors]]:
+    """The fit with as many free numbers as the measurements support, and the errors of all tries.
+
+    Tried are, in this order: the start as it is, one factor on all of it, compute and memory, the
+    overheads beside these; then both again after the shares of classes were fitted to single
+    kernels.  A later one is kept if it `is_better` on left-out groups than the one kept so far.
+    The errors are by the names of the free numbers.
+
+    With too few groups to leave some out, one factor is fitted, and the errors are empty; the
+    measurements move it as far as they can tell.  Raises CalibrationError for several chips.
+    """
+    check_one_chip((*cases, *kernels))
+    plain = Starts((), start)
+    best, tried = fitted(cases, plain, (), title), {}
+    if best.left_out is None:
+        return fitted(cases, plain, ONE, title), {}
+    tried[NOTHING] = best.left_out
+    # Where the host waits, a launch is a part of the call.
+    overheads = ("dispatch",) if cases[0].table.chip.host_waits else ("launch", "dispatch")
+    many = (*FEW, *overheads)
+    sets = [(ONE, plain), (FEW, plain), (many, plain)]
+    if kernels:
+        shares = Starts(kernels, start)
+        sets += [(FEW, shares), (many, shares)]
+    for free, shares in sets:
+        if len(cases) < len(free) + FEWEST_GROUPS:
+            continue
+        attempt = fitted(cases, shares, free, title)
+        if attempt.left_out is None:
+            continue
+        label, alone = ", ".join(free), len(shares.kernels)
+        tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
+        if is_better(cases, attempt.outside, best.outside):
+            best = attempt
+    return best, tried
+
+
+def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float]) -> bool:
+    """Whether predictions are nearer to the measurements than others by more than chance.
+
+    The gain is the mean over groups of how much smaller their mean error is.  It has to be larger
+    against its standard error than one gain in ten by chance, and than `_GAIN` of the error.
+    """
+    gains: dict[str, list[float]] = defaultdict(list)
+    for case, near, far in zip(cases, new, old, strict=True):
+        gain = abs(far / case.seconds - 1) - abs(near / case.seconds - 1)
+        gains[group_of(case)].append(gain)
+    means = [statistics.fmean(of_group) for of_group in gains.values()]
+    if len(means) < 2:
+        return False
+    gain, error = statistics.fmean(means), statistics.stdev(means) / math.sqrt(len(means))
+    before = statistics.fmean(abs(far / c.seconds - 1) for c, far in zip(cases, old, strict=True))
+    return gain > max(student(0.9, len(means) - 1) * error, _GAIN * before)
+
+
+# -- From measurements to a knob file: traces the measured steps, fits, and reports the errors -----
 
 Tell = Callable[[str], None]
 CACHE = 2.0
@@ -297,7 +373,7 @@ def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibra
 
 def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[Case]:
     """Cases of the operations that the run measured alone."""
-    from rooftrace.measured.suite import traced_micro
+    from rooftrace.measured.bench import traced_micro
 
     wanted.tell(f"tracing {len(run.micro)} operations")
     model = wanted.model.by_rules  # an operation alone moves what rules count
@@ -321,7 +397,7 @@ def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wan
     device = next(iter(trace.devices.values()), wanted.chip.name)
     if wanted.model.fusion != "none" and is_compiled(trace):
         return _of_compiled_trace(trace, graphs_of, wanted, device)
-    match = matching.best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
+    match = pairing.best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
     priced = match.estimate
     planned, aligned = priced.plan, match.alignment
     bytes_of = of_alignment(aligned, planned, wanted.ground)
@@ -340,7 +416,7 @@ def _of_compiled_trace(
     trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted, device: str
 ) -> Calibration:
     """Knobs from the kernels of a compiled step, whose ops are told by the names of kernels."""
-    best, _ = matching.best_fused(trace, graphs_of, wanted.tell)
+    best, _ = pairing.best_fused(trace, graphs_of, wanted.tell)
     kernels = of_fused(best)
     wanted = wanted.with_traffic([kernels.bytes(wanted.ground)], device)
     phase = best.detected.source.phase

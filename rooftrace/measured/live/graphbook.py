@@ -1,19 +1,178 @@
-"""The graphs of what steps did, each traced when its price is first asked for, and their prices."""
+"""What a part of a step costs, in sums that add up over parts and over steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import fields
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from rooftrace.costmodels.estimating import Estimate, estimate
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.errors import worded
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from rooftrace.costmodels.estimates import Estimate, estimate
+from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.errors import RequestError, worded
 from rooftrace.hardware import Chip
-from rooftrace.measured.live import tracing
-from rooftrace.measured.live.notes import CallNote, Notebook, StepNote, StepPattern
-from rooftrace.measured.live.pricing import Price, price_of, total
+from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, StepNote, StepPattern
+from rooftrace.tracer import trace
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.metacopies import overrides, tensors_in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Sums of a part, of a step, or of many steps."""
+
+    flops: float = 0.0  # FLOP, attention dense, without recomputation
+    flops_matrix: float = 0.0  # FLOP of these in matrix products and convolutions
+    bytes: float = 0.0  # byte through HBM
+    useful_s: float = 0.0  # s of its useful matrix FLOPs at the peak: MFU times the time
+    matrix_s: float = 0.0  # s of all its matrix FLOPs at the peak: HFU times the time
+    expected: float = 0.0  # s
+    low: float = 0.0  # s; nine of ten steps lie between low and high
+    high: float = 0.0  # s; NaN where there is no interval
+    bound: float = 0.0  # s
+
+    def times(self, count: int) -> Price:
+        """The sums of so many of them."""
+        return Price(**{part.name: count * getattr(self, part.name) for part in fields(self)})
+
+
+def price_of(estimate: Estimate) -> Price:
+    """The price of one graph."""
+    low, high = estimate.t_interval or (float("nan"), float("nan"))
+    return Price(
+        flops=estimate.flops,
+        flops_matrix=estimate.flops_matrix,
+        bytes=estimate.bytes_hbm,
+        useful_s=(estimate.mfu or 0.0) * estimate.t_est,
+        matrix_s=(estimate.hfu or 0.0) * estimate.t_est,
+        expected=estimate.t_est,
+        low=low,
+        high=high,
+        bound=estimate.t_bound,
+    )
+
+
+def total(prices: Iterable[Price]) -> Price:
+    """The sums of several."""
+    listed = list(prices)
+    return Price(
+        **{part.name: sum(getattr(price, part.name) for price in listed) for part in fields(Price)}
+    )
+
+
+# -- From notes of a step that ran to its graphs: the calls are run again, on meta copies ----------
+
+_SHARDED = (
+    "{name} has weights spread over several processes ({kind}): what one process runs is traced "
+    "with a fake mesh; pass that graph, live(..., graph=rooftrace.trace(...))"
+)
+
+Forward = Callable[..., Any]
+"""Runs a noted call: (module, *args, **kwargs) -> its output."""
+
+
+def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def graph_of(
+    notebook: Notebook, notes: Sequence[CallNote], steps: Sequence[int], forward: Forward
+) -> OpGraph:
+    """The graph of calls, each with its backward, and of steps of optimizers by their numbers.
+
+    Raises what `rooftrace.trace` raises.
+    """
+    for module in notebook.modules:
+        _refuse_sharded(module)
+    count = len(notebook.modules)
+    calls = [(note, _arguments(notebook, note)) for note in notes]
+    arguments = [(call.args, call.kwargs) for _, call in calls]
+    on_cpu = all(t.device.type == "cpu" for m in notebook.modules for t in m.parameters())
+    # Steps of one optimizer are of one object, so that its state stays one.
+    optimizers = [notebook.optimizers[number] for number in steps]
+
+    def step(*everything: Any) -> None:
+        modules, (inputs, *stepped) = everything[:count], everything[count:]
+        for (note, call), (args, kwargs) in zip(calls, inputs, strict=True):
+            _run(modules[note.module], note, call, args, kwargs, forward)
+        for optimizer in stepped:
+            _ready(optimizer, on_cpu)
+            optimizer.step()
+
+    step.__name__ = "of the loop"
+    with undisturbed():
+        return trace(step, *notebook.modules, arguments, *optimizers)
+
+
+def _arguments(notebook: Notebook, note: CallNote) -> CallArguments:
+    arguments = notebook.arguments_of(note)
+    if arguments is None:
+        raise RequestError("calls of too many sizes ran to keep the arguments of each; say kinds=")
+    return arguments
+
+
+def _run(
+    module: nn.Module,
+    note: CallNote,
+    call: CallArguments,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    forward: Forward,
+) -> None:
+    for part, training in zip(module.modules(), call.training, strict=True):
+        part.training = training
+    with contextlib.ExitStack() as settings:
+        settings.enter_context(torch.set_grad_enabled(note.gradients))
+        for device, dtype in note.autocast:
+            settings.enter_context(torch.autocast(device, dtype=dtype))
+        output = forward(module, *args, **kwargs)
+    outputs = tensors_in(output)
+    roots: list[Tensor] = [outputs[root] for root in note.roots if root < len(outputs)]
+    for turn in range(note.backwards if roots else 0):
+        ones = [torch.ones_like(root) for root in roots]
+        torch.autograd.backward(roots, ones, retain_graph=turn + 1 < note.backwards)
+
+
+def _ready(optimizer: Optimizer, on_cpu: bool) -> None:
+    """Give each trained weight a gradient, where no backward of this trace has.
+
+    On a CPU torch steps weight after weight, and on meta as a GPU does, unless it is told.
+    """
+    for group in optimizer.param_groups:
+        if on_cpu and "foreach" in group and not (group["foreach"] or group.get("fused")):
+            group["foreach"] = False
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    kinds = {type(tensor).__name__ for tensor in module.parameters()}
+    kinds |= {type(part).__name__ for part in module.modules()}
+    kind = next(iter(kinds & {"DTensor", "FullyShardedDataParallel"}), None)
+    if kind is not None:
+        raise RequestError(_SHARDED.format(name=type(module).__name__, kind=kind))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random numbers, the warnings that were shown and the mode of autograd stay what they are."""
+    with (
+        overrides.draws_undone(),
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.inference_mode(False),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- The graphs of what steps did, each traced when its price is first asked for, and their prices -
 
 Part = CallNote | int
 """A kind of call, or the number of an optimizer."""
@@ -34,7 +193,7 @@ class GraphBook:
         execution: ExecutionModel,
         kinds: int,
         graph: OpGraph | None = None,
-        forward: tracing.Forward = tracing.called,
+        forward: Forward = called,
     ) -> None:
         self.chip, self.execution, self.forward = chip, execution, forward
         self.graph = graph
@@ -95,7 +254,7 @@ class GraphBook:
         return self._of_graph(number, lambda: self._graph_of([], [number]))
 
     def _graph_of(self, calls: Sequence[CallNote], optimizers: Sequence[int]) -> OpGraph:
-        return tracing.graph_of(self._notebook, calls, optimizers, self.forward)
+        return graph_of(self._notebook, calls, optimizers, self.forward)
 
     def _of_graph(self, part: Part, make: Callable[[], Any]) -> Price | None:
         if part not in self._prices:

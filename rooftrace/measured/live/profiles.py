@@ -1,18 +1,93 @@
-"""A few steps of a loop under torch's profiler; all others go without it."""
+"""The device that steps run on, and its chip: by its name, or measured."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from rooftrace._progress import tell
+from rooftrace._shown import some
+from rooftrace.errors import RequestError, worded
+from rooftrace.hardware import Chip, available_chips, load_chip
+from rooftrace.hardware.chipfile import chips_called
+from rooftrace.hardware.units import format_capacity
+from rooftrace.measured.bench import measure_chip
+from rooftrace.measured.fit import Validation, validated
+from rooftrace.measured.live.graphbook import GraphBook
 from rooftrace.measured.live.notes import StepNote
-from rooftrace.measured.traces import Trace, read_trace, records
+from rooftrace.measured.profiles import Trace, read_trace, records
+
+_SECONDS = 8.0
+"""For the rates of a CPU."""
+_NEAR = 0.1
+"""The relative difference between two capacities that still are of one chip."""
+
+
+def chip_at_hand(device: torch.device) -> Chip:
+    """The chip of a device.  A CPU is measured, once in a process: that takes some seconds.
+
+    Raises RequestError for a GPU that is none of the chips that come along.
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return load_chip(name_of(properties.name, properties.total_memory))
+    return _measured(str(device))
+
+
+@lru_cache
+def _measured(device: str) -> Chip:
+    tell("measuring the rates of this device")
+    return measure_chip(device, _SECONDS)
+
+
+def name_of(device: str, capacity: int) -> str:
+    """The name of the chip that calls itself `device` and has so many bytes.
+
+    Raises RequestError where none, or more than one, fits.
+    """
+    names = [
+        name
+        for name in chips_called(device)
+        if abs(load_chip(name).memory_capacity.value / capacity - 1) < _NEAR
+    ]
+    if len(names) == 1:
+        return names[0]
+    several = f"may be {' or '.join(names)}" if names else "is no chip that comes with rooftrace"
+    raise RequestError(
+        f"chip: this device calls itself {device!r}, has {format_capacity(capacity)} and "
+        f'{several}: say chip="NAME", one of {", ".join(available_chips())}, or the path of a '
+        "file that `rooftrace measure --chip-only` writes"
+    )
+
+
+def device_of(modules: Sequence[Any]) -> torch.device:
+    """The device of the modules' first tensor."""
+    if not modules:
+        raise RequestError("live(): pass the module, or the modules, that a step calls")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise RequestError(
+                f"live({module!r:.60}): expected the modules that a step calls, got "
+                f"{type(module).__name__}; a function of yours goes inside `with live.step():`"
+            )
+    tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise RequestError(
+            f"{type(modules[0]).__name__} is on {device}: expected cpu or cuda, where steps run"
+        )
+    return device
+
+
+# -- A few steps of a loop under torch's profiler; all others go without it ------------------------
 
 _STEP = records.PROFILER_STEP
 """The range around a step, by which the reader of traces tells steps."""
@@ -113,3 +188,94 @@ class FewSteps:
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
         return True
+
+
+# -- The profiled steps beside their estimate, and what a reader of the figures should know --------
+
+_OWN_GRAPH = (
+    "counted is the graph that was handed in, for steps that do what the first timed one did"
+)
+_NONE_YET = "no step was profiled, so single kernels are not compared"
+_SHOWN = 5
+"""Names, and assumptions, in one note."""
+
+
+class ProfileCheck:
+    """Sets the profiled steps beside the estimate of the first of them, once."""
+
+    def __init__(self, few: FewSteps, book: GraphBook) -> None:
+        self._few, self._book = few, book
+        self._made: Validation | str = _NONE_YET
+
+    def checked(self) -> Validation | str:
+        """The comparison, or why there is none."""
+        if self._made == _NONE_YET and not self._few.active:
+            self._made = self._check()
+        return self._made
+
+    def _check(self) -> Validation | str:
+        if self._few.trouble:
+            return self._few.trouble
+        trace = self._few.trace()
+        if trace is None:
+            return _NONE_YET
+        book = self._book
+        try:
+            graph = book.whole(self._few.ran[0])
+            return validated(trace, book.chip, book.execution, lambda: {graph.phase: graph})
+        except Exception as error:  # a step that does not trace, or a profile of something else
+            return f"kernels are not compared: {worded(error).splitlines()[0]}"
+
+
+def outside_of(validation: Validation) -> dict[str, float]:
+    """Seconds of a step by the name of calls that are in no predicted kernel, most first."""
+    sums: dict[str, float] = {}
+    for _, stray in validation.strays:
+        sums[stray.name] = sums.get(stray.name, 0.0) + stray.seconds
+    return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+
+
+def remarks(
+    checked: Validation | str, book: GraphBook, device: torch.device, counted: str
+) -> Iterator[str]:
+    """What was not counted or compared, and what the counts rest on, in sentences.
+
+    counted: what the counts of the book's traces have and have not.
+    """
+    for reason, kinds in book.refused.items():
+        yield f"{reason} ({kinds:,} kinds of steps or parts)" if kinds > 1 else reason
+    if isinstance(checked, str):
+        yield checked
+        kind = "gpu" if device.type == "cuda" else "cpu"
+        if kind != book.chip.kind:
+            yield (
+                f"ran on a {kind.upper()}, predicted for {book.chip.title}: MFU and expected "
+                "times compare two devices"
+            )
+    else:
+        yield from checked.notes
+    if book.unknown:
+        names = some(book.unknown, _SHOWN)
+        yield f"no rule for {names}: only their bytes are counted; the FLOP are a lower bound"
+    if book.assumed:
+        yield f"assumed: {some(book.assumed, _SHOWN)}"
+    if book.fitted:
+        yield (
+            f"{book.fitted:,} sizes of calls are between those that were traced, and are priced by "
+            "a fit that meets those: FLOP in products exactly, MFU within 1 %, expected seconds "
+            "within 5 %"
+        )
+    yield counted if book.graph is None else _OWN_GRAPH
+    processes = _processes()
+    if processes > 1:
+        yield (
+            f"figures are of one of {processes:,} processes and its device; what they exchange is "
+            "in the time alone"
+        )
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1

@@ -9,7 +9,7 @@ from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.measured.validate import Validation
+from rooftrace.measured.fit import Validation
 
 SCHEMA = "rooftrace.live/1"
 

@@ -7,32 +7,38 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rooftrace.costmodels.estimating import Estimate, estimate
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.planning import ExecutionModel, execution_model
 from rooftrace.errors import ProfileError, UnusedError, naming
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.chip import USUAL
-from rooftrace.measured.alignment import Alignment
-from rooftrace.measured.fused import is_compiled
-from rooftrace.measured.pairing import Graphs, MeasuredRequestError, matching, read_measured
-from rooftrace.measured.rundiffs.comparing import compare_sides
-from rooftrace.measured.rundiffs.kernelnames import family_of_kernel, family_of_op
-from rooftrace.measured.rundiffs.noise import change_of
+from rooftrace.measured.alignment import (
+    Alignment,
+    Graphs,
+    MeasuredRequestError,
+    is_compiled,
+    pairing as matching,
+    read_measured,
+)
+from rooftrace.measured.bench import ModelRow, OpTime, Run
+from rooftrace.measured.profiles import Trace
+from rooftrace.measured.rundiffs.comparing import change_of, compare_sides
 from rooftrace.measured.rundiffs.predicting import chip_for, with_prediction
-from rooftrace.measured.rundiffs.rundiff import MeasuredChange, RunDiff, StepDiff
-from rooftrace.measured.rundiffs.sides import (
+from rooftrace.measured.rundiffs.rundiff import (
     MeasuredCall,
+    MeasuredChange,
     MeasuredKernel,
     MeasuredSide,
+    RunDiff,
+    StepDiff,
     equal_as_one,
+    family_of_kernel,
+    family_of_op,
 )
 from rooftrace.measured.rundiffs.traceside import GraphPlace, side_of_trace
-from rooftrace.measured.runs import ModelRow, OpTime, Run
-from rooftrace.measured.traces import Trace
-from rooftrace.tracer.changes.aligning import Pairing
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.inventory.changes import Pairing
 
 Source: TypeAlias = "str | os.PathLike[str] | Trace | Run"
 

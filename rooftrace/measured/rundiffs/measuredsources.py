@@ -14,7 +14,7 @@ def is_measured(source: Any) -> bool:
         return type(source).__module__.startswith("rooftrace.measured")
     if not os.path.isfile(source):
         return False
-    from rooftrace.measured.sources import source_of  # a report of predictions does not load it
+    from rooftrace.measured.profiles import source_of  # a report of predictions does not load it
 
     try:
         return source_of(source).gives in ("run", "trace")

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.findings.diffs import diff_estimates
+from rooftrace.costmodels.diffs import diff_estimates
+from rooftrace.costmodels.estimates import Estimate, Row
 from rooftrace.hardware.chipfile import chips_called
-from rooftrace.measured.rundiffs.metrics import METRICS
 from rooftrace.measured.rundiffs.rundiff import (
+    METRICS,
     NO_MODULE,
     GroupChange,
     MeasuredChange,
@@ -18,8 +18,8 @@ from rooftrace.measured.rundiffs.rundiff import (
     StepDiff,
     ratio_of,
 )
-from rooftrace.tracer.changes.aligning import union
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.inventory.changes import union
 
 NEAR = (0.5, 2.0)
 """Measured over predicted difference: within these the two agree."""

@@ -1,19 +1,226 @@
-"""The records of a comparison of two measured runs: totals, rows, modules, families."""
+"""What the name of a kernel says: which kernel it is, whatever its tiles, types and release.
+
+Two devices, and two releases of a library, name the same kernel differently.  The name of a kernel
+from a template is kept in its arguments ("elementwise_kernel<..., direct_copy_kernel_cuda, ...>").
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.diffs import Diff
+from rooftrace.costmodels.ops import Cost, find_rule
 from rooftrace.hardware.units import format_time
-from rooftrace.measured.rundiffs.kernelnames import kernel_key
-from rooftrace.measured.rundiffs.metrics import METRICS
-from rooftrace.tracer.changes import Change
-from rooftrace.tracer.changes.limits import Limited
+from rooftrace.measured.alignment import keys
+from rooftrace.tracer.inventory import Change
+from rooftrace.tracer.inventory.changes import CAPACITY, COUNT, SECONDS, Limited, Metrics
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?!\w|::)")
+"""A word of a name, and not a namespace."""
+_SIZES = re.compile(
+    r"\d+(x\d+)*|sm\d+|tilesize\w*|warpgroupsize\w*|align\d+|stages?\d*|[0-9a-f]{12,}|\d+x\w*|v\d+"
+    r"|(MT|MI|WG|TT|LBSPP\w*|GRVW\w*|SVW|VW\w*|NEPBS|WSGRA|WSGRB)\d+(x\d+)*|(?:h|s|i)?16816"
+)
+"""Parts of a name, between underscores, that say sizes, a chip, or a hash."""
+_WITH_SIZES = re.compile(r"^[a-z]?\d{4,}(?=[a-z])")
+""" "s16816gemm" is "gemm" by an instruction of 16 x 8 x 16."""
+_GENERIC = re.compile(
+    r"(vectorized_|unrolled_|index_|legacy_)?elementwise_kernel\w*|gpu_kernel_impl\w*|reduce_kernel"
+    r"|[Kk]ernel2?|void|const|float\d?|double\d?|(unsigned|int|bool|char|long|short)\d*(_t)?|true"
+    r"|false|Half|(__nv_)?bfloat16|BFloat16|__half2?|half|std|array|lambda|operator|at|native|c10"
+    r"|TensorInfo|\w*OffsetCalculator|(Load|Store)With\w+|ReduceOp|func_wrapper_t|Params|traits\w*"
+    r"|\w+_(traits|config|Params)|Array|TensorIterator\w*|ul|nv_bfloat16|\w*(bfloat16|half)_t"
+    r"|OpaqueType|Scalar|\w+Args\w*"
+)
+"""Words that hundreds of kernels have."""
+_TENSILE = re.compile(r"(Cijk_[A-Z][a-z]+_[A-Z][a-z]+(_[A-Z]+)?)\w*")
+_WORDS = 2
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|oneccl|msccl|nvshmem|deep_?ep\b|cross_device_reduce|all_?reduce|all_?gather"
+    r"|reduce_?scatter|all_?to_?all|gloo|ptop|peer to peer|c10d::",
+    re.IGNORECASE,
+)
+_FAMILIES = tuple(
+    (re.compile(pattern, re.IGNORECASE), family)
+    for pattern, family in (
+        (r"flash|fmha|attention|\battn", "attention"),
+        (r"conv|implicit_gemm|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw", "convolution"),
+        (r"gemm|gemv|cutlass|xmma|cublas|Cijk_|nvjet|matmul|splitK", "dense"),
+        (r"lstm|gru_cell|rnn", "rnn"),
+        (r"adam|sgd|multi_tensor_apply|optimizer", "optimizer"),
+        (r"norm(?!al)", "norm"),
+        (r"embedding", "embedding"),
+        (r"nll_loss|cross_entropy", "loss"),
+    )
+)
+"""Families of the tracer, for kernels that no op launched."""
+
+
+@cache
+def kernel_key(name: str) -> str:
+    """What stays of a kernel's name without sizes, types, hashes and namespaces."""
+    tensile = _TENSILE.match(name)
+    if tensile:
+        return tensile[1]
+    name = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name)
+    # The arguments of the function, not those of its template.
+    name = re.sub(r"\([^()<>]*\)$", "", name)
+    words: dict[str, None] = {}
+    for word in _IDENTIFIER.findall(name):
+        parts = [part for part in word.split("_") if not _SIZES.fullmatch(part)]
+        plain = "_".join(_WITH_SIZES.sub("", part) for part in parts).strip("_")
+        if plain and not _GENERIC.fullmatch(plain):
+            words[plain] = None
+        if len(words) == _WORDS:
+            break
+    return " ".join(words) or keys.base_name(name)
+
+
+@cache
+def is_communication(name: str) -> bool:
+    """Whether a kernel, a copy or an op moves data between devices."""
+    return _COMMUNICATION.search(name) is not None
+
+
+@cache
+def family_of_op(name: str) -> str:
+    """The family of an op by its rule; "" where none knows it."""
+    rule = find_rule(f"{name.replace('::', '.', 1)}.default") if "::" in name else find_rule(name)
+    return "" if rule is None else rule.family_of(Cost())
+
+
+@cache
+def family_of_kernel(name: str, kind: str) -> str:
+    """The family of a kernel by its name alone; "copies" for copies and fills."""
+    if is_communication(name):
+        return "communication"
+    if kind in ("memcpy", "memset"):
+        return "copies"
+    return next((family for pattern, family in _FAMILIES if pattern.search(name)), "other")
+
+
+# -- What is compared of two measured steps --------------------------------------------------------
+
+METRICS: Metrics = {
+    "time": SECONDS,
+    "device": SECONDS,
+    "computing": SECONDS,
+    "exposed": SECONDS,
+    "copying": SECONDS,
+    "idle": SECONDS,
+    "waiting": SECONDS,
+    "queued": SECONDS,
+    "outside": SECONDS,
+    "communication": SECONDS,
+    "hidden": SECONDS,
+    "work": SECONDS,
+    "kernels": COUNT,
+    "copies": COUNT,
+    "memory": CAPACITY,
+}
+"""Figures of a step.
+
+time: wall.  device: when any kernel or copy runs, = computing + exposed + copying.  exposed:
+communication that no kernel hides; copying: copies under neither.  idle: time - device, = waiting
+(the host has not launched the next kernel) + queued (it has) + outside (before, after and beside
+its kernels).  communication = hidden + exposed.  work: of all kernels and copies, added up.
+On a host device is when any op runs.  memory: at the peak, of a run.
+"""
+PARTS = ("computing", "exposed", "copying", "waiting", "queued", "outside")
+"""Figures that exclude each other and add up to the time of a step of a GPU's trace."""
+
+
+# -- One side of a comparison: a measured step as its calls and kernels, whatever measured it ------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredKernel:
+    """One kernel, copy or fill of a call; on a host the call itself."""
+
+    name: str
+    kind: str  # kernel, memcpy, memset; op: a call on the host
+    count: float  # launches in a step
+    seconds: tuple[float, ...]  # s of all of them, in each measured step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCall:
+    """One call of an op in a step, as the code of the model makes it, and its kernels."""
+
+    name: str  # "aten::linear"; "" for kernels that no op launched
+    sizes: str = ""  # of its tensors, with their types; "" where they were not recorded
+    module: str = ""  # path of the module; "" where it is not known
+    pattern: str = ""  # that path with the numbers of repeated blocks starred
+    part: str = ""  # "backward", or "" for all others
+    family: str = "other"
+    kernels: tuple[MeasuredKernel, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its kernels."""
+        return tuple(kernel.name for kernel in self.kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSide:
+    """One measured step of one run."""
+
+    device: str  # its name; "" where it is not known
+    on_device: bool  # whether seconds are those of kernels; else of calls on the host
+    figures: Mapping[str, tuple[float, ...]]  # by name in METRICS, for each measured step
+    middle: str  # how a figure stands for all steps: mean or median
+    calls: tuple[MeasuredCall, ...]  # in order
+    in_order: bool = True  # whether the order of `calls` is that of the step
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were measured."""
+        return len(self.figures["time"])
+
+    @property
+    def timed(self) -> int:
+        """In how many steps its kernels were timed; a run times them once, apart from its steps."""
+        return self.steps if self.middle == "mean" else 1
+
+
+def equal_as_one(side: MeasuredSide) -> MeasuredSide:
+    """A side in which equal calls of several layers are one, as a run has them.
+
+    Then a layer that stands once for all of its kind, on one side only, has its counterpart.
+    """
+    alike: dict[object, list[MeasuredCall]] = {}
+    for call in side.calls:
+        names = tuple((kernel.name, kernel.kind) for kernel in call.kernels)
+        alike.setdefault((call.name, call.sizes, call.pattern, call.part, names), []).append(call)
+    return replace(side, calls=tuple(map(_together, alike.values())))
+
+
+def _together(calls: Sequence[MeasuredCall]) -> MeasuredCall:
+    kernels = tuple(
+        replace(
+            equal[0],
+            count=sum(kernel.count for kernel in equal),
+            seconds=tuple(map(sum, zip(*(kernel.seconds for kernel in equal), strict=True))),
+        )
+        for equal in zip(*(call.kernels for call in calls), strict=True)
+    )
+    return replace(calls[0], module=calls[0].pattern, kernels=kernels)
+
+
+def middle_of(values: Sequence[float], how: str) -> float:
+    """The mean or the median of a figure over the measured steps."""
+    return statistics.median(values) if how == "median" else statistics.fmean(values)
+
+
+# -- The records of a comparison of two measured runs: totals, rows, modules, families -------------
 
 _UNITS = {"second": "s", "byte": "byte", "count": "launches"}
 """Units of metrics, as JSON names them."""

@@ -16,9 +16,15 @@ from typing import NamedTuple, TypeAlias
 from rooftrace.errors import ProfileError
 from rooftrace.hardware import units
 from rooftrace.measured.alignment import keys
-from rooftrace.measured.rundiffs.kernelnames import family_of_kernel, family_of_op, is_communication
-from rooftrace.measured.rundiffs.sides import MeasuredCall, MeasuredKernel, MeasuredSide
-from rooftrace.measured.traces import Trace, TraceStep, records
+from rooftrace.measured.profiles import Trace, TraceStep, records
+from rooftrace.measured.rundiffs.rundiff import (
+    MeasuredCall,
+    MeasuredKernel,
+    MeasuredSide,
+    family_of_kernel,
+    family_of_op,
+    is_communication,
+)
 
 _CALL = re.compile(r"\w+::\w+(\.\w+)?")
 """The name of an op of the dispatcher; ranges of autograd and of compiled code have others."""

@@ -19,18 +19,17 @@ from typing import Any
 import click
 
 from rooftrace.errors import UnusedError, is_ours
-from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
-from rooftrace.reporting.cli.diff_command import diff
+from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, systems, validate
+from rooftrace.reporting.cli.diff_command import diff, inventory
 from rooftrace.reporting.cli.gate_commands import check, lock
-from rooftrace.reporting.cli.hardware_commands import chips, systems
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import (
     StdoutError,
+    check_outputs,
     checked_stdout,
     complain,
     offer_traceback,
 )
-from rooftrace.reporting.cli.outputs import check_outputs
 from rooftrace.reporting.cli.run_command import run_script
 from rooftrace.reporting.cli.step_commands import (
     breaks,
@@ -41,9 +40,8 @@ from rooftrace.reporting.cli.step_commands import (
     roofline,
     sensitivity,
     solve,
+    sweep,
 )
-from rooftrace.reporting.cli.sweep_commands import sweep
-from rooftrace.reporting.cli.weight_commands import inventory
 from rooftrace.reporting.requests.calls import CALLS
 
 __all__ = ["cli", "main", "run"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -14,12 +16,18 @@ from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.asking import asks
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas, timeline_option
-from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.outputs import Output
-from rooftrace.reporting.cli.shared import console, once, progress, write_result, write_timeline
-from rooftrace.reporting.requests.kept import ASKED
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas, asks, timeline_option
+from rooftrace.reporting.cli.output import Output, say
+from rooftrace.reporting.cli.shared import (
+    Written,
+    console,
+    once,
+    progress,
+    results,
+    write_result,
+    write_timeline,
+)
+from rooftrace.reporting.requests.calls import ASKED
 
 _HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
 
@@ -55,7 +63,7 @@ def measure(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) ->
     if asked.pop("chip_only", False):
         _measure_chip(targets, asked.get("device"), asked.get("budget_s", 20.0), out)
         return
-    from rooftrace.measured.suite import SuitePlan, measure_suite, start_again, summary
+    from rooftrace.measured.bench import SuitePlan, measure_suite, start_again, summary
 
     plan = SuitePlan.of(targets, out=out, **asked)
     with progress():
@@ -71,11 +79,11 @@ def _measure_chip(
     from rooftrace._outputs import TOML_MARK
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
-    from rooftrace.measured.bench import devices, measure_chip
+    from rooftrace.measured.bench import machine, measure_chip
     from rooftrace.reporting.text import shown
 
     with progress():
-        chip = measure_chip(device or devices.default_device(), budget, progress=tell)
+        chip = measure_chip(device or machine.default_device(), budget, progress=tell)
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return
@@ -153,7 +161,7 @@ def calibrate(
 
 def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.Run, dict[str, Any]]:
     """The run of a target at the sizes that are asked for, and what else is asked."""
-    from rooftrace.measured.realsteps import measured_target
+    from rooftrace.measured.bench import measured_target
 
     if "target" in asked:
         raise click.UsageError("--run measures its own target: leave out --target")
@@ -213,7 +221,7 @@ def validate(
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.pages.files import check_folder, check_formats
+    from rooftrace.reporting.reportfolder import check_folder, check_formats
 
     folder = None if out in (None, "-") else Path(str(out))
     if figures is not None and folder is None:
@@ -243,7 +251,7 @@ def validate(
 
 def measure_groups(targets: tuple[str, ...], asked: dict[str, Any], out: str | None) -> None:
     """Time collectives of gloo between processes of this machine, into a CSV."""
-    from rooftrace.measured.groups import measure_collectives
+    from rooftrace.measured.bench import measure_collectives
 
     if "collectives" not in asked:
         raise click.UsageError("--ranks: say --collectives, too")
@@ -261,7 +269,7 @@ def measure_groups(targets: tuple[str, ...], asked: dict[str, Any], out: str | N
 def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
     """Fit constants of collectives, and write the system that has them."""
     from rooftrace.hardware.systems import dump_system, load_system
-    from rooftrace.measured.collectives import calibrate_collectives
+    from rooftrace.measured.fit import calibrate_collectives
 
     if path is None:
         raise click.UsageError(f"--system {name}: say --collectives FILE, too")
@@ -289,3 +297,79 @@ def _refuse_others(wanted: set[str], why: str) -> None:
                 continue
             shown = "MEASURED" if isinstance(parameter, click.Argument) else parameter.opts[-1]
             raise click.UsageError(f"{why}: leave out {shown}")
+
+
+# -- Commands on chips, and on systems of many chips: list, show, lint -----------------------------
+
+Shelf = tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]
+"""What loads one of a kind, what names all that come along, and what checks a file."""
+
+
+def _chips() -> Shelf:
+    from rooftrace.hardware import available_chips, load_chip
+    from rooftrace.hardware.chipfile import lint_chip
+
+    return load_chip, available_chips, lint_chip
+
+
+def _systems() -> Shelf:
+    from rooftrace.hardware.systems import available_systems, lint_system, load_system
+
+    return load_system, available_systems, lint_system
+
+
+def _group(
+    kind: Literal["chips", "systems"],
+    shelf: Callable[[], Shelf],
+    helps: tuple[str, str, str, str],
+) -> click.Group:
+    """The commands of a kind.  helps: of the group, and of list, show and lint."""
+    about, listing, showing, linting = helps
+    group = click.Group(kind, help=about)
+
+    @group.command("list", help=listing)
+    @results()
+    def list_all(written: Written) -> None:
+        from rooftrace.reporting.text import list_of
+
+        written.write(list_of(kind))
+
+    @group.command("show", help=showing)
+    @click.argument("name")
+    @results()
+    def show(name: str, written: Written) -> None:
+        load, _, _ = shelf()
+        written.write(load(name))
+
+    @group.command("lint", help=linting)
+    @click.argument("paths", nargs=-1)
+    def lint(paths: tuple[str, ...]) -> None:
+        from rooftrace.hardware.units import plural
+
+        _, available, check = shelf()
+        bad = 0
+        for path in paths or available():
+            findings = check(path)
+            serious = [f for f in findings if f.severity != "note"]
+            bad += len(serious)
+            say(f"{path}: {plural(len(serious), 'problem') if serious else 'ok'}")
+            for finding in findings if paths else serious:
+                say(f"  {finding.severity}: {finding.field}: {finding.message}")
+        if bad:
+            sys.exit(1)
+
+    return group
+
+
+chips = _group("chips", _chips, (
+    "The chips that come with rooftrace: list, show, lint.",
+    "Every chip with its dense peaks, memory and ridge point.",
+    "Every fact of one chip (a name or a TOML path) with its source and kind.",
+    "Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings.",
+))  # fmt: skip
+systems = _group("systems", _systems, (
+    "The systems of many chips that come with rooftrace: list, show, lint.",
+    "Every system with its chip and what joins them.",
+    "Every fact and fitted constant of one system (a name or a TOML path) with its source.",
+    "Check system files (default: those of rooftrace); exit 1 on errors or warnings.",
+))  # fmt: skip

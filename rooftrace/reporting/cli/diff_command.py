@@ -1,4 +1,4 @@
-"""The command diff: two targets, two revisions of one, or one target with different options."""
+"""Commands on weights: inventory, and a diff of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,63 @@ from typing import Any
 import click
 
 import rooftrace as rt
-from rooftrace.reporting.cli.asking import asks, made, typed
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas, asks, made, typed
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.shared import once
-from rooftrace.reporting.cli.weight_commands import check_checkpoints
-from rooftrace.reporting.cli.written import Written, results
+from rooftrace.reporting.cli.shared import Written, once, progress, results
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import Option
+
+_HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
+the index.json of a sharded one, or a folder with one."""
+
+
+@click.command(epilog=_HELP)
+@click.argument("target")
+@asks("inventory")
+@click.option(
+    "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
+)
+@results("data", plot="Draw a histogram of each tensor; reads the values.")
+def inventory(target: str, against: str | None, written: Written, asked: dict[str, Any]) -> None:
+    """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
+    if against is not None and ("weights" in asked or written.plot):
+        raise RequestError(
+            "--against compares numbers of parameters: leave --weights and --plot out, or compare "
+            "the values of two checkpoints with `rooftrace diff`"
+        )
+    result: Any
+    with progress():
+        result = rt.inventory(target, plot=written.plot, **asked)
+        if against is not None:
+            result = rt.diff(result, rt.inventory(against, weights=False, **asked))
+    written.write(result, drawn="weights drawn")
+
+
+_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
+
+
+def check_checkpoints(fail_on: tuple[str, ...]) -> None:
+    """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
+    from rooftrace.tracer.inventory import CheckpointDiff
+
+    context = click.get_current_context()
+    unused = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in _OF_CHECKPOINTS
+        and context.get_parameter_source(str(parameter.name))
+        is click.core.ParameterSource.COMMANDLINE
+    ]
+    if unused:
+        raise RequestError(
+            f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
+            "config.json to compare costs"
+        )
+    CheckpointDiff.limits(fail_on)
+
+
+# -- The command diff: two targets, two revisions of one, or one target with different options -----
 
 
 @click.command(epilog=TARGET_HELP)
@@ -110,7 +159,7 @@ def diff(
     checkpoints of safetensors or torch.save.
     """
     from rooftrace.measured.rundiffs import is_measured
-    from rooftrace.tracer.weightfiles.filenames import are_weights
+    from rooftrace.tracer.weights.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
@@ -142,7 +191,7 @@ def _check(
     measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
 ) -> None:
     """Raise the error of an option that does not fit two graphs, or two measured runs."""
-    from rooftrace.costmodels.findings.diffs import Diff
+    from rooftrace.costmodels.diffs import Diff
     from rooftrace.measured.rundiffs import RunDiff
 
     (RunDiff if measured else Diff).limits(limits)
@@ -171,7 +220,7 @@ def _targets(
         if len(words) > 2:
             raise click.UsageError(f"expected one target or two, got {len(words)}")
         return (words[0], words[1] if len(words) == 2 else None), None
-    from rooftrace.tracer.asking import names
+    from rooftrace.tracer.requests import names
 
     script = next((place for place, word in enumerate(everything) if names.is_script(word)), None)
     if script is not None and script + 1 < len(everything):  # the rest is the script's
@@ -190,8 +239,8 @@ def _targets(
 
 def _is_target(word: str) -> bool:
     """Whether a word names a target and no revision: git allows no colon in the name of one."""
-    from rooftrace.tracer.asking import names
-    from rooftrace.tracer.graphfiles import looks_saved
+    from rooftrace.tracer.graph import looks_saved
+    from rooftrace.tracer.requests import names
 
     return names.names_code(word) or names.is_config(word) or looks_saved(word) or ":" in word
 

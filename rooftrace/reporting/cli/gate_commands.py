@@ -15,15 +15,13 @@ from rooftrace._escapes import visible
 from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.asking import asks, load_rules
-from rooftrace.reporting.cli.options import TARGET_HELP
-from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.outputs import Output
+from rooftrace.reporting.cli.options import TARGET_HELP, asks, load_rules
+from rooftrace.reporting.cli.output import Output, say
 from rooftrace.reporting.cli.shared import progress, write_result
 from rooftrace.reporting.requests.pricing import PricingOptions
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.locks.settings import Settings
+    from rooftrace.reporting.locks.files import Settings
 
 FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
@@ -49,9 +47,9 @@ def lock(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> No
 
     Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
     """
-    from rooftrace.reporting import gates
+    from rooftrace.reporting.gates import locked, size_words
     from rooftrace.reporting.locks import files
-    from rooftrace.reporting.locks.settings import load_settings
+    from rooftrace.reporting.locks.files import load_settings
 
     settings = _changed(load_settings(Path.cwd()), asked)
     settings = _named(settings, targets, asked)
@@ -66,12 +64,12 @@ def lock(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> No
         check_output(settings.path)
     load_rules([str(settings.folder / path) for path in settings.rules])
     with progress():
-        made = gates.locked(settings)
+        made = locked(settings)
     if out == "-":
         click.echo(files.lock_text(made), nl=False)
         return
     files.write_lock(settings.path, made)
-    say(f"{_shown(settings)}: {gates.size_words(made)}")
+    say(f"{_shown(settings)}: {size_words(made)}")
 
 
 def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
@@ -89,7 +87,7 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.requests.kept import PRICED, said
+    from rooftrace.reporting.requests.calls import PRICED, said
 
     pricing, _ = PricingOptions.parted(asked)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
@@ -104,7 +102,7 @@ def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
 
 def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.reporting.requests.kept import ASKED, said
+    from rooftrace.reporting.requests.calls import ASKED, said
 
     if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
@@ -159,15 +157,15 @@ def check(path: str | None, form: str, out: str | None, asked: dict[str, Any]) -
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
     targets there, those of the lock are checked, and no total may grow.
     """
-    from rooftrace.reporting import gates
+    from rooftrace.reporting.gates import causes_since, former, locked, size_words
     from rooftrace.reporting.locks import checking, files
-    from rooftrace.reporting.locks.settings import load_settings
+    from rooftrace.reporting.locks.files import load_settings
 
     settings, update = load_settings(Path.cwd()), "update" in asked
     if path is not None:
         settings = replace(_at(settings, path), targets={})
     settings.check_place()
-    before = gates.former(settings, update=update)
+    before = former(settings, update=update)
     if update or before is None:
         check_output(settings.path)
     if before is not None:
@@ -177,13 +175,13 @@ def check(path: str | None, form: str, out: str | None, asked: dict[str, Any]) -
         return _list(settings, code)
     load_rules([str(settings.folder / rules) for rules in settings.rules])
     with progress():
-        after = gates.locked(settings)
+        after = locked(settings)
     if before is None:
         files.write_lock(settings.path, after)
-        say(f"{_shown(settings)}: {gates.size_words(after)}")
+        say(f"{_shown(settings)}: {size_words(after)}")
         return
     with progress():
-        cause = None if update else gates.causes_since(settings, before)
+        cause = None if update else causes_since(settings, before)
         result = checking.compare_locks(
             before, after, settings, strict="strict" in asked, cause=cause
         )

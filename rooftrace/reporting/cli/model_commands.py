@@ -14,19 +14,18 @@ import rooftrace as rt
 from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.asking import asks
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas, style_option, timeline_option
-from rooftrace.reporting.cli.output import complain, say
-from rooftrace.reporting.cli.outputs import Output
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas, asks, style_option, timeline_option
+from rooftrace.reporting.cli.output import Output, complain, say
 from rooftrace.reporting.cli.shared import (
+    Written,
     console,
     once,
     progress,
+    results,
     told,
     write_result,
     write_timeline,
 )
-from rooftrace.reporting.cli.written import Written, results
 
 
 @click.command(epilog=TARGET_HELP)
@@ -68,7 +67,7 @@ def report(
 
     Several TARGETs have a folder each inside of --out, and one table and roofline with all.
     """
-    from rooftrace.reporting.pages.files import check_folder, check_formats
+    from rooftrace.reporting.reportfolder import check_folder, check_formats
 
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
@@ -168,7 +167,7 @@ def trace(target: str, out: str, asked: dict[str, Any]) -> None:
             tell(f"writing {out}")
             rt.save(graphs, out)
     if out == "-":
-        from rooftrace.tracer.graphfiles import graphs_bytes
+        from rooftrace.tracer.graph import graphs_bytes
 
         sys.stdout.buffer.write(graphs_bytes(graphs))
         return
@@ -196,7 +195,7 @@ def compare(target: str, peers: tuple[str, ...], written: Written, asked: dict[s
     op and the reason.
     """
     from rooftrace.reporting.text import comparisons_view
-    from rooftrace.tracer.graphfiles import looks_saved
+    from rooftrace.tracer.graph import looks_saved
 
     if looks_saved(target):
         raise click.UsageError(

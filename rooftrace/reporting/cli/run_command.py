@@ -8,11 +8,9 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, hint
-from rooftrace.reporting.cli.asking import asks
-from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.outputs import Output
-from rooftrace.reporting.cli.shared import once
-from rooftrace.reporting.cli.written import Written, results
+from rooftrace.reporting.cli.options import asks
+from rooftrace.reporting.cli.output import Output, say
+from rooftrace.reporting.cli.shared import Written, once, results
 
 _HELP = """The script runs as written, on the CPU and its memory, without a GPU.  It sees a CUDA
 device with the name and memory of the chip.  Tensors there have shapes and no values: a loss that

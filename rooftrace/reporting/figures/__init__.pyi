@@ -1,10 +1,19 @@
 from rooftrace.reporting.figures import (
     folder as folder,
-    ofsizes as ofsizes,
     parity as parity,
     style as style,
     timeline as timeline,
 )
-from rooftrace.reporting.figures.notebooks import (
-    figure_of as figure_of,
+from rooftrace.reporting.figures.chakra import save_chakra as save_chakra
+from rooftrace.reporting.figures.notebooks import figure_of as figure_of
+from rooftrace.reporting.figures.sweepplot import (
+    scaling_plot as scaling_plot,
+    sweep_plot as sweep_plot,
+    sweep_roofline as sweep_roofline,
+)
+from rooftrace.reporting.figures.tornadoes import (
+    elasticity_plot as elasticity_plot,
+    exploration_plot as exploration_plot,
+    front_plot as front_plot,
+    tornado as tornado,
 )

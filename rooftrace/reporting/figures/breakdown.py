@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import format_capacity, format_time, format_traffic
-from rooftrace.reporting.figures import conditions, printing, style
+from rooftrace.reporting.figures import memoryplot, printing, style
 from rooftrace.reporting.figures.printing import SCREEN, Medium
+from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import tally
-from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +136,7 @@ def byte_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     return _figure(
         f"HBM bytes of a step: {report.model.get('name') or 'model'}",
         (
-            conditions.of_report(report),
+            memoryplot.of_report(report),
             "by whose bytes they are; the longest bar of each phase is its own scale",
         ),
         [("", byte_bars(report), style.ROLES, format_traffic)],
@@ -158,7 +158,7 @@ def time_figure(report: Results, medium: Medium = SCREEN) -> Figure:
         f"{_kind(report)} time of a step on {report.chips[0].title}: "
         f"{report.model.get('name') or 'model'}",
         (
-            conditions.of_report(report),
+            memoryplot.of_report(report),
             "kernels in turn, host included; the longest bar of each phase is its own scale"
             + ("; a line ends the step: + is what runs beside the rest" if beside else ""),
         ),
@@ -182,7 +182,7 @@ def peak_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     return _figure(
         f"Peak memory of a step: {report.model.get('name') or 'model'}",
         (
-            conditions.of_report(report),
+            memoryplot.of_report(report),
             f"{report.main}; one {chip.title} holds {format_capacity(chip.memory_capacity.value)}",
         ),
         [("", memory_bars(report), style.ROLES, format_capacity)],

@@ -56,7 +56,7 @@ def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str = "scr
 
     Raises RequestError for another ending or style.
     """
-    from rooftrace.reporting.figures.manymodels import roofline_figure
+    from rooftrace.reporting.figures.roofline import roofline_figure
 
     medium = medium_of(style)
     save(lambda: roofline_figure(result, medium), path, medium=medium)

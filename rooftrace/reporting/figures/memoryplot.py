@@ -1,4 +1,4 @@
-"""Memory over a step: bytes alive by role, as op after op runs, with the peak and the capacity."""
+"""What a figure of a report is of, in a line: precision, sizes, execution and chips."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.memory import Moment
 from rooftrace.hardware.units import format_capacity
-from rooftrace.reporting.figures import conditions, printing, style
+from rooftrace.reporting.figures import printing, style
 from rooftrace.reporting.figures.printing import SCREEN, Medium
-from rooftrace.reporting.view import words
+from rooftrace.reporting.renderers import words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +18,36 @@ if TYPE_CHECKING:
 
     from rooftrace.costmodels.memory import Memory
     from rooftrace.reporting.sections import Results
+
+
+def of_report(report: Results) -> str:
+    """All phases: "fp8; prefill 8 x 255 tokens; decode 8 x 1 token, KV 255; h200-sxm"."""
+    parts = [_precision(report, report.phases[0])]
+    sized = {
+        graph.phase: words.workload_words(graph.phase, graph.workload)
+        for graph in map(report.graphs.__getitem__, report.phases)
+    }
+    parts += [f"{phase} {sizes}" for phase, sizes in sized.items() if sizes]
+    parts.append(", ".join(chip.name for chip in report.chips))
+    return "; ".join(filter(None, parts))
+
+
+def of_phase(report: Results, phase: str, execution: str | None = None) -> str:
+    """One phase on the first chip: "fp8; 8 x 1 token, KV 255; efficient; h200-sxm"."""
+    graph = report.graphs[phase]
+    sizes = words.workload_words(graph.phase, graph.workload)
+    run = execution or ""
+    return "; ".join(filter(None, [_precision(report, phase), sizes, run, report.chips[0].name]))
+
+
+def _precision(report: Results, phase: str) -> str:
+    workload = report.graphs[phase].workload
+    dtype = str(workload.get("dtype") or report.model.get("dtype") or "")
+    cached = workload.get("kv_dtype")
+    return f"{dtype}, KV cache {cached}" if cached and cached != dtype else dtype
+
+
+# -- Memory over a step: bytes alive by role, as op after op runs, with the peak and the capacity --
 
 MOMENTS = 1200  # about as many as the figure has pixels for
 BODY, TOP, BOTTOM = 3.45, 0.30, 0.62  # inches: the axes, the room above and below them
@@ -54,7 +84,7 @@ def memory_figure(report: Results, phase: str, medium: Medium = SCREEN) -> Figur
         above + inches + BOTTOM,
         f"Memory over a step of {phase}: {name}",
         (
-            conditions.of_phase(report, phase, report.main),
+            of_phase(report, phase, report.main),
             f"peak {format_capacity(need.peak)}; one {chip.title} holds "
             f"{format_capacity(chip.memory_capacity.value)}: {fits}; keys: the most of each",
         ),

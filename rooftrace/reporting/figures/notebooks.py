@@ -1,4 +1,4 @@
-"""The one figure that a notebook shows below the table of a result, by its type."""
+"""The figures that a notebook shows of results about measured time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,47 @@ from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
 
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.estimating.breakdowns import Breakdown
-from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.diffs import Diff
+from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.estimates.rows import Breakdown
 from rooftrace.hardware.units import format_flops, format_time
+from rooftrace.measured.fit import Calibration, Validation
 from rooftrace.reporting.figures.breakdown import Bar, family_bars
-from rooftrace.reporting.figures.inline import bar_svg, image
+from rooftrace.reporting.figures.inline import bar_svg, image, point_svg
+from rooftrace.reporting.figures.parity import parity_points
+from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import Results
-from rooftrace.reporting.view import words
 from rooftrace.tracer.graph import OpGraph
+
+
+def figure_of_measured(result: Any) -> str:
+    """The HTML of the figure of a Validation or a Calibration; "" for another type."""
+    if isinstance(result, Validation):
+        return of_validation(result)
+    return of_calibration(result) if isinstance(result, Calibration) else ""
+
+
+def of_validation(result: Validation) -> str:
+    """A point for each step or kernel: predicted over measured seconds."""
+    points, _ = parity_points(result)
+    title = "predicted and measured seconds"
+    return image(point_svg(title, points), title) if points else ""
+
+
+def of_calibration(result: Calibration) -> str:
+    """The mean error of predictions without knobs, with them, and on what a fit had not seen."""
+    errors = {"without knobs": result.before, "fitted": result.fit.errors}
+    if result.fit.left_out is not None:
+        errors["left out"] = result.fit.left_out
+    bars = [
+        Bar("", name, {"mean error": each.mean}, f"{each.mean:.1%} of {each.count}")
+        for name, each in errors.items()
+    ]
+    title = "mean error of predicted times"
+    return image(bar_svg(title, bars), title)
+
+
+# -- The one figure that a notebook shows below the table of a result, by its type -----------------
 
 _PARTS = 8
 """Parts of a bar with a colour of their own; the rest is one part."""
@@ -24,7 +56,6 @@ def figure_of(result: Any) -> str:
     """The HTML of the figure; "" for a type without one."""
     if type(result).__module__.startswith("rooftrace.measured"):
         # A report of predictions does not load the code about measured time.
-        from rooftrace.reporting.figures.ofmeasurements import figure_of_measured
 
         return figure_of_measured(result)
     return _figure(result)
@@ -68,7 +99,7 @@ def _(result: Diff) -> str:
 
 @_figure.register
 def _(result: OpGraph) -> str:
-    from rooftrace.costmodels.estimating import estimate
+    from rooftrace.costmodels.estimates import estimate
 
     families = estimate(result, execution="eager").by_family()
     parts = {row.key: float(row.flops) for row in families.rows if row.flops}

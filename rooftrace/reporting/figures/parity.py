@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.measured.validate import Node, StepCheck, Validation, misses
+from rooftrace.measured.fit import Node, StepCheck, Validation, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
-from rooftrace.reporting.view import words
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.reporting.renderers import words
+from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.reporting.figures import palette, printing
+from rooftrace.reporting.figures import printing
 from rooftrace.reporting.figures.printing import SCREEN, Medium
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ MARGIN = 0.144  # inches left and right of a title
 save, medium_of = printing.save, printing.medium_of
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 BLUE, ORANGE, GREEN, PINK, GREY = (
-    palette.BLUE,
-    palette.ORANGE,
-    palette.GREEN,
-    palette.PINK,
-    palette.GREY,
+    printing.BLUE,
+    printing.ORANGE,
+    printing.GREEN,
+    printing.PINK,
+    printing.GREY,
 )
 RED, SKY, YELLOW = "#D55E00", "#56B4E9", "#F0E442"
 
-PHASES = palette.PHASES
-ROLES, KINDS, REGIMES, FAMILIES = palette.ROLES, palette.KINDS, palette.LIMITS, palette.FAMILIES
-on_dark = palette.on_dark
+PHASES = printing.PHASES
+ROLES, KINDS, REGIMES, FAMILIES = printing.ROLES, printing.KINDS, printing.LIMITS, printing.FAMILIES
+on_dark = printing.on_dark
 MANY = (BLUE, ORANGE, GREEN, RED, SKY, PINK, "#7B4F9E", YELLOW, "#8C6D31", "#117733", GREY)
 CHIPS = (INK, "#7A8B99", "#A57C52", "#5B8E7D", "#8A6FB0")
 MARKERS = ("o", "s", "D", "^", "v", "P")

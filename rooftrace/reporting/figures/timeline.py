@@ -1,9 +1,7 @@
-"""A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
+"""A whole run of a script as a timeline for Perfetto: its data loaders beside the device.
 
-One process of tracks shows the estimate: what the host enqueues, what the device runs (a track for
-each of its streams), the modules.  Another shows a run: its kernels by stream and its ops by
-thread, from a trace, or one track of ops from seconds by op id.  Arrows go from each predicted
-kernel to the measured one.
+Turns stand in the order in which they ran.  The host loads the batch of a turn while the device
+runs the turn before; a turn begins when its batch is there and the device is free.
 """
 
 from __future__ import annotations
@@ -18,17 +16,112 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import file_part, to_json
 from rooftrace._outputs import MADE_BY
 from rooftrace._writing import write_packed
-from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
+from rooftrace.costmodels.estimates import Folded, Playback, Played, ScriptCost, TurnCost, play
 from rooftrace.costmodels.timing import streams
-from rooftrace.reporting.figures.runtimeline import write_run as write_run
-from rooftrace.reporting.view import words
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.reporting.renderers import words
+from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.scripts import Turns
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate, Row
-    from rooftrace.costmodels.timing.exchanges import Communication
+    from rooftrace.costmodels.estimates import Estimate, Row
+    from rooftrace.costmodels.timing.queue import Communication
     from rooftrace.measured.alignment import Alignment
     from rooftrace.reporting.sections import Results
+
+LIMIT_OF_A_RUN = 20_000
+"""Turns that have slices of their own; of a longer stretch, the last turns are one slice."""
+
+_RUN = 1
+_LOADING, _TURNS, _PIECES = 1, 2, 3
+_TRACKS = {
+    _LOADING: "host: data loaders, measured here",
+    _TURNS: "device: turns, expected",
+    _PIECES: "device: pieces of a turn",
+}
+
+Event = dict[str, Any]
+
+
+def run_timeline(result: ScriptCost, limit: int = LIMIT_OF_A_RUN) -> dict[str, Any]:
+    """The contents of a trace file in Chrome's format; times in us from the first turn."""
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            **MADE_BY,
+            "script": result.script.name,
+            "chip": result.chip.name,
+            "execution": result.execution.name,
+            "device_s": result.device_seconds,
+            "loading_s": result.loading_seconds,
+        },
+        "traceEvents": [*_names(), *_turns(result, limit)],
+    }
+
+
+def write_run(
+    path: str | os.PathLike[str], result: ScriptCost, limit: int = LIMIT_OF_A_RUN
+) -> Path:
+    """Write `run_timeline(...)` (gzip if the name ends in .gz), whole or not at all; its path."""
+    path = Path(path)
+    write_packed(path, to_json(run_timeline(result, limit)))
+    return path
+
+
+def _names() -> Iterator[Event]:
+    yield {"ph": "M", "pid": _RUN, "name": "process_name", "args": {"name": "the run"}}
+    for track, name in _TRACKS.items():
+        yield {
+            "ph": "M", "pid": _RUN, "tid": track, "name": "thread_name", "args": {"name": name},
+        }  # fmt: skip
+
+
+def _turns(result: ScriptCost, limit: int) -> Iterator[Event]:
+    rows = {row.stretch.key: row for row in result.rows}
+    host = device = 0.0
+    for stretch in result.script.stretches:
+        row = rows[stretch.key]
+        loading = stretch.loading / stretch.turns
+        alone = min(stretch.turns, max(limit, 1))
+        limit -= alone
+        for number, times in _slices(stretch, alone):
+            loaded = host + loading * times
+            if loading:
+                yield _slice(_LOADING, "load", host, loading * times, batches=stretch.batches)
+            begin = max(device, loaded)
+            device = begin + row.t_est * times
+            yield _slice(
+                _TURNS, f"{stretch.kind} {number}", begin, row.t_est * times,
+                called=stretch.label, turns=times, flops=row.flops * times, limit=row.limit,
+            )  # fmt: skip
+            if times == 1 and len(row.parts) > 1:
+                yield from _pieces(row, begin)
+            host = begin
+
+
+def _slices(stretch: Turns, alone: int) -> Iterator[tuple[str, int]]:
+    """Numbers of turns, and how many each slice has."""
+    for place in range(alone):
+        yield str(stretch.first + place), 1
+    rest = stretch.turns - alone
+    if rest:
+        yield f"{stretch.first + alone} to {stretch.last}", rest
+
+
+def _pieces(row: TurnCost, begin: float) -> Iterator[Event]:
+    for number, (step, times) in enumerate(row.parts, 1):
+        for _ in range(times):
+            yield _slice(_PIECES, f"piece {number}", begin, step.t_est, kernels=step.kernels)
+            begin += step.t_est
+
+
+def _slice(track: int, name: str, begin: float, seconds: float, **facts: Any) -> Event:
+    return {
+        "ph": "X", "pid": _RUN, "tid": track, "name": name, "ts": begin * 1e6,
+        "dur": seconds * 1e6, "args": facts,
+    }  # fmt: skip
+
+
+# -- timeline --------------------------------------------------------------------------------------
 
 LIMIT = 50_000
 """Slices of a track; more launches than this are folded (see `playback`)."""
@@ -42,7 +135,6 @@ _ROUNDING = 1e-6
 _OPS = 100
 """Measured tracks: streams from 1 on, threads of the host from this on."""
 
-Event = dict[str, Any]
 Target = tuple[int, int]
 """(op id, iteration)"""
 Place = tuple[int, float]
@@ -145,7 +237,9 @@ def _moved(event: Event, by: int, title: str) -> Event:
 # -- events --------------------------------------------------------------------------------------
 
 
-def _slice(process: int, track: int, name: str, start: float, end: float, **facts: Any) -> Event:
+def _step_slice(
+    process: int, track: int, name: str, start: float, end: float, **facts: Any
+) -> Event:
     event: Event = {
         "ph": "X",
         "pid": process,
@@ -216,7 +310,7 @@ def _predicted(
         if launch.sync:
             name = "wait for the device"
         if launch.host_end > launch.host_start:
-            yield _slice(
+            yield _step_slice(
                 _PREDICTED,
                 _HOST,
                 name,
@@ -229,16 +323,16 @@ def _predicted(
             if exchange := exchanges.get(launch.row):
                 more |= _exchanged(estimate, exchange, launch)
                 name = f"{exchange.kind} over {exchange.axis}, {more['exposure']}"
-            yield _slice(
+            yield _step_slice(
                 _PREDICTED, tracks[launch.track], name, launch.start, launch.end,
                 module=launch.module, **facts[launch.row], **more,
             )  # fmt: skip
     for fold in playback.folded:
         name = f"{_repeat_name(estimate, fold)} x{fold.count}"
         text = f"{fold.count} more iterations, equal to the one before"
-        yield _slice(_PREDICTED, tracks[fold.track], name, fold.start, fold.end, folded=text)
+        yield _step_slice(_PREDICTED, tracks[fold.track], name, fold.start, fold.end, folded=text)
         if fold.host_end > fold.host_start:
-            yield _slice(_PREDICTED, _HOST, name, fold.host_start, fold.host_end, folded=text)
+            yield _step_slice(_PREDICTED, _HOST, name, fold.host_start, fold.host_end, folded=text)
     yield from _modules(estimate, playback.launches)
 
 
@@ -296,7 +390,7 @@ def _modules(estimate: Estimate, launches: Sequence[Played]) -> Iterator[Event]:
         while len(opened) > down_to:
             path, start = opened.pop()
             known = {"class": classes[path]} if path in classes else {}
-            yield _slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **known)
+            yield _step_slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **known)
 
     for launch in launches:
         if launch.start is None or launch.end is None or launch.track:
@@ -367,7 +461,7 @@ def _of_trace(run: Alignment, limit: int) -> tuple[list[Event], dict[Target, Pla
         if op.modules:
             facts["modules"] = "/".join(op.modules)
         events.append(
-            _slice(_MEASURED, _OPS + op.thread, op.name, start, start + op.duration, **facts)
+            _step_slice(_MEASURED, _OPS + op.thread, op.name, start, start + op.duration, **facts)
         )
     streams = _streams(run)
     for index in step.kernels:
@@ -384,7 +478,7 @@ def _of_trace(run: Alignment, limit: int) -> tuple[list[Event], dict[Target, Pla
         if kernel.bytes is not None:
             facts["bytes"] = kernel.bytes
         events.append(
-            _slice(_MEASURED, track, kernel.name, start, start + kernel.duration, **facts)
+            _step_slice(_MEASURED, track, kernel.name, start, start + kernel.duration, **facts)
         )
     return events, places
 
@@ -401,7 +495,7 @@ def _of_seconds(
         times = estimate.graph.times(op)
         name = words.kernel_name(op.name) + (f" x{times}" if times > 1 else "")
         end = now + seconds[index]
-        events.append(_slice(_MEASURED, 1, name, now, end, op=index, module=op.module))
+        events.append(_step_slice(_MEASURED, 1, name, now, end, op=index, module=op.module))
         places[index, 0] = (1, now)
         now = end
     return events, places

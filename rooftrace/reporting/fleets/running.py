@@ -18,16 +18,24 @@ from rooftrace._processes import safe_path
 from rooftrace._progress import Listener, tell, telling
 from rooftrace._writing import put_bytes
 from rooftrace.errors import RequestError, UnusedError
-from rooftrace.reporting.fleets.outcomes import TaskOutcome, failed, outcome_of, unpacked_outcome
-from rooftrace.reporting.fleets.parts import SUFFIX, is_part, need, read_part, releases
-from rooftrace.reporting.fleets.results import (
+from rooftrace.reporting.fleets.tasks import (
     MANIFEST,
+    SUFFIX,
+    FleetError,
     FleetFailure,
     FleetResult,
+    Task,
+    TaskOutcome,
+    failed,
+    is_part,
     load_fleet,
+    need,
+    outcome_of,
+    read_part,
+    releases,
+    unpacked_outcome,
     write_manifest,
 )
-from rooftrace.reporting.fleets.tasks import FleetError, Task
 
 if TYPE_CHECKING:
     from distributed import Client, Future

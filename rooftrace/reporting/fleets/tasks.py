@@ -1,19 +1,86 @@
-"""A unit of work of a fleet: a function, its arguments, and a key that is equal for equal work."""
+"""What comes of one task, wherever it runs: the bytes of its part, or the line of its error."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from pathlib import PurePath
-from typing import Any
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
-from rooftrace.errors import RequestError
+from rooftrace._reading import FileKind, json_of, record_of, text_of
+from rooftrace._writing import put_bytes
+from rooftrace.errors import RequestError, worded
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_LONGEST = 500
+"""Characters of an error's first line that are kept."""
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """A task that ran: its part as bytes, or its error; one of the two is empty."""
+
+    key: str
+    title: str
+    part: bytes = b""
+    rows: int = 0
+    error: str = ""
+
+
+def outcome_of(task: Task) -> TaskOutcome:
+    """Run a task here.  An error of its function, or rows that are no table, are its outcome.
+
+    Raises KeyboardInterrupt only.
+    """
+    try:
+        part, rows = part_bytes(task.function(**task.arguments), task.key)
+    except (Exception, SystemExit) as error:  # whatever a user's model raises
+        return failed(task, error)
+    return TaskOutcome(task.key, task.title, part=part, rows=rows)
+
+
+def failed(task: Task, error: BaseException) -> TaskOutcome:
+    """The outcome of a task that raised."""
+    lines = [line.strip() for line in worded(error).splitlines() if line.strip()]
+    # "ImportError:" says nothing without the line below it.
+    end = next((n for n, line in enumerate(lines, start=1) if not line.endswith(":")), len(lines))
+    words = " ".join(lines[:end]) or type(error).__name__
+    return TaskOutcome(task.key, task.title, error=words[:_LONGEST])
+
+
+def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, str]) -> TaskOutcome:
+    """Run a task that came to a worker as bytes.
+
+    Whatever keeps it from running there is its outcome: code that the worker has not, or other
+    releases than the caller has, which would give other rows.
+    """
+    import cloudpickle
+
+    here = releases()
+    if here != expected:
+        there, ours = (", ".join(map(" ".join, each.items())) for each in (here, expected))
+        error = f"the worker has {there}, the caller {ours}: install the same releases there"
+        return TaskOutcome(key, title, error=error)
+    try:
+        task = cloudpickle.loads(pickled)
+    except Exception as problem:
+        return TaskOutcome(
+            key, title, error=f"the worker cannot load it: {worded(problem)}"[:_LONGEST]
+        )
+    return outcome_of(task)
+
+
+# -- A unit of work of a fleet: a function, its arguments, and a key that is equal for equal work --
 
 Rows = Any
 """What the function of a task returns: a list of plain dicts, or a frame of pandas."""
@@ -122,3 +189,253 @@ def _name(named: Any) -> str:
     if "<" in name or of_object:
         raise _NoText(f"{named!r:.60} is no function or class at the top of a module")
     return f"{named.__module__}.{name}"
+
+
+# -- The rows of one task as the bytes of a parquet file, and such a file read again ---------------
+
+SUFFIX = ".parquet"
+_OURS = b"rooftrace"
+"""The key of the schema's metadata under which a part says whose it is."""
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def need(library: str) -> None:
+    """Raise RequestError where a library of the extra is not installed."""
+    try:
+        __import__(library)
+    except ImportError:
+        raise RequestError(
+            f"a fleet needs {library}, which is not installed: pip install 'rooftrace[fleet]'"
+        ) from None
+
+
+@functools.cache
+def releases() -> dict[str, str]:
+    """The releases on which rows depend, without what tells builds of one release apart.
+
+    What is not installed is left out: a saved form is priced without torch.
+    """
+    known = {}
+    for name in ("rooftrace", "torch", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            known[name] = metadata.version(name).partition("+")[0]
+    return known
+
+
+def part_bytes(rows: Rows, key: str) -> tuple[bytes, int]:
+    """The parquet file of a task's rows, and how many rows it has.
+
+    A whole number of more than 64 bits makes its column one of floats.  Raises RequestError for
+    what is no table, with the column.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    table = _table(rows)
+    ours = {_OURS: _label(key)}
+    sink = pyarrow.BufferOutputStream()
+    try:
+        parquet.write_table(table.replace_schema_metadata(ours), sink, write_page_checksum=True)
+    except pyarrow.ArrowException as problem:
+        raise RequestError(f"its rows cannot be written as parquet: {problem}") from None
+    return sink.getvalue().to_pybytes(), table.num_rows
+
+
+def read_part(path: Path, key: str) -> pyarrow.Table | None:
+    """The table of a part; None where it is not there, damaged, of other work or other releases."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if not path.is_file():  # also a pipe, which may never end
+        return None
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            ours = (file.schema_arrow.metadata or {}).get(_OURS)
+            return file.read() if ours == _label(key).encode() else None
+    except (OSError, ValueError, pyarrow.ArrowException):
+        return None
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file is a part of a fleet, of any release: it says that it has its key's name."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        said = (parquet.read_schema(path).metadata or {}).get(_OURS, b"") if path.is_file() else b""
+    except (OSError, ValueError, pyarrow.ArrowException):
+        return False
+    return bool(said.startswith(json.dumps({"key": path.stem}).encode()[:-1]))
+
+
+def _label(key: str) -> str:
+    """What a part says of itself."""
+    return json.dumps({"key": key, "releases": releases()})
+
+
+def joined(tables: Iterable[pyarrow.Table]) -> Any:
+    """One frame of pandas from the tables of parts; what a part has not is missing there.
+
+    Whole numbers stay exact where some are missing: their column is Int64.
+    """
+    import pandas
+    import pyarrow
+
+    tables = list(tables)
+    if not tables:
+        return pandas.DataFrame()
+    try:
+        whole = pyarrow.concat_tables(tables, promote_options="permissive")
+    except pyarrow.ArrowException:  # a column of texts here and numbers there
+        return pandas.concat([_frame(table) for table in tables], ignore_index=True)
+    return _frame(whole.replace_schema_metadata(None))
+
+
+def _frame(table: pyarrow.Table) -> Any:
+    import pandas
+    import pyarrow
+
+    frame = table.to_pandas()
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count and pyarrow.types.is_integer(column.type):
+            frame[name] = column.to_pandas(types_mapper={column.type: pandas.Int64Dtype()}.get)
+    return frame
+
+
+def _table(rows: Rows) -> pyarrow.Table:
+    import pyarrow
+
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # a frame; pandas stays unloaded
+        try:
+            return pyarrow.Table.from_pandas(rows, preserve_index=False)
+        except (pyarrow.ArrowException, ValueError, TypeError) as problem:
+            raise RequestError(f"its frame cannot be a parquet table: {problem}") from None
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
+        raise RequestError(
+            f"it returned {rows!r:.60}: expected a list of dicts, or a frame of pandas"
+        )
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
+        if not isinstance(name, str):
+            raise RequestError(f"a key of its rows is {name!r:.60}: expected a text")
+    return pyarrow.table({name: _column(name, [row.get(name) for row in rows]) for name in names})
+
+
+def _column(name: str, values: list[Any]) -> pyarrow.Array:
+    import pyarrow
+
+    if any(type(value) is int and value not in _INT64 for value in values):
+        values = [float(value) if isinstance(value, int) else value for value in values]
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, ValueError, TypeError, OverflowError) as problem:
+        reason = " ".join(str(problem).split())
+        raise RequestError(f"column {name!r} of its rows is of no one type: {reason}") from None
+
+
+# -- What became of a fleet: its folder, its failures, and the rows as one frame -------------------
+
+MANIFEST = "_fleet.json"
+"""Readers of a folder of parquet files leave out names that begin with an underscore."""
+_FORM = 1
+_KIND = FileKind("manifest of a fleet", RequestError)
+
+
+@dataclass(frozen=True)
+class FleetFailure:
+    """A task that has no rows, and why: the first line of its error."""
+
+    key: str
+    title: str
+    error: str
+
+
+@dataclass(frozen=True)
+class FleetResult:
+    """The tasks of a fleet and where their rows are: `out/KEY.parquet` for each that is done.
+
+    tasks: titles by key, in the order of the call.  ran: how many tasks were run, failed ones
+    included; the parts of the others were there.
+    """
+
+    out: Path
+    tasks: Mapping[str, str]
+    failures: tuple[FleetFailure, ...]
+    ran: int
+
+    def part(self, key: str) -> Path:
+        """The file with the rows of a task."""
+        return self.out / f"{key}{SUFFIX}"
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Keys of tasks that have neither a file nor a failure, as after a stop."""
+        failed = {failure.key for failure in self.failures}
+        return tuple(k for k in self.tasks if k not in failed and not self.part(k).exists())
+
+    def frame(self) -> Any:
+        """The rows of every task that is done, as one pandas frame, in the order of the tasks.
+
+        The order in which tasks ended makes no difference.  A part that is damaged is left out; the
+        next call of `run_fleet` makes it again.
+        """
+        need("pyarrow")
+        tables = (read_part(self.part(key), key) for key in self.tasks)
+        return joined(table for table in tables if table is not None)
+
+    def frames(self) -> Iterator[tuple[str, Any]]:
+        """The key and the rows of each task that is done, one pandas frame after the other."""
+        need("pyarrow")
+        for key in self.tasks:
+            table = read_part(self.part(key), key)
+            if table is not None:
+                yield key, joined([table])
+
+    def __str__(self) -> str:
+        done = len(self.tasks) - len(self.failures) - len(self.waiting)
+        words = f"{done} of {len(self.tasks)} tasks are in {self.out}"
+        return f"{words}, {len(self.failures)} failed" if self.failures else words
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """The values of `_fleet.json`."""
+
+    form: int
+    releases: dict[str, str]
+    tasks: dict[str, str]
+    failures: dict[str, str]
+
+
+def load_fleet(out: str | Path) -> FleetResult:
+    """What the last call of `run_fleet` into a folder has made so far, also while it runs.
+
+    Raises RequestError for a folder without a manifest, or with one that cannot be read.
+    """
+    path = Path(out) / MANIFEST
+    if not path.is_file():
+        raise RequestError(f"{str(out)!r}: expected the folder of a fleet, which has a {MANIFEST}")
+    where = str(path)
+    table = record_of(_Manifest, json_of(text_of(path, _KIND), where, _KIND), where, _KIND)
+    if table.form != _FORM:
+        reason = f"form={table.form}: expected {_FORM}; it is of another release of rooftrace"
+        raise _KIND.refused(where, reason)
+    for key in (*table.tasks, *table.failures):
+        if not names_a_file(key):
+            raise _KIND.refused(where, f"tasks: the key {key!r:.60} names no file")
+    failures = (
+        FleetFailure(key, table.tasks.get(key, key), error) for key, error in table.failures.items()
+    )
+    return FleetResult(Path(out), table.tasks, tuple(failures), ran=0)
+
+
+def write_manifest(out: Path, tasks: Mapping[str, str], failures: Iterable[FleetFailure]) -> None:
+    """Write which tasks there are and which failed; a reader sees the old file or the new one."""
+    table = {
+        "form": _FORM,
+        "releases": releases(),
+        "tasks": dict(tasks),
+        "failures": {failure.key: failure.error for failure in failures},
+    }
+    text = json.dumps(table, indent=1, ensure_ascii=True)
+    put_bytes(out / MANIFEST, f"{text}\n".encode())

@@ -1,31 +1,104 @@
-"""Locks of what targets cost now, and checks of a lock: what `rooftrace lock` and `check` do."""
+"""Why costs moved since a lock was written: the revision that wrote it is built from git."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any
 
 from rooftrace._progress import tell
-from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.planning import plan, usual_execution
-from rooftrace.costmodels.registry import own_rules
+from rooftrace.costmodels.diffs import Diff, changes
+from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.ops import own_rules
+from rooftrace.costmodels.planning import ExecutionModel, plan, usual_execution
 from rooftrace.costmodels.rewriting import check_precisions
-from rooftrace.errors import RequestError, UnusedError, naming
+from rooftrace.errors import RequestError, UnusedError, is_ours, naming
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
-from rooftrace.reporting import in_precisions, priced
-from rooftrace.reporting.locks import entries, files, records, settings as gate
-from rooftrace.reporting.requests.kept import Kept
+from rooftrace.reporting import diff, in_precisions, priced
+from rooftrace.reporting.locks import files, files as gate, records
+from rooftrace.reporting.locks.checking import Shift
+from rooftrace.reporting.requests.calls import Kept
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
-from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.requests import Job, names
+from rooftrace.tracer.revisions import RevisionError, repositories
+from rooftrace.tracer.revisions.repositories import Commit
 from rooftrace.tracer.sources.apart import Traced, trace_each_apart
+
+_MOST = 2
+"""Causes of a phase that are told."""
+
+
+def causes_since(
+    settings: gate.Settings, lock: records.Lock
+) -> Callable[[Shift], Sequence[str]] | None:
+    """A function that says in sentences what moved a cost since `lock` was committed.
+
+    None where that cannot be known: outside of git, or where the lock is not committed as it is.
+    The former code is traced when the function is asked, once for each target and way of running.
+    """
+    try:
+        repository = repositories.repository_at(str(settings.folder))
+        path = os.path.relpath(os.path.realpath(settings.path), repository.root)
+        if repository.uncommitted([path]):
+            return None
+        commit = repository.last_change(path)
+    except RevisionError:
+        return None
+    return None if commit is None else _History(settings, lock, commit).causes
+
+
+class _History:
+    """Diffs of targets between the commit of a lock and now, each made once."""
+
+    def __init__(self, settings: gate.Settings, lock: records.Lock, commit: Commit) -> None:
+        self.settings, self.lock, self.commit = settings, lock, commit
+        self._known: dict[tuple[str, str, str], Diff | str] = {}
+
+    def causes(self, shift: Shift) -> Sequence[str]:
+        """Sentences on the phase of a shift, the largest cause first."""
+        made = self._diff(shift.place)
+        if isinstance(made, str):
+            return [made]
+        rows = [row for p in made.phases if p.phase == shift.place.phase for row in p.rows]
+        sentences = [self._sentence(made, row) for row in rows[:_MOST]]
+        if len(rows) > _MOST:
+            sentences.append(f"and {plural(len(rows) - _MOST, 'more cause')}")
+        return sentences
+
+    def _sentence(self, made: Diff, row: changes.DiffRow) -> str:
+        lines = () if made.origins is None else made.origins.lines
+        who = next((str(line) for line in lines if line.source == row.line), row.lines)
+        return "; ".join(filter(None, (row.cause, f"in {row.where}" if row.where else "", who)))
+
+    def _diff(self, place: records.StepKey) -> Diff | str:
+        """The diff of a target, or why there is none."""
+        key = place.target, place.chip, place.execution
+        if key not in self._known:
+            asked = self.lock.targets[place.target].asked
+            options: dict[str, Any] = {n: v for n, v in asked.items() if n != "target"}
+            try:
+                with inside(self.settings.folder):
+                    chips = {chip.name: chip for chip in chips_of(self.settings)}
+                    options["chip"] = chips[place.chip]
+                    options["execution"] = model_of(place.execution, self.settings)
+                    made = diff(str(asked["target"]), git=self.commit.hash, **options)
+                assert isinstance(made, Diff)  # a target has a step
+                self._known[key] = made
+            except (ValueError, LookupError, RuntimeError) as error:
+                if not is_ours(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                self._known[key] = f"no cause is known from {self.commit}: {reason}"
+        return self._known[key]
+
+
+# -- Locks of what targets cost now, and checks of a lock: what `rooftrace lock` and `check` do ----
 
 _MODEL_LIBRARIES = ("diffusers", "peft", "timm", "torchaudio", "torchvision", "transformers")
 """Libraries that bring modules: a model that imports one has other costs with another release."""
@@ -157,12 +230,12 @@ class _Builder:
             for chip in self.chips:
                 estimate = estimate_graph(planned, chip)
                 self._note(estimate)
-                costs[chip.name][model.name] = entries.locked_costs(estimate, depth)
-        return records.LockedPhase(ops=entries.locked_ops(graph, depth), costs=costs)
+                costs[chip.name][model.name] = records.locked_costs(estimate, depth)
+        return records.LockedPhase(ops=records.locked_ops(graph, depth), costs=costs)
 
     def _note(self, estimate: Estimate) -> None:
         if estimate.knobs is not None:
-            self.constants[estimate.knobs.title] = entries.knobs_digest(estimate.knobs)
+            self.constants[estimate.knobs.title] = records.knobs_digest(estimate.knobs)
 
     def lock(self) -> records.Lock:
         """The lock of all targets that were added."""
@@ -174,9 +247,9 @@ class _Builder:
                 torch=metadata.version("torch").partition("+")[0],
                 libraries={name: metadata.version(name) for name in sorted(self.libraries)},
                 depth=self.settings.depth,
-                chips={chip.name: entries.chip_digest(chip) for chip in self.chips},
+                chips={chip.name: records.chip_digest(chip) for chip in self.chips},
                 constants=self.constants,
-                rules={path: entries.file_digest(Path(path)) for path in self.settings.rules},
+                rules={path: records.file_digest(Path(path)) for path in self.settings.rules},
                 pricing=dict(self.settings.pricing),
             ),
             targets=self.targets,
@@ -194,7 +267,7 @@ def _relative(digests: Mapping[str, str], folder: Path) -> dict[str, str]:
         pure = PurePath(path)
         inside = pure.is_relative_to(root)
         name = pure.relative_to(root) if inside else PurePath("...", *pure.parts[-2:])
-        short[name.as_posix()] = entries.shortened(sha256)
+        short[name.as_posix()] = records.shortened(sha256)
     return short
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate
-    from rooftrace.tracer.changes import Limit
+    from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.tracer.inventory import Limit
 
 _MARKER = (
     "costs(flops=, bytes=, time=, memory=, params=, kernels=, chip=, phase=, ...): the most that "
@@ -41,7 +41,7 @@ class StepCosts:
     estimate: Estimate = field(compare=False)  # which prints as a table
 
     def __repr__(self) -> str:
-        from rooftrace.tracer.changes.metrics import TOTALS
+        from rooftrace.tracer.inventory.changes import TOTALS
 
         result = self.estimate
         costs = ", ".join(f"{n} {metric.write(getattr(self, n))}" for n, metric in TOTALS.items())
@@ -94,9 +94,9 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
 def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
     from rooftrace.errors import hint
-    from rooftrace.reporting.locks.budgets import BudgetError, most
+    from rooftrace.reporting.locks.records import BudgetError, most
     from rooftrace.reporting.requests.calls import CALLS
-    from rooftrace.tracer.changes.metrics import TOTALS
+    from rooftrace.tracer.inventory.changes import TOTALS
 
     how = ("phase", *(each.name for each in CALLS["estimate"].options() if each.name != "phases"))
     limits: dict[str, Limit] = {}
@@ -124,7 +124,7 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
 
 def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
     """Fail the test if a cost is over its limit."""
-    from rooftrace.reporting.locks.budgets import in_full
+    from rooftrace.reporting.locks.records import in_full
 
     lines = [
         f"{name} is {in_full(name, getattr(costs, name))}, expected {limit.text}"

@@ -1,31 +1,194 @@
-"""A check as other programs take it: a comment, GitLab's code quality, JUnit.
-
-A comment is Markdown as GitHub and GitLab show it.  Neither shows SVG that stands in a comment, so
-its figures are bars of letters, and a chart in mermaid.
-"""
+"""A lock and a check in words: for the terminal, as markdown, and as a comment on a change."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from rooftrace._escapes import toml_key, visible
-from rooftrace.reporting.gates.words import (
-    cause_lines,
-    cause_notes,
-    change_words,
-    gate_view,
-    shift_table,
-    why_notes,
-)
-from rooftrace.reporting.view import as_page, model as view, units
+from rooftrace.hardware.units import listed, plural
+from rooftrace.reporting.locks.records import WAITING
+from rooftrace.reporting.renderers import as_page, model as view, units
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.locks.checking import GateOutcome, Shift
+    from rooftrace.reporting.locks.checking import GateOutcome, ModuleShift, Shift
+
+_MODULES = 4
+"""Modules that are named behind a budget that is passed."""
+_OPS = 4
+_SHOWN = 12
+"""Rows of a list on a screen."""
+_BAR = 10
+"""Blocks of the longest bar."""
+
+
+def gate_view(result: GateOutcome, output: view.Output = "both") -> view.View:
+    """The verdict, the budgets that are passed with their causes, and what else moved."""
+    mark = "bad" if result.failed else "good"
+    head: list[view.Part] = [view.Note(result.verdict(), mark, label="check  ")]
+    head += [_item(line, "warn") for line in result.stale]
+    sections = [view.Section(parts=head, place=1)]
+    if result.over:
+        parts = _table(result.over, output)
+        sections.append(view.Section(title="Budgets passed", parts=parts, place=2))
+        causes = list(cause_notes(result.over, output))
+        sections.append(view.Section(title="Causes", parts=causes, place=3))
+    for title, shifts in (("Lower than locked", result.under), ("Also moved", result.other)):
+        if shifts:
+            parts = [view.Note(title, "strong", on="screen"), *_table(shifts, output)]
+            sections.append(view.Section(title=title, parts=parts, place=4))
+    notes = why_notes(result)
+    sections += [view.Section(parts=notes, place=8)] if notes else []
+    return view.View(tuple(sections), "Costs")
+
+
+def _item(text: str, mark: str = "") -> view.Note:
+    return view.Note(text, mark, bullet=1, label="  ")
+
+
+def _table(shifts: Sequence[Shift], output: view.Output) -> list[view.Part]:
+    shown = shifts[: _SHOWN if output == "screen" else None]
+    parts: list[view.Part] = [shift_table(shown)]
+    if len(shown) < len(shifts):
+        more = f"... and {len(shifts) - len(shown)} more (--format json has all)"
+        parts.append(view.Note(more, "faint"))
+    return parts
+
+
+_COLUMNS = (
+    view.Column("step", units.TEXT, "step", folded=True),
+    view.Column("what", units.CODE, "cost", folded=True),
+    view.Column("before", units.COUNT, "locked"),
+    view.Column("after", units.COUNT, "now"),
+    view.Column("change", units.WORDS, "change"),
+    view.Column("bar", units.TEXT, "", on="page"),
+    view.Column("limit", units.WORDS, "allowed"),
+)
+
+
+def shift_table(shifts: Sequence[Shift]) -> view.Table:
+    """Costs before and after, one a line, with bars on a page."""
+    longest = max((abs(shift.relative or 0) for shift in shifts), default=0) or 1
+    allowed = any(shift.budget for shift in shifts)
+    columns = _COLUMNS if allowed else _COLUMNS[:-1]
+    return view.Table(
+        columns=columns, rows=[_row(shift, longest) for shift in shifts], padded=False
+    )
+
+
+def _row(shift: Shift, longest: float) -> dict[str, Any]:
+    unit = replace(
+        units.TOTALS[shift.metric], page=lambda n: _unbroken(units.TOTALS[shift.metric].page(n))
+    )
+    mark = "worse" if shift.after > (shift.before or 0) else "good"
+    share = abs(shift.relative) / longest if shift.relative is not None else 1.0
+    return {
+        "step": _step(shift),
+        "what": _what(shift),
+        "before": view.Cell(shift.before, unit=unit),
+        "after": view.Cell(shift.after, unit=unit),
+        "change": view.Cell(_unbroken(change_words(shift)), mark),
+        "bar": "█" * round(_BAR * share) or "▏",
+        "limit": _unbroken(_allowed(shift)),
+    }
+
+
+def _unbroken(text: str) -> str:
+    """A quantity that stays on one line."""
+    return text.replace(" ", "\u00a0")
+
+
+def _allowed(shift: Shift) -> str:
+    if not shift.budget:
+        return ""
+    text = shift.limit.text
+    return text if shift.limit.ceiling or text in ("0", "0%") else f"+{text}"
+
+
+def change_words(shift: Shift) -> str:
+    """ "+5.0 %", "new" where the lock has nothing."""
+    if shift.relative is None:
+        return "new" if shift.after else "0 %"
+    if abs(shift.relative) < 1e-6:
+        return "0 %"
+    small = abs(shift.relative) < 0.0005
+    text = f"{shift.relative:+.3%}" if small else f"{shift.relative:+.1%}"
+    return text.replace("%", " %")
+
+
+def _step(shift: Shift) -> str:
+    return str(shift.place)
+
+
+def _what(shift: Shift) -> str:
+    return f"{shift.module} {shift.metric}" if shift.module else shift.metric
+
+
+def cause_notes(
+    shifts: Sequence[Shift], output: view.Output, most: int | None = None
+) -> Iterator[view.Part]:
+    """The causes of shifts, once for a phase: on another chip the same modules moved."""
+    first: dict[tuple[str, ...], Shift] = {}
+    for shift in shifts:
+        key = (shift.place.target, shift.place.phase, shift.metric, shift.module)
+        if cause_lines(shift, output):
+            first.setdefault(key, shift)
+    for shift in list(first.values())[:most]:
+        what = _what(shift) if output == "screen" else units.CODE.page(_what(shift))
+        yield view.Note(f"Cause of {what} in {_step(shift)}:", "strong")
+        yield from map(_item, cause_lines(shift, output))
+    if most is not None and len(first) > most:
+        yield view.Note(f"and {plural(len(first) - most, 'more cause')}")
+
+
+def cause_lines(shift: Shift, output: view.Output = "screen") -> list[str]:
+    """What moved a cost: sentences of who knows the former code, then the modules."""
+    modules = [module_words(module, shift.metric, output) for module in shift.modules[:_MODULES]]
+    if len(shift.modules) > _MODULES:
+        modules.append(f"and {plural(len(shift.modules) - _MODULES, 'more module')}")
+    return [*shift.causes, *modules]
+
+
+def module_words(module: ModuleShift, metric: str, output: view.Output) -> str:
+    """ "h.*.mlp: 1.20 GFLOP -> 2.40 GFLOP; +2 _to_copy fp32"."""
+    parts = []
+    sides = (module.before, module.after)
+    if sides != (None, None):
+        written = ("nothing" if side is None else units.TOTALS[metric].page(side) for side in sides)
+        parts.append(" -> ".join(written))
+    ops = [f"{number:+} {name}" for name, number in module.ops.items()]
+    if ops:
+        parts.append(", ".join(ops[:_OPS]) + (" ..." if len(ops) > _OPS else ""))
+    elif module.path != WAITING:
+        parts.append("the same ops, of other sizes or in other kernels")
+    path = module.path if output == "screen" else units.CODE.page(module.path)
+    return f"{path}: {'; '.join(parts)}"
+
+
+def why_notes(result: GateOutcome) -> list[view.Part]:
+    """What else than budgets is worth knowing: versions, and files that differ."""
+    notes: list[view.Part] = []
+    if result.versions:
+        what = "; ".join(result.versions)
+        cause = "" if result.same else ": a likely cause"
+        notes.append(view.Note(f"made from other versions: {what}{cause}", "warn"))
+    moved = {shift.place.target for shift in (*result.over, *result.under, *result.other)}
+    targets: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+    for target, files in result.sources.items():
+        targets.setdefault((files, target in moved), []).append(target)
+    for (files, has_moved), names in targets.items():
+        shown = ", ".join(files[:4]) + (" ..." if len(files) > 4 else "")
+        text = f"{shown} {'differs' if len(files) == 1 else 'differ'}"
+        cost = f", and no cost of {listed(names)}" if not has_moved else f": {listed(names)}"
+        notes.append(view.Note(text + cost, "faint"))
+    return notes
+
+
+# -- A check as other programs take it: a comment, GitLab's code quality, JUnit --------------------
 
 MARKER = "<!-- rooftrace check -->"
 """The first line of a comment, by which it is known again."""

@@ -1,8 +1,6 @@
-"""A page of HTML that a person explores: one file that needs no network and opens from disk.
+"""A view in a cell of a notebook: HTML; here, and nowhere else, text is escaped for it.
 
-What a result says stands in it as plain HTML, so that it is read, searched and printed without a
-script.  A script of its own sorts tables and, for a report, draws what can be explored.  A policy
-in the file lets no other script run, and nothing be loaded, whatever a name in the result says.
+It shows what a screen shows: the same parts, names of columns and units.  Long tables are cut.
 """
 
 from __future__ import annotations
@@ -20,11 +18,122 @@ from typing import TYPE_CHECKING
 from rooftrace._escapes import to_json, visible
 from rooftrace._outputs import MARK
 from rooftrace.reporting.figures import style
-from rooftrace.reporting.view import runs
-from rooftrace.reporting.view.model import Column, Image, Note, Part, Section, Table, View
+from rooftrace.reporting.renderers import runs
+from rooftrace.reporting.renderers.model import Column, Image, Note, Part, Section, Table, View
+from rooftrace.reporting.renderers.words import short_module
 
 if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
+
+MOST_ROWS = 40
+"""Rows of a table in a cell; a sentence says how many more there are."""
+LONGEST = 60
+"""Letters of a cell of a table; the whole text stands in its tooltip."""
+MOST_TEXT = 2000
+"""Letters of a sentence."""
+_COLOURS: Mapping[str, str] = {
+    "bad": "#d1495b",
+    "worse": "#d1495b",
+    "worst": "#d1495b",
+    "warn": "#b7791f",
+    "good": "#2f9e6e",
+    "faint": "#808890",
+    "name": "#1c93a8",
+    "compute": "#2f9e6e",
+    "hbm": "#3d7fd6",
+    "network": "#b05fb8",
+    "launch": "#b7791f",
+}
+"""By mark: tones that can be read on white and on a dark page."""
+_BOLD = ("strong", "worst")
+_TEXT = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.5"
+_TABLE = "border-collapse:collapse;margin:6px 0;border:none;font-size:12px"
+_WRAPPED = "white-space:pre-wrap;min-width:40ch;max-width:80ch"
+_CELL = (
+    "padding:1px 12px 1px 0;border:none;background:transparent;white-space:pre;vertical-align:top"
+)
+
+
+def as_cell(view: View, figure: str = "") -> str:
+    """The HTML of a view.  figure: HTML below it, as an image of `figures.inline`."""
+    blocks: list[str] = []
+    place: int | None = None
+    for section in sorted(view.sections, key=lambda section: section.place):
+        parts = list(_parts(section))
+        gap = place is not None and section.place != place and parts
+        blocks += ['<div style="height:6px"></div>', *parts] if gap else parts
+        place = section.place if parts else place
+    return f'<div style="{_TEXT}">{"".join(blocks)}{figure}</div>'
+
+
+def escaped_lines(text: str) -> str:
+    """Text that is no HTML, whatever it says; characters that are not seen are visible escapes."""
+    return html.escape(visible(text, lines=True), quote=True)
+
+
+def _parts(section: Section) -> Iterator[str]:
+    for part in section.parts:
+        if isinstance(part, Section):
+            yield from _parts(part)
+        elif isinstance(part, Note) and part.on != "page":
+            yield _note(part)
+        elif isinstance(part, Table) and part.on != "page" and part.rows:
+            yield _table(part)
+
+
+def _note(note: Note) -> str:
+    text = visible(note.text, lines=note.lines or bool(note.code))
+    text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+    label = f"<b>{escaped_lines(visible(note.label))}</b>" if note.label else ""
+    return (
+        f'<div style="white-space:pre-wrap;{_style(note.mark)}">{label}{escaped_lines(text)}</div>'
+    )
+
+
+def _style(mark: str) -> str:
+    colour = f"color:{_COLOURS[mark]};" if mark in _COLOURS else ""
+    return colour + ("font-weight:bold;" if mark in _BOLD else "")
+
+
+def _table(table: Table) -> str:
+    columns = [column for column in table.columns if column.stands("screen")]
+    head = "".join(
+        f'<th style="{_CELL};{_side(column)};opacity:.65;font-weight:normal">'
+        f"{escaped_lines(visible(column.name('screen')))}</th>"
+        for column in columns
+    )
+    lines, group = [f"<thead><tr>{head}</tr></thead><tbody>"], None
+    for row in table.rows[:MOST_ROWS]:
+        if table.group is not None and (name := table.group(row)) != group:
+            group = name
+            lines.append(
+                f'<tr><td colspan="{len(columns)}" style="{_CELL};text-align:left">'
+                f"<b>{escaped_lines(visible(name))}</b></td></tr>"
+            )
+        lines.append(f"<tr>{''.join(_cell(column, row) for column in columns)}</tr>")
+    left = len(table.rows) - MOST_ROWS
+    more = f"<div>{left:,} more rows</div>" if left > 0 else ""
+    return f'<table style="{_TABLE}">{"".join(lines)}</tbody></table>{more}'
+
+
+def _side(column: Column) -> str:
+    return f"text-align:{'left' if column.is_left('screen') else 'right'}"
+
+
+def _cell(column: Column, row: object) -> str:
+    text, mark = column.written(row, page=False)
+    text = visible(text)
+    shown, hover, style = text[:MOST_TEXT], "", f"{_CELL};{_side(column)};{_style(mark)}"
+    if len(text) > LONGEST and column.folded:
+        style = f"{style};{_WRAPPED}"
+    elif len(text) > LONGEST:
+        cut = f"{text[: LONGEST - 1]}…"
+        shown = short_module(text, LONGEST) if column.flexible else cut
+        hover = f' title="{escaped_lines(text[:MOST_TEXT])}"'
+    return f'<td style="{style}"{hover}>{escaped_lines(shown)}</td>'
+
+
+# -- A page of HTML that a person explores: one file that needs no network and opens from disk -----
 
 _EXPLORER = """<div id="explorer">
 <noscript><p>What can be explored needs JavaScript; all tables stand below.</p></noscript>
@@ -184,10 +293,10 @@ class _Writer:
         if part.on == "screen":
             return ""
         if isinstance(part, Table):
-            return _table(part) if part.rows else ""
+            return _page_table(part) if part.rows else ""
         if isinstance(part, Image):
             return self._figures.get(part.name, "")
-        return _note(part)
+        return _page_note(part)
 
 
 def _listed(parts: list[str]) -> Iterator[str]:
@@ -203,7 +312,7 @@ def _listed(parts: list[str]) -> Iterator[str]:
         yield f"</{inside}>"
 
 
-def _note(note: Note) -> str:
+def _page_note(note: Note) -> str:
     if note.code == "mermaid":  # a page draws its own tree; the source stays at hand
         source = html.escape(visible(note.text, lines=True))
         return f"<details><summary>Mermaid</summary><pre><code>{source}</code></pre></details>"
@@ -218,13 +327,14 @@ def _note(note: Note) -> str:
     return f"<{tag}{number}{mark}>{text}</{tag}>"
 
 
-def _table(table: Table) -> str:
+def _page_table(table: Table) -> str:
     columns = [column for column in table.columns if column.stands("page")]
     head = "".join(
-        f'<th scope="col"{_side(column)}>{inline(column.name("page"))}</th>' for column in columns
+        f'<th scope="col"{_page_side(column)}>{inline(column.name("page"))}</th>'
+        for column in columns
     )
     rows = "\n".join(
-        f"<tr>{''.join(_cell(column, row) for column in columns)}</tr>" for row in table.rows
+        f"<tr>{''.join(_page_cell(column, row) for column in columns)}</tr>" for row in table.rows
     )
     return (
         f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>'
@@ -232,11 +342,11 @@ def _table(table: Table) -> str:
     )
 
 
-def _side(column: Column) -> str:
+def _page_side(column: Column) -> str:
     return "" if column.is_left("page") else ' class="number"'
 
 
-def _cell(column: Column, row: object) -> str:
+def _page_cell(column: Column, row: object) -> str:
     text, mark = column.written(row, page=True)
     value = column.value(row)
     classes = " ".join(filter(None, ["" if column.is_left("page") else "number", mark]))

@@ -1,8 +1,1 @@
-from rooftrace.reporting.locks import (
-    budgets as budgets,
-    checking as checking,
-    entries as entries,
-    files as files,
-    records as records,
-    settings as settings,
-)
+from rooftrace.reporting.locks import checking as checking, files as files, records as records

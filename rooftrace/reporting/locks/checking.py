@@ -11,19 +11,22 @@ from typing import Any, TypeAlias
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import plural
-from rooftrace.reporting.locks.budgets import (
+from rooftrace.reporting.locks.files import FAILS, Settings
+from rooftrace.reporting.locks.records import (
+    BY_MODULE,
+    ROOT,
     SAME,
     Budget,
     BudgetError,
+    Lock,
+    LockedCosts,
+    StepKey,
     chosen,
     matching,
     module_value,
 )
-from rooftrace.reporting.locks.records import BY_MODULE, ROOT, Lock, LockedCosts, StepKey
-from rooftrace.reporting.locks.settings import FAILS, Settings
-from rooftrace.tracer.changes import Change, Limit
-from rooftrace.tracer.changes.aligning import union
-from rooftrace.tracer.changes.metrics import TOTALS
+from rooftrace.tracer.inventory import Change, Limit
+from rooftrace.tracer.inventory.changes import TOTALS, union
 
 
 @dataclass(frozen=True, slots=True)

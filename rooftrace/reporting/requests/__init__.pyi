@@ -1,6 +1,5 @@
 from rooftrace.reporting.requests import (
     calls as calls,
-    kept as kept,
     options as options,
     pricing as pricing,
     questions as questions,

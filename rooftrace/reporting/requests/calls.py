@@ -1,19 +1,27 @@
-"""Which call of ours takes what, and what it is priced with where nothing is asked for."""
+"""Options as files keep them: what a lock and a project say of targets and of prices."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.planning import ExecutionModel
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import Option, options_of
-from rooftrace.reporting.requests.pricing import CHANGES, ExecutionOptions, PricingOptions
+from rooftrace.reporting.requests.pricing import (
+    CHANGES,
+    PLAIN,
+    ExecutionOptions,
+    LengthOptions,
+    PrecisionOptions,
+    PricingOptions,
+    Workload,
+)
 from rooftrace.reporting.requests.questions import (
     CalibrateArguments,
     CheckArguments,
@@ -28,7 +36,39 @@ from rooftrace.reporting.requests.questions import (
     SolveArguments,
     SweepArguments,
 )
-from rooftrace.reporting.requests.workload import LengthOptions, PrecisionOptions, Workload
+
+Kept: TypeAlias = options.Plain | list[str] | dict[str, options.Plain]
+"""The value of an option in a file."""
+_OF_STEPS = ("chip", "execution")
+"""Options of prices that stand with the costs of each step."""
+PRICED = {
+    **{o.name: o.kept for o in options_of(ExecutionOptions) if o.name not in _OF_STEPS},
+    "factors": dict[str, options.Plain],  # fields of every execution model
+    "rules": list[str],  # files of the user with rules
+}
+"""How every target is priced: the type of each value by its name."""
+ASKED = {o.name: o.kept for o in (*options_of(Workload), *options_of(PrecisionOptions))}
+"""How a target is run: the type of each value by its name."""
+# As locks say them: an optimizer that is named stands there, the usual one too.
+_USUAL = {**vars(PLAIN), **vars(Workload()), "tf32": False, "optimizer": None}
+PricedTable = make_dataclass(
+    "PricedTable", [(*each, None) for each in PRICED.items()], frozen=True, kw_only=True
+)
+TargetTable = make_dataclass(
+    "TargetTable",
+    [("target", str), *((*each, None) for each in ASKED.items())],
+    frozen=True,
+    kw_only=True,
+)
+
+
+def said(values: Mapping[str, Any]) -> dict[str, Kept]:
+    """Values of options as a lock keeps them, without those that hold where nothing is asked."""
+    plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    return {n: v for n, v in plain.items() if v not in (None, [], {}, _USUAL.get(n))}
+
+
+# -- Which call of ours takes what, and what it is priced with where nothing is asked for ----------
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 USUAL = ""

@@ -269,6 +269,6 @@ def inputs(texts: Sequence[str]) -> dict[str, str]:
 
 def assumptions(texts: Sequence[str]) -> dict[str, Plain]:
     """Assumptions by kind, of KIND[@MODULE]=VALUE."""
-    from rooftrace.tracer.asking.assumptions import parse_assumption
+    from rooftrace.tracer.requests.assumptions import parse_assumption
 
     return dict(map(parse_assumption, texts))

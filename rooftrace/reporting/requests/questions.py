@@ -12,7 +12,7 @@ from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.options import option
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.answers import workloads
+    from rooftrace.costmodels.solving import workloads
 
 
 @dataclass(frozen=True, kw_only=True)

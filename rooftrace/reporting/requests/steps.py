@@ -7,19 +7,23 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.planning import ExecutionModel
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting import priced
 from rooftrace.reporting.requests.calls import CALLS, conditions_of
-from rooftrace.reporting.requests.pricing import PRICES, PricingOptions, check_groups
-from rooftrace.reporting.requests.workload import PrecisionOptions
-from rooftrace.tracer.asking import Job
+from rooftrace.reporting.requests.pricing import (
+    PRICES,
+    PrecisionOptions,
+    PricingOptions,
+    check_groups,
+)
+from rooftrace.tracer.requests import Job
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.planforms import Conditions
-    from rooftrace.costmodels.sweeping import Form
+    from rooftrace.costmodels.sweeps import Form
     from rooftrace.tracer.graph import OpGraph
 
 

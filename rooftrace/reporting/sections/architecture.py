@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from rooftrace._escapes import visible
 from rooftrace.hardware.units import format_count, format_share, plural
-from rooftrace.reporting.sections.routing import routed
-from rooftrace.reporting.sections.tallies import ratio
-from rooftrace.reporting.view import model as view, units
+from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.sections.results import ratio
+from rooftrace.reporting.sections.trust import routed
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.anatomy import Anatomy, WiredNode, Wiring
+    from rooftrace.costmodels.estimates import Anatomy, WiredNode, Wiring
     from rooftrace.reporting.sections.results import Results
 
 PATTERNS_SHOWN, KINDS_SHOWN, CLASSES_SHOWN = 20, 12, 12
@@ -24,7 +24,7 @@ _SPECIAL = re.compile(r"[^\w .,:()\[\]{}*/+=-]")
 
 def architecture(results: Results) -> view.Section:
     """The modules with parameters, attention, kinds of kernels, and a diagram of each block."""
-    from rooftrace.costmodels.anatomy import anatomy
+    from rooftrace.costmodels.estimates import anatomy
 
     phase = results.phases[0]
     estimate = results.estimate(phase)

@@ -21,22 +21,30 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from rooftrace._extensions import failures, load, owner, refuse_second, track
 from rooftrace.errors import hint, worded
 from rooftrace.hardware.units import format_traffic
-from rooftrace.reporting.factors import factor_columns, factor_rows, factor_sentence
+from rooftrace.reporting.renderers import model as view, units, words
 from rooftrace.reporting.sections.architecture import architecture
-from rooftrace.reporting.sections.heads import head, title, verdict
-from rooftrace.reporting.sections.helping import helping, helping_on_screen
-from rooftrace.reporting.sections.kernels import kernels_on_screen
-from rooftrace.reporting.sections.memory import fit
-from rooftrace.reporting.sections.network import network
+from rooftrace.reporting.sections.heads import head, pipelines, title, verdict
+from rooftrace.reporting.sections.memory import fit, network
 from rooftrace.reporting.sections.phase import phase
-from rooftrace.reporting.sections.pipelines import pipelines
-from rooftrace.reporting.sections.routing import routing
-from rooftrace.reporting.sections.steps import chips_beside, steps
-from rooftrace.reporting.sections.trust import assumptions, chips, coverage, islands_of, trust
-from rooftrace.reporting.view import model as view, units, words
+from rooftrace.reporting.sections.steps import (
+    chips_beside,
+    helping,
+    helping_on_screen,
+    kernels_on_screen,
+    steps,
+)
+from rooftrace.reporting.sections.trust import (
+    assumptions,
+    chips,
+    coverage,
+    islands_of,
+    routing,
+    trust,
+)
+from rooftrace.reporting.text import factor_columns, factor_rows, factor_sentence
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.estimates import Estimate
     from rooftrace.reporting.sections.results import Results
 
 # -- glossary --------------------------------------------------------------------------------------

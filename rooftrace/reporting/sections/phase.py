@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part
-from rooftrace.costmodels.costs import COMPUTED, MATRIX, Work
-from rooftrace.costmodels.estimating.rows import lead_op
+from rooftrace.costmodels.estimates.rows import lead_op
+from rooftrace.costmodels.ops import COMPUTED, MATRIX, Work
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
@@ -18,16 +18,15 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.sections.kernels import kernels_of
+from rooftrace.reporting.renderers import model as view, units, words
 from rooftrace.reporting.sections.memory import memory_at_peak
-from rooftrace.reporting.sections.tallies import ratio, tally
-from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.paths import pattern_of
-from rooftrace.tracer.vocabulary import ROLES
+from rooftrace.reporting.sections.results import ratio, tally
+from rooftrace.reporting.sections.steps import kernels_of
+from rooftrace.tracer.graph import ROLES, pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate, Row
-    from rooftrace.costmodels.findings import Headroom, Saving
+    from rooftrace.costmodels.advice import Headroom, Saving
+    from rooftrace.costmodels.estimates import Estimate, Row
     from rooftrace.hardware import Chip
     from rooftrace.reporting.sections.results import Results
 

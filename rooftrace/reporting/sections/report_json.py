@@ -17,14 +17,14 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share, keys_of
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.execution import SUMMARIES
-from rooftrace.costmodels.findings import Island, islands
-from rooftrace.costmodels.guiding import Guidance
-from rooftrace.costmodels.planning import Coverage, Unsupported
+from rooftrace.costmodels.advice import Guidance
+from rooftrace.costmodels.estimates import Estimate, Island, islands
+from rooftrace.costmodels.planning import SUMMARIES, Coverage, Unsupported
 from rooftrace.hardware import Chip
+from rooftrace.reporting.renderers import model as view
 from rooftrace.reporting.sections.builders import added_sections
-from rooftrace.reporting.sections.network import (
+from rooftrace.reporting.sections.heads import Piped, rows_of
+from rooftrace.reporting.sections.memory import (
     PhaseExchange,
     Reached,
     exchanged,
@@ -32,11 +32,9 @@ from rooftrace.reporting.sections.network import (
     meshed,
     reached,
 )
-from rooftrace.reporting.sections.pipelines import Piped, rows_of
 from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.sections.routing import Routed, routed
 from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, PhaseStep, Savings
-from rooftrace.reporting.view import model as view
+from rooftrace.reporting.sections.trust import Routed, routed
 from rooftrace.tracer.graph import Assumption
 
 SCHEMA = "rooftrace.report/1"

@@ -1,29 +1,74 @@
-"""What a report is about: estimates by phase, execution and chip, with memory and graphs."""
+"""Sums over the kernels of an estimate by any key; knows sums, knows no layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.estimating import rows as estimate_rows
+from rooftrace.costmodels.estimates import Row, rows as estimate_rows
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time
-from rooftrace.tracer.graph import Assumption, OpGraph
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.graph import Assumption, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     import pandas
 
-    from rooftrace.costmodels.allocating import Reserved
-    from rooftrace.costmodels.estimating import Estimate
-    from rooftrace.costmodels.findings import Headroom
-    from rooftrace.costmodels.guiding import Guidance
-    from rooftrace.costmodels.memory import LargestBatch, Memory
+    from rooftrace.costmodels.advice import Guidance, Headroom
+    from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
     from rooftrace.costmodels.planning import Unsupported
 
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally(Generic[Key]):
+    """Kernels with one key: how many, FLOP (dense and computed), HBM bytes, device seconds."""
+
+    key: Key
+    calls: int = 0
+    flops: int = 0
+    flops_causal: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def intensity(self) -> float | None:
+        """Computed FLOP per HBM byte."""
+        return self.flops_causal / self.bytes if self.bytes else None
+
+    @property
+    def rate(self) -> float | None:
+        """Computed FLOP per device second."""
+        return self.flops_causal / self.seconds if self.seconds else None
+
+
+def tally(rows: Iterable[Row], key: Callable[[Row], Key]) -> list[Tally[Key]]:
+    """One Tally per key, most seconds first; ties by key, so that the order never changes."""
+    sums: dict[Key, list[float]] = {}
+    for row in rows:
+        entry = sums.setdefault(key(row), [0, 0, 0, 0, 0.0])
+        entry[0] += row.count
+        entry[1] += row.flops
+        entry[2] += row.flops_causal
+        entry[3] += row.bytes
+        entry[4] += row.timing.t_device
+    tallies = [
+        Tally(name, int(n), int(flops), int(causal), int(size), seconds)
+        for name, (n, flops, causal, size, seconds) in sums.items()
+    ]
+    return sorted(tallies, key=lambda entry: (-entry.seconds, str(entry.key)))
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """A part of a whole; None where there is no whole."""
+    return part / whole if whole else None
+
+
+# -- What a report is about: estimates by phase, execution and chip, with memory and graphs --------
 
 COUNTS = ("params", "params_trainable")
 """What a graph says of its model in numbers that add up over stages."""
@@ -164,7 +209,7 @@ class Results(Shown):
     @cached_property
     def guidance(self) -> Mapping[str, Guidance]:
         """What would help each phase, in order: main execution, first chip."""
-        from rooftrace.costmodels.guiding import guidance
+        from rooftrace.costmodels.advice import guidance
 
         return {phase: guidance(self.estimate(phase)) for phase in self.phases}
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share
-from rooftrace.costmodels.allocating import Reserved
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.estimating.breakdowns import BreakdownRow
-from rooftrace.costmodels.findings import Headroom, Saving
-from rooftrace.costmodels.memory import LargestBatch, Memory
+from rooftrace.costmodels.advice import Headroom, Saving
+from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.estimates.rows import BreakdownRow
+from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.reporting.sections.results import Results
 

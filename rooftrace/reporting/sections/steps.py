@@ -1,18 +1,131 @@
-"""What every step costs, side by side, and on every chip."""
+"""The kernels that take the time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.execution import SUMMARIES
+from rooftrace.costmodels.planning import SUMMARIES
+from rooftrace.hardware.units import format_capacity, format_share, format_time
+from rooftrace.reporting.renderers import model as view, units, words
 from rooftrace.reporting.sections.memory import fit_cell
-from rooftrace.reporting.view import model as view, units, words
+from rooftrace.reporting.sections.results import ratio, tally
+from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate
-    from rooftrace.costmodels.execution import ExecutionModel
+    from rooftrace.costmodels.advice import Guidance, WhatIf
+    from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.costmodels.planning import ExecutionModel
     from rooftrace.reporting.sections.results import Results
+
+ON_A_PAGE = 15  # kernels of each phase
+KERNELS_ON_A_SCREEN = 9  # over all phases: what keeps a report of three phases on one screen
+LEAST_WAITING = 0.005  # of t_est: less time in which the device waits has no row
+
+NAME = view.Column("kernel", units.KERNEL, "Kernel")
+LIMIT = view.Column("limit", units.TEXT, "Limited by", short="limit")
+MODULE = view.Column("module", units.MODULE, "Module", short="module", flexible=True)
+WORK_OF_KERNELS = (
+    view.Column("calls", units.COUNT, "Calls", short="calls", drop=1),
+    view.Column("flops", units.FLOP, "FLOP", drop=2),
+    view.Column("bytes", units.BYTE, "HBM"),
+    view.Column("intensity", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=3),
+)
+
+
+def _seconds_of_kernels(estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
+    head = words.time_word(estimates)
+    return (
+        view.Column("seconds", units.SECOND, head.capitalize(), short=head),
+        view.Column("share", units.SHARE, "Share of step", short="share"),
+    )
+
+
+def kernels_on_screen(results: Results) -> view.Section:
+    """The few kernels of each phase that take most time, and waiting for the host."""
+    lines = max(3, KERNELS_ON_A_SCREEN // len(results.phases))
+    rows: list[dict[str, Any]] = []
+    for estimate in results.broken_down():
+        mine, rest = _rows(estimate, lines, spare=1)
+        if rest:
+            mine.append({key: rest[key] for key in ("kernel", "calls", "seconds", "share")})
+        waiting = estimate.times.t_launch
+        if waiting > LEAST_WAITING * estimate.t_est:
+            mine.append(
+                {
+                    "kernel": view.Cell("waiting for the host", "plain"),
+                    "limit": view.Cell(words.LIMITS["launch"], "launch"),
+                    "seconds": waiting,
+                    "share": ratio(waiting, estimate.t_est),
+                }
+            )
+        rows += [{"phase": estimate.step, **row} for row in mine]
+    name = replace(NAME, short=f"kernels, {results.main}")
+    table = view.Table(
+        columns=(
+            name,
+            LIMIT,
+            *_seconds_of_kernels(results.broken_down()),
+            *WORK_OF_KERNELS,
+            MODULE,
+        ),
+        rows=rows,
+        group=lambda row: row["phase"],
+        on="screen",
+    )
+    return view.Section(place=5, parts=[table])
+
+
+def kernels_of(estimate: Estimate) -> view.Section:
+    """The kernels of one phase, most time first; the others are summed up in the last row."""
+    rows, rest = _rows(estimate, ON_A_PAGE)
+    table = view.Table(
+        columns=(NAME, LIMIT, MODULE, *WORK_OF_KERNELS, *_seconds_of_kernels([estimate])),
+        rows=[*rows, rest] if rest else rows,
+    )
+    return view.Section(title=f"Kernels, {estimate.execution.name}", parts=[table])
+
+
+def _rows(
+    estimate: Estimate, most: int, spare: int = 0
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Kernels by name, module pattern and regime, so that one operator that is compute-bound here
+    and memory-bound there has two rows; and the sums of those beyond `most`.
+
+    spare: how many more may be shown instead of a row that sums them up.
+    """
+    keys = tally(estimate.rows, lambda row: (row.name, row.timing.regime, pattern_of(row.module)))
+    shown = keys[:most] if len(keys) > most + spare else keys
+    rows = [
+        {
+            "kernel": entry.key[0],
+            "limit": view.Cell(words.LIMITS[entry.key[1]], entry.key[1]),
+            "module": entry.key[2],
+            "calls": entry.calls,
+            "flops": entry.flops,
+            "bytes": entry.bytes,
+            "intensity": entry.intensity,
+            "seconds": entry.seconds,
+            "share": ratio(entry.seconds, estimate.t_est),
+        }
+        for entry in shown
+    ]
+    rest = keys[len(shown) :]
+    if not rest:
+        return rows, None
+    seconds = sum(entry.seconds for entry in rest)
+    return rows, {
+        "kernel": view.Cell(f"{len(rest):,} more", "plain"),
+        "calls": sum(entry.calls for entry in rest),
+        "flops": sum(entry.flops for entry in rest),
+        "bytes": sum(entry.bytes for entry in rest),
+        "seconds": seconds,
+        "share": ratio(seconds, estimate.t_est),
+    }
+
+
+# -- What every step costs, side by side, and on every chip ----------------------------------------
 
 FIGURES = ("roofline.png", "time.png", "bytes.png")
 
@@ -196,3 +309,105 @@ def chips_beside(results: Results) -> view.Section:
             rows.append(row)
     table = view.Table(columns=columns, rows=rows, group=lambda row: row["phase"], on="screen")
     return view.Section(place=4, parts=[table])
+
+
+# -- What would help each step, in order: every line is a what-if that was priced ------------------
+
+ON_A_SCREEN, LEAST, MOST = 9, 2, 4  # lines over all phases; of a phase
+NOTHING = "nothing that is modelled would save 1 %"
+EACH_ALONE = (
+    "Each is one change alone, priced by an estimate of its own; gains do not add up. What saves "
+    "less than 1 % of the step is left out."
+)
+
+
+def helping(results: Results) -> view.Section:
+    """A numbered list for each phase: what to do, the time it saves, and on what that rests."""
+    parts: list[view.Part] = [view.Note(EACH_ALONE)]
+    for phase, guidance in results.guidance.items():
+        parts += _phase(phase, guidance)
+    return view.Section(title="What would help, in order", parts=parts)
+
+
+def _phase(phase: str, guidance: Guidance) -> list[view.Part]:
+    step = guidance.step
+    head = f"**{phase.capitalize()}** ({step.execution.name}, {format_time(step.t_est)})"
+    if not guidance.options:
+        return [view.Note(f"{head}: {NOTHING}.")]
+    notes = [view.Note(f"{head}:")]
+    for number, what_if in enumerate(guidance.options, 1):
+        notes.append(view.Note(_line(what_if), number=number))
+    if guidance.together is not None:
+        notes.append(view.Note(_line(guidance.together)))
+    return [*notes]
+
+
+def _line(what_if: WhatIf) -> str:
+    """What to do, then, the gain, on what it acts, what it needs, and how to ask for the same."""
+    most = "at most " if what_if.at_most else ""
+    parts = [
+        f"**{what_if.action}**: {most}{format_time(what_if.gain)} less "
+        f"({format_share(what_if.share)}), {format_time(what_if.t_before)} -> "
+        f"{format_time(what_if.t_after)}.",
+        f"Acts on {words.LIMITS[what_if.acts_on]}: {what_if.rests_on}.",
+        f"Needs {what_if.needs}.",
+    ]
+    if text := fit_words(what_if):
+        parts.append(text)
+    if what_if.option:
+        parts.append(f"Priced as {units.CODE.page(what_if.option)}.")
+    return " ".join(parts)
+
+
+def fit_words(what_if: WhatIf) -> str:
+    """A sentence where the change decides whether the step fits its chip; else nothing."""
+    chip = what_if.after.chip
+    fitted = what_if.before.memory.fits(chip)
+    if fitted == what_if.fits:
+        return ""
+    peak = format_capacity(what_if.peak)
+    if what_if.fits:
+        return f"The step then fits one {chip.name}, with {peak}."
+    return f"**It does not fit one {chip.name} then**: its peak is {peak}."
+
+
+def helping_on_screen(results: Results) -> view.Section:
+    """The first few of each phase, and all together; nothing for an estimate without a report."""
+    if not results.memory or not any(told.options for told in results.guidance.values()):
+        return view.Section()
+    most = min(MOST, max(LEAST, ON_A_SCREEN // len(results.phases)))
+    rows: list[dict[str, Any]] = []
+    for phase, guidance in results.guidance.items():
+        lines = list(_whatif_rows(guidance, most)) or [{"action": NOTHING}]
+        rows += [{"phase": "" if place else phase, **line} for place, line in enumerate(lines)]
+    columns = (
+        view.Column("phase", units.TEXT, "would help"),
+        view.Column("action", units.TEXT, f"what to do, {results.main}", clipped=30),
+        view.Column("limit", units.TEXT, "acts on", drop=1),
+        view.Column("after", units.SECOND, "then"),
+        view.Column("gain", units.SECOND, "less", mark="strong"),
+        view.Column("share", units.SHARE, "share", drop=2),
+    )
+    table = view.Table(columns=columns, rows=rows, on="screen")
+    return view.Section(place=3, parts=[table])
+
+
+def _whatif_rows(guidance: Guidance, most: int) -> Iterator[dict[str, Any]]:
+    """The first what-ifs, and in the last place those that go together."""
+    alone = guidance.options[: most - (guidance.together is not None)]
+    for number, what_if in enumerate(alone, 1):
+        yield _row(what_if, f"{number}. {what_if.action}")
+    if guidance.together is not None:
+        yield _row(guidance.together, guidance.together.action)
+
+
+def _row(what_if: WhatIf, action: str) -> dict[str, Any]:
+    """The cells of a what-if on a screen."""
+    unfit = what_if.before.memory.fits(what_if.before.chip) and not what_if.fits
+    return {
+        "action": view.Cell(f"{action} (no longer fits)", "bad") if unfit else action,
+        "limit": view.Cell(words.LIMITS[what_if.acts_on], what_if.acts_on),
+        "after": what_if.t_after,
+        "gain": view.Cell(what_if.gain, before="≤ " if what_if.at_most else ""),
+        "share": what_if.share,
+    }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rooftrace.costmodels.answers import capacity, passing, rates, serving
+from rooftrace.costmodels.explaining import decode_forms
+from rooftrace.costmodels.solving import Disaggregated, rates, serving, workloads
 from rooftrace.hardware.units import (
     MISSING,
     format_bandwidth,
@@ -15,7 +17,7 @@ from rooftrace.hardware.units import (
     format_time,
     plural,
 )
-from rooftrace.reporting.view import model as view, units
+from rooftrace.reporting.renderers import model as view, units
 
 _ROWS = 10
 _FRONT = 8
@@ -232,7 +234,7 @@ def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
         )  # fmt: skip
 
 
-def passing_view(result: passing.PassingAnswer, output: view.Output) -> view.View:
+def passing_view(result: rates.PassingAnswer, output: view.Output) -> view.View:
     """The sizes around which attention passes the MLP."""
     title = _head(result.title, result.at, result.chip)
     low, high = result.looked
@@ -256,7 +258,7 @@ def passing_view(result: passing.PassingAnswer, output: view.Output) -> view.Vie
     return _three(title, head, view.Section(parts=[table], place=2), result.rests)
 
 
-def capacity_view(result: capacity.CapacityAnswer, output: view.Output) -> view.View:
+def capacity_view(result: workloads.CapacityAnswer, output: view.Output) -> view.View:
     """The least number of each chip that holds a step."""
     title = _head(result.title, result.sizes)
     labels: Mapping[str, Any] = result.rows[0].labels
@@ -307,3 +309,96 @@ def _grounds(rests: Iterable[str], left_out: Iterable[str], place: int) -> view.
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+# -- Prefill and decode on chips of their own in words: a row for each, and the cache between them -
+
+_COLUMNS = (
+    view.Column("phase", units.TEXT, "Phase", short="phase"),
+    view.Column("chips", units.COUNT, "Chips", short="chips"),
+    view.Column("batch", units.COUNT, "Batch of each", short="batch"),
+    view.Column("seconds", units.SECOND, "Step", short="step"),
+    view.Column("tokens_per_s_per_chip", units.RATE, "Tokens/s per chip", short="tokens/s/chip"),
+    view.Column("exposed", units.SECOND, "Exposed communication", short="exposed"),
+    view.Column("peak", units.CAPACITY, "Memory of a chip", short="memory"),
+    view.Column("fits", units.WORDS, "Fits", short="fits", of=lambda s: "yes" if s.fits else "no"),
+    view.Column("kv_bytes_per_token", units.BYTE, "Cache of a token, a chip", short="cache/token"),
+)
+
+
+def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
+    """A row for each phase, then what goes between them and how many chips of each balance."""
+    sent = (
+        f"cache of a request of {result.prompt:,} tokens: {format_capacity(result.kv_bytes)} from "
+        f"chip to chip, {format_time(result.transfer)} over {result.system}, "
+        f"{result.transfer_share:.1%} of a step of prefill for all of its requests"
+    )
+    balance = (
+        f"{result.prompt:,} tokens in, {result.output:,} out: "
+        f"{result.prefill_per_decode:.3g} chips of prefill for each of decode, "
+        f"{result.output_tokens_per_s_per_chip:,.0f} tokens/s out per chip of both; "
+        f"first token after {format_time(result.first_token)}"
+    )
+    notes = [view.Note(sent), view.Note(balance)]
+    notes += [view.Note(f"assumed: {text}", "faint") for text in result.assumed]
+    table = view.Table(columns=_COLUMNS, rows=[result.prefill, result.decode], padded=False)
+    return view.View((view.Section(parts=[table, *notes]),), "Prefill and decode apart")
+
+
+# -- An exploration in words: intensities, least batches, and what stands in the way ---------------
+
+
+def _intensity(ratio: float) -> str:
+    return "no end" if math.isinf(ratio) else f"{ratio:,.1f}"
+
+
+_INTENSITY = units.Unit("FLOP/byte", "number", _intensity)
+
+
+def _batch(cell: Any) -> Any:
+    return view.Cell("none", "plain") if cell.batch is None else cell.batch
+
+
+def _global(cell: Any) -> Any:
+    return view.BLANK if cell.batch is None else cell.global_batch
+
+
+_EXPLORED = (
+    view.Column("devices", units.COUNT, "devices"),
+    view.Column("kv", units.COUNT, "kv"),
+    view.Column("flop_per_kv_byte", _INTENSITY, "FLOP per cache byte", short="OI_inf"),
+    view.Column("flop_per_link_byte", _INTENSITY, "FLOP per link byte", short="OI_net"),
+    view.Column("batch", units.COUNT, "least batch of a device", short="batch", of=_batch),
+    view.Column("global_batch", units.COUNT, "of all devices", short="B_g", of=_global),
+    view.Column("limiter", units.TEXT, "limited by"),
+    view.Column("t_comp", units.SECOND, "computing", drop=1),
+    view.Column("t_hbm", units.SECOND, "HBM", drop=1),
+    view.Column("t_net", units.SECOND, "link", drop=1),
+)
+
+
+def exploration_view(result: decode_forms.Exploration, output: view.Output) -> view.View:
+    """A row for each number of devices and length of the cache."""
+    rates = result.rates
+    told = ", ".join(
+        f"{name} {value}"
+        for name, value in zip(("dtype", "weights", "cache"), result.precisions, strict=True)
+        if value
+    )
+    head = f"{result.title}, decode; {result.chip}, {result.execution}" + (
+        f"; {told}" if told else ""
+    )
+    how = (
+        f"{format_flop_rate(rates.peak)}, {format_bandwidth(rates.memory)}, link "
+        f"{format_bandwidth(rates.link)}; {result.experts:,} routed experts in a layer; computing "
+        f"limits at {result.alpha:g} of the slower of HBM and link"
+    )
+    what = (
+        "OI_inf: FLOP over bytes of cache that a further sequence adds; OI_net: over bytes of the "
+        "link; B_g: the least batch of all devices together"
+    )
+    table = view.Table(columns=_EXPLORED, rows=result.cells, padded=False)
+    notes = (view.Note(head, "strong"), view.Note(how), view.Note(what, "faint"))
+    return view.View(
+        (view.Section(parts=[*notes, table]),), f"When computing limits decode: {result.title}"
+    )

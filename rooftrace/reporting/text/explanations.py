@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rooftrace.costmodels.explaining import ExplainedKernel, Explanation, sizesweeps
+from rooftrace.costmodels.explaining import ExplainedKernel, Explanation, steps
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
@@ -15,7 +15,8 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.view import model as view, units, words
+from rooftrace.reporting import rooflinesteps
+from rooftrace.reporting.renderers import model as view, units, words
 
 ON_SCREEN = 3
 """Kinds of kernels that a screen shows in full; a page has all."""
@@ -270,7 +271,7 @@ def _critical(result: Explanation) -> list[str]:
 # -- sweeps ----------------------------------------------------------------------------------------
 
 
-def _sweep(sweep: sizesweeps.SizeSweep, place: int) -> view.Section:
+def _sweep(sweep: steps.SizeSweep, place: int) -> view.Section:
     several = len({row.chip for row in sweep.rows}) > 1
 
     def value(row: Any) -> view.Cell:
@@ -303,3 +304,77 @@ _FLOP_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
 
 def _limit(row: Any) -> view.Cell:
     return view.Cell(f"{words.LIMITS[row.regime]} {words.percent(row.regime_share)}", row.regime)
+
+
+# -- Steps of several models on one roofline, as a table -------------------------------------------
+
+_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
+
+
+def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view.View:
+    """A row for each step; the roofs and ridges of the chips below."""
+    sizes = [
+        name for name in ("batch", "seq", "kv") if any(name in row.sizes for row in result.rows)
+    ]
+    columns = (
+        view.Column("model", units.TEXT, "model", clipped=8),
+        view.Column("phase", units.TEXT, "phase"),
+        *(view.Column(name, units.COUNT, name, of=_size(name)) for name in sizes),
+        view.Column("chip", units.TEXT, "chip"),
+        view.Column("intensity", units.INTENSITY, "FLOP/byte"),
+        view.Column("rate", _RATE, "rate"),
+        view.Column("share", units.SHARE, "of its roof", short="roof"),
+        view.Column("launch_rate", _RATE, "launches allow", short="launches", drop=2),
+        *(
+            [view.Column("network_rate", _RATE, "network allows", short="network", drop=1)]
+            if any(row.network_rate for row in result.rows)
+            else []
+        ),
+        view.Column("limit", units.TEXT, "limited by", short="limit", of=_limit_of_step),
+        view.Column("t_est", units.SECOND, _time(result), of=lambda row: row.estimate.t_est),
+    )
+    head = view.Note(result.conditions, "strong")
+    table = view.Table(columns=columns, rows=result.rows, leading=2)
+    roofs = {
+        (row.chip, row.estimate.peak_precision): (
+            f"{row.estimate.chip.title}: {format_flop_rate(row.estimate.peak)} "
+            f"{row.estimate.peak_precision}, "
+            f"{format_bandwidth(row.estimate.chip.memory_bandwidth.value)}, "
+            f"ridge {format_intensity(row.estimate.ridge)}"
+        )
+        for row in result.rows
+    }
+    notes = [view.Note(text, bullet=1) for text in roofs.values()]
+    title = f"Roofline: {', '.join(result.models)}"
+    return view.View((view.Section(parts=[head, table, *notes]),), title)
+
+
+def _size(name: str) -> Callable[[rooflinesteps.RooflineRow], int | None]:
+    return lambda row: row.sizes.get(name)
+
+
+def _limit_of_step(row: rooflinesteps.RooflineRow) -> str:
+    return words.LIMITS[row.estimate.times.regime]
+
+
+def _time(result: rooflinesteps.Rooflines) -> str:
+    return words.time_word(row.estimate for row in result.rows)
+
+
+def reports_view(result: rooflinesteps.Reports, output: view.Output) -> view.View:
+    """The steps in one table, where each report stands, and which targets have none."""
+    sections: list[view.Section] = []
+    title = "No report"
+    if result.roofline is not None:
+        table = rooflines_view(result.roofline, output)
+        title = f"Reports: {', '.join(result.roofline.models)}"
+        image = view.Image(f"{rooflinesteps.FIGURE}.png", "all steps on one roofline")
+        sections.append(view.Section(parts=[*table.sections[0].parts, image]))
+    if result.failures:
+        notes = [
+            view.Note(f"{target}: {why}", "bad", bullet=1)
+            for target, why in result.failures.items()
+        ]
+        head = view.Note("Failed:", "bad", on="screen")
+        sections.append(view.Section(title="Failed", parts=[head, *notes]))
+    return view.View(tuple(sections), title)

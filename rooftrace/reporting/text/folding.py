@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rooftrace.reporting.view import model as view
+from rooftrace.hardware.units import format_share
+from rooftrace.reporting.renderers import model as view, units
+from rooftrace.tracer.inventory import Change
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.ops import ByteFactor, ByteFactors
 
 _WHOLE = 12
 """Tables of so many rows are not folded."""
@@ -89,3 +94,190 @@ def _ranged(texts: Sequence[str]) -> str:
     words = _NUMBER.split(texts[0])
     spans = (span(str(min(c)), str(max(c))) for c in zip(*numbers, strict=True))
     return words[0] + "".join(a + b for a, b in zip(spans, words[1:], strict=True))
+
+
+# -- What all views of a difference have: totals before and after, tables that a screen cuts -------
+
+LONGEST_NAME = 20
+"""Letters of a name over a column."""
+
+
+def heads(names: tuple[str, str]) -> tuple[str, str]:
+    """The heads of two columns: two names, or before and after where one is too long for that."""
+    if max(map(len, names)) > LONGEST_NAME or names[0] == names[1]:
+        return "before", "after"
+    return names
+
+
+def delta(
+    key: str, unit: units.Unit, head: str, *, marked: bool = False, **more: Any
+) -> view.Column:
+    """The column of the differences of one quantity of rows, by the name of their `Change`."""
+
+    def read(row: Any) -> view.Cell:
+        change = getattr(row, key)
+        if change is None:
+            return view.BLANK
+        return view.Cell(change.delta, change.mark if marked else "")
+
+    return view.Column(key, units.signed(unit), head, of=read, **more)
+
+
+def totals(
+    changes: Mapping[str, Change],
+    units_of: Callable[[str], units.Unit],
+    label: Callable[[str], str],
+    names: tuple[str, str],
+    more: Mapping[view.Column, Callable[[str], Any]] | None = None,
+) -> view.Table:
+    """Quantities before and after, one a line.  more: further columns, and their cells."""
+    more = more or {}
+    first, second = heads(names)
+    columns = (
+        view.Column("metric", units.TEXT, ""),
+        view.Column("before", units.COUNT, first),
+        view.Column("after", units.COUNT, second),
+        view.Column("change", units.COUNT, "change"),
+        view.Column("relative", units.WORDS, ""),
+        *more,
+    )
+    rows = [
+        {
+            "metric": label(name),
+            "before": view.Cell(change.before, unit=units_of(name)),
+            "after": view.Cell(change.after, unit=units_of(name)),
+            "change": view.Cell(change.delta, change.mark, unit=units.signed(units_of(name))),
+            "relative": view.Cell(change.percent, change.mark),
+            **{column.key: cell(name) for column, cell in more.items()},
+        }
+        for name, change in changes.items()
+    ]
+    return view.Table(columns=columns, rows=rows, padded=False)
+
+
+def times(path: str, count: int) -> str:
+    """ "layers.*.mlp x4": a module, or how many there are of a pattern."""
+    return f"{path or '(root)'} x{count}" if count > 1 else path or "(root)"
+
+
+def cut(columns: Sequence[view.Column], rows: Sequence[Any], most: int) -> list[view.Part]:
+    """A table that a page has whole, and of which a screen has the first rows."""
+    return [
+        view.Table(columns=columns, rows=rows[:most], on="screen"),
+        view.Table(columns=columns, rows=rows, padded=False, on="page"),
+    ]
+
+
+def left_out(count: int, of: str = "more") -> Iterator[view.Note]:
+    """How many rows a screen does not show, where there are any."""
+    if count > 0:
+        yield view.Note(f"... and {count:,} {of} (--format json has all)", "faint", on="screen")
+
+
+def labelled(label: str, text: str, mark: str = "", width: int = 12) -> Iterator[view.Note]:
+    """A sentence behind a word: in a column of its own on a screen, an item of a list on a page."""
+    yield view.Note(text, mark, on="screen", label=f"{label:<{width}}")
+    yield view.Note(f"{label}: {text}", on="page", bullet=1)
+
+
+def said(text: str, mark: str = "", bullet: int = 0) -> list[view.Note]:
+    """Words on a screen, which are a sentence on a page; with a bullet, an item of a list."""
+    indent = "  " if bullet else ""
+    return [
+        view.Note(f"{indent}{text}", mark, on="screen"),
+        view.Note(f"{text[0].upper()}{text[1:]}.", on="page", bullet=bullet),
+    ]
+
+
+# -- Measured factors on bytes: one sentence for a screen, one table for a page --------------------
+
+_WEIGHTS = " weights"
+_FUSION = {"activations": "fusion", "temporary": "elementwise"}
+_FACTOR = units.Unit("", "number", lambda value: f"{value:.2f}")
+factor_columns = (
+    view.Column("kind", units.TEXT, "Bytes of", short="bytes of"),
+    view.Column("factor", _FACTOR, "Measured over rules", short="factor"),
+    view.Column("error", _FACTOR, "Std. error", short="+-"),
+    view.Column("kernels", units.COUNT, "Kernels", short="kernels"),
+    view.Column("by", units.TEXT, "By", short="by"),
+    view.Column("grouping", _FACTOR, "Ran over detected", short="ran/det.", drop=1),
+    view.Column("unfused", _FACTOR, "Over unfused", short="/unfused"),
+    view.Column("residency", _FACTOR, "WRF", short="WRF"),
+    view.Column("causes", units.TEXT, "Causes", short="causes", folded=True),
+)
+
+
+def factor_sentence(traffic: ByteFactors) -> str:
+    """What was measured of bytes: "calibrated on L4, 2026-11-20: WRF dense 1.02 +- 0.03; ..."."""
+    known = [_words(kind, factor) for kind, factor in traffic.identified.items()]
+    where = f"calibrated on {traffic.measured}" if traffic.measured else "calibrated bytes"
+    missing = ", ".join(_plain(kind) for kind in traffic.unknown)
+    parts = [*known, *([f"not identified: {missing}"] if missing else [])]
+    return f"{where}: {'; '.join(parts) or 'no factor was measured'}"
+
+
+def factor_rows(factors: Mapping[str, ByteFactor]) -> list[dict[str, Any]]:
+    """A row for each kind of bytes, by `factor_columns`; one not identified says why."""
+    return [_row(kind, factor) for kind, factor in factors.items()]
+
+
+def _words(kind: str, factor: ByteFactor) -> str:
+    if kind.endswith(_WEIGHTS):
+        name, value, error = "WRF " + _plain(kind), factor.residency, factor.residency_error
+    elif kind in _FUSION:
+        name, value, error = _FUSION[kind], factor.unfused, factor.unfused_error
+    else:
+        name, value, error = kind, factor.factor, factor.error
+    derived = ["by seconds"] if factor.by == "seconds" else []
+    left = ["left to the rates"] if factor.applied != factor.factor else []
+    causes = ", ".join((*derived, *_causes(kind, factor), *left))
+    return f"{name} {value:.2f} +- {error:.2f}{f' ({causes})' if causes else ''}"
+
+
+def _plain(kind: str) -> str:
+    """ "dense" of "dense weights"; others stay."""
+    return kind.removesuffix(_WEIGHTS)
+
+
+def _causes(kind: str, factor: ByteFactor) -> Iterator[str]:
+    """What is behind a weight residency that is not 1, each by itself."""
+    if not kind.endswith(_WEIGHTS):
+        return
+    if _differs(factor.experts):
+        yield f"{format_share(1 / factor.experts)} of experts touched"
+    if _differs(factor.rows):
+        yield f"{format_share(1 / factor.rows)} of rows looked up"
+    if _differs(factor.precision):
+        yield f"stored {factor.precision:.3g} times as narrow as used"
+    if _differs(factor.cache):
+        yield f"{format_share(1 - 1 / factor.cache)} held by the last cache"
+    if factor.identified and _differs(factor.unexplained, 2 * factor.error / (factor.factor or 1)):
+        yield f"x{factor.unexplained:.2f} unexplained"
+
+
+def _as_rate(factor: ByteFactor) -> Iterator[str]:
+    """Says where a factor is left to the rates."""
+    if factor.applied != factor.factor:
+        yield "slower than the sustained rate, or more bytes: left to the rates"
+
+
+def _differs(value: float, least: float = 0.0) -> bool:
+    return abs(value - 1) > max(least, 0.005)
+
+
+def _row(kind: str, factor: ByteFactor) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "kind": kind,
+        "grouping": factor.grouping,
+        "unfused": factor.unfused,
+        "causes": "; ".join((*_causes(kind, factor), *_as_rate(factor))),
+    }
+    if not factor.identified:
+        return row | {
+            "factor": view.Cell("–", unit=units.TEXT),
+            "causes": "; ".join((f"not identified: {factor.why}", *_causes(kind, factor))),
+        }
+    row |= {name: getattr(factor, name) for name in ("factor", "error", "kernels", "by")}
+    if kind.endswith(_WEIGHTS):
+        row["residency"] = factor.residency
+    return row

@@ -1,22 +1,191 @@
-"""An inventory in words: sums, a row for each tensor, statistics; and two beside each other."""
+"""What comes with rooftrace, as tables: a line for each chip or each system."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rooftrace.hardware.units import MISSING, arrow, format_capacity, format_share, plural
-from rooftrace.reporting.text.changed import cut, labelled, left_out
-from rooftrace.reporting.view import model as view, units
-from rooftrace.tracer.inventory import values
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.hardware import Chip, available_chips, load_chip
+from rooftrace.hardware.chipfile import ChipFileError
+from rooftrace.hardware.systems import System, available_systems, load_system
+from rooftrace.hardware.systems.records import CollectiveFit, ExchangeFit
+from rooftrace.hardware.units import (
+    MISSING,
+    arrow,
+    format_bandwidth,
+    format_capacity,
+    format_flop_rate,
+    format_intensity,
+    format_share,
+    format_time,
+    plural,
+)
+from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.text.folding import cut, labelled, left_out
+from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.inventory import records
 
 if TYPE_CHECKING:
     from rooftrace.tracer.inventory import ParameterDiff
-    from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo
-    from rooftrace.tracer.inventory.values import WeightStatistics
+    from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, WeightStatistics
+
+
+def list_of(what: Literal["chips", "systems"]) -> view.View:
+    """The table of all chips, or of all systems."""
+    return chip_list() if what == "chips" else system_list()
+
+
+# -- Chips as tables: the list, and the facts of one chip with their sources -----------------------
+
+_MARKS = {"measured": "good", "derived": "name", "guess": "warn"}
+_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
+_LIST = (
+    view.Column("chip", units.TEXT, "chip"),
+    view.Column("bf16", _RATE, "bf16 dense"),
+    view.Column("fp8", _RATE, "fp8 dense"),
+    view.Column("fp32", _RATE, "fp32 vector"),
+    view.Column("memory", units.CAPACITY, "memory"),
+    view.Column("bandwidth", units.Unit("byte/s", "number", format_bandwidth), "bandwidth"),
+    view.Column("ridge", units.Unit("FLOP/byte", "number", format_intensity), "ridge (bf16)"),
+)
+_FACTS = (
+    view.Column("fact", units.TEXT, "fact"),
+    view.Column("value", units.WORDS, "value"),
+    view.Column("kind", units.TEXT, "kind"),
+    view.Column("source", units.TEXT, "source", folded=True),
+)
+
+
+def chip_list() -> view.View:
+    """A line for each chip, and a note on each file that cannot be read."""
+    rows, unreadable = [], []
+    for name in available_chips():
+        try:
+            rows.append(_row(load_chip(name)))
+        except ChipFileError as error:
+            first, *others = error.problems
+            more = f" (and {len(others)} more: rooftrace chips lint {name})" if others else ""
+            unreadable.append(view.Note(f"not listed: {first}{more}", "bad"))
+    table = view.Table(columns=_LIST, rows=rows)
+    return view.View((view.Section(parts=[table, *unreadable]),), "Chips")
+
+
+def _row(chip: Chip) -> dict[str, Any]:
+    def rate(engine: str, precision: str) -> float | None:
+        return chip.peak(engine, precision) if chip.has_peak(engine, precision) else None
+
+    bf16 = rate("matrix", "bf16")
+    return {
+        "chip": chip.name,
+        "bf16": bf16,
+        "fp8": rate("matrix", "fp8"),
+        "fp32": rate("vector", "fp32"),
+        "memory": chip.memory_capacity.value,
+        "bandwidth": chip.memory_bandwidth.value,
+        "ridge": None if bf16 is None else chip.ridge("matrix", "bf16"),
+    }
+
+
+def chip_view(chip: Chip, output: view.Output) -> view.View:
+    """Every fact with its kind, source and note."""
+    rows = [
+        {
+            "fact": label,
+            "value": fact.text,
+            "kind": view.Cell(fact.kind, _MARKS.get(fact.kind, "")),
+            "source": fact.source + (f" ({fact.note})" if fact.note else ""),
+        }
+        for label, fact in chip.facts()
+    ]
+    title = f"{chip.title}  [{chip.name}]"
+    parts: list[view.Part] = [
+        view.Note(title, "strong", on="screen"),
+        view.Table(columns=_FACTS, rows=rows),
+    ]
+    return view.View((view.Section(parts=parts),), title)
+
+
+# -- Systems of many chips as tables: the list, and facts and fitted constants with their sources --
+
+_SYSTEMS = (
+    view.Column("system", units.TEXT, "system"),
+    view.Column("chip", units.TEXT, "chip"),
+    view.Column("levels", units.WORDS, "joined by", folded=True),
+    view.Column("measured", units.WORDS, "measured"),
+)
+_SYSTEM_FACTS = (
+    view.Column("fact", units.TEXT, "fact"),
+    view.Column("value", units.WORDS, "value", folded=True),
+    view.Column("kind", units.TEXT, "kind"),
+    view.Column("source", units.TEXT, "source", folded=True),
+)
+
+
+def system_list() -> view.View:
+    """A line for each system that comes with rooftrace."""
+    rows = []
+    for name in available_systems():
+        system = load_system(name)
+        fits: tuple[CollectiveFit | ExchangeFit, ...]
+        fits = (*system.collectives, *system.exchanges)
+        measured = sum(fit.kind == "measured" for fit in fits)
+        row = {"system": name, "chip": system.chip.name, "levels": system.headline()}
+        rows.append({**row, "measured": f"{measured} of {len(fits)} fits"})
+    table = view.Table(columns=_SYSTEMS, rows=rows)
+    return view.View((view.Section(parts=[table]),), "Systems")
+
+
+def system_view(system: System, output: view.Output) -> view.View:
+    """Every fact and every fitted constant with its kind, source and note."""
+    rows: list[dict[str, Any]] = [
+        {
+            "fact": label,
+            "value": fact.text,
+            "kind": view.Cell(fact.kind, _MARKS.get(fact.kind, "")),
+            "source": fact.source + (f" ({fact.note})" if fact.note else ""),
+        }
+        for label, fact in system.facts()
+    ]
+    fits: tuple[CollectiveFit | ExchangeFit, ...] = (*system.collectives, *system.exchanges)
+    for fit in fits:
+        source = " ".join(part for part in (fit.source, fit.version) if part)
+        rows.append(
+            {
+                "fact": _label(fit),
+                "value": _constants(fit),
+                "kind": view.Cell(fit.kind, _MARKS.get(fit.kind, "")),
+                "source": source + (f" ({fit.note})" if fit.note else ""),
+            }
+        )
+    title = f"{system.title}  [{system.name}]"
+    parts: list[view.Part] = [
+        view.Note(title, "strong", on="screen"),
+        view.Note(system.headline()),
+        view.Table(columns=_SYSTEM_FACTS, rows=rows),
+    ]
+    return view.View((view.Section(parts=parts),), title)
+
+
+def _label(fit: CollectiveFit | ExchangeFit) -> str:
+    if isinstance(fit, CollectiveFit):
+        return f"{fit.library} {fit.op} {fit.level}"
+    return f"experts {fit.mode} {fit.way}"
+
+
+def _constants(fit: CollectiveFit | ExchangeFit) -> str:
+    if isinstance(fit, CollectiveFit):
+        most = format_capacity(fit.nbytes)
+    else:
+        most = f"{fit.tokens:,} tokens"
+    return (
+        f"{format_time(fit.alpha)} + {format_time(fit.step)} a step, {fit.efficiency:.3g} of the "
+        f"bandwidth, p {fit.p:.3g}; up to {fit.ranks} ranks, {most}"
+    )
+
+
+# -- An inventory in words: sums, a row for each tensor, statistics; and two beside each other -----
 
 MOST_ROWS = 60
 """Tensors on a screen; of more, those that differ in indices only stand in one row."""
@@ -147,7 +316,7 @@ def _rows(layers: Sequence[LayerInfo], folded: bool) -> Iterator[dict[str, Any]]
 def _values(parts: Sequence[WeightStatistics]) -> dict[str, Any]:
     if not parts:
         return {"mean": view.BLANK}
-    whole = values.merged(parts)
+    whole = records.merged(parts)
     bad = whole.nans + whole.infs
     return {
         "mean": whole.mean,

@@ -6,19 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.findings import moduletree
+from rooftrace.costmodels.estimates import moduletree
 from rooftrace.hardware.units import (
     format_capacity,
     format_count,
     format_flops,
     format_time,
     format_traffic,
+    plural,
 )
-from rooftrace.reporting.view import model as view, units, words
+from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.text.folding import times
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating.breakdowns import Breakdown, BreakdownRow
-    from rooftrace.costmodels.findings.moduletree import ModuleNode, Summary
+    from rooftrace.costmodels.estimates import Census, Comparison, NodeTable, Product
+    from rooftrace.costmodels.estimates.moduletree import ModuleNode, Summary
+    from rooftrace.costmodels.estimates.rows import Breakdown, BreakdownRow
     from rooftrace.tracer.graph import OpGraph
 
 GRAPH_DEPTH = 3
@@ -172,7 +175,7 @@ def _row(row: BreakdownRow) -> dict[str, Any]:
 
 def graph_view(graph: OpGraph, output: view.Output) -> view.View:
     """How large a graph is, and its modules with their sizes and FLOP; no chip, no times."""
-    from rooftrace.costmodels.estimating import estimate
+    from rooftrace.costmodels.estimates import estimate
 
     root = moduletree.module_tree(estimate(graph, execution="eager"))
     head = [
@@ -201,3 +204,268 @@ def _by_path(result: Summary) -> view.Table:
             rows.append({"layer": f"{node.path or node.kind}{times}", **_cells(node, columns)})
     layer = view.Column("layer", units.TEXT, "module")
     return view.Table(columns=[layer, *columns], rows=rows)
+
+
+# -- What a step consists of, in words: its matrix products, its nodes -----------------------------
+
+_ROWS = 15
+"""Products, odd sizes and nodes that a screen shows."""
+
+
+def _size(number: float | None) -> str:
+    """A size; a mean, which is no whole number, with three digits."""
+    if number is None:
+        return "?"
+    return f"{number:.3g}" if number != int(number) else str(int(number))
+
+
+def _shape(shape: Sequence[float | None]) -> str:
+    return " x ".join(map(_size, shape))
+
+
+def _product(product: Product) -> str:
+    return _shape((product.rows, product.columns, product.inner))
+
+
+def _tile(product: Product) -> str:
+    if product.tile is None:
+        return "not modelled"
+    split = f", K in {product.split}" if product.split != 1 else ""
+    return f"{product.tile[0]} x {product.tile[1]}{split}"
+
+
+_COUNTED = units.Unit("", "number", _size)
+_MODULES = view.Column(
+    "modules", units.CODE, "modules", flexible=True, of=lambda product: ", ".join(product.modules)
+)
+
+
+def census_view(result: Census, output: view.Output) -> view.View:
+    """The products, most seconds first, what whole tiles waste, and the sizes that are odd."""
+    head = f"{result.title} on {result.chip}, {result.execution}"
+    sections = [
+        view.Section(parts=[view.Note(head, "strong"), *_sums(result)], place=1),
+        view.Section(title="Products", parts=list(_products(result, output)), place=2),
+        view.Section(title="Odd sizes", parts=list(_odd(result, output)), place=3),
+    ]
+    return view.View(tuple(sections), "Census of matrix products")
+
+
+def _sums(result: Census) -> Iterator[view.Note]:
+    parts = [f"{format_flops(result.flops)} in {plural(len(result.products), 'kind')} of product"]
+    if result.calls_attention:
+        calls = plural(result.calls_attention, "attention kernel")
+        parts.append(f"{format_flops(result.flops_attention)} in {calls}")
+    yield view.Note(f"{format_flops(result.flops_matrix)} of matrix work: {', '.join(parts)}")
+    tiled = [p for p in result.products if p.seconds_wasted is not None]
+    seconds = sum(p.seconds_wasted or 0.0 for p in tiled)
+    flop = sum(p.flops_wasted or 0 for p in tiled)
+    if tiled:
+        yield view.Note(
+            f"tiles and waves that are not full: {format_time(seconds)}, of which "
+            f"{format_flops(flop)} is padding inside of tiles"
+        )
+
+
+def _products(result: Census, output: view.Output) -> Iterator[view.Part]:
+    columns = (
+        view.Column("shape", units.WORDS, "M x N x K", of=_product),
+        view.Column("batch", _COUNTED, "batch"),
+        view.Column("kind", units.TEXT, "kind", drop=2),
+        view.Column("precision", units.TEXT, "precision", short="in", drop=1),
+        view.Column("calls", units.COUNT, "calls"),
+        view.Column("flops", units.FLOP, "FLOP"),
+        view.Column("seconds", units.SECOND, "expected" if result.expected else "bound"),
+        view.Column("share", units.SHARE, "share"),
+        view.Column("tile", units.WORDS, "tile", of=_tile, on="page"),
+        view.Column("tile_efficiency", units.SHARE, "tiles"),
+        view.Column("wave_efficiency", units.SHARE, "waves"),
+        view.Column("seconds_wasted", units.SECOND, "wasted"),
+        _MODULES,
+    )
+    yield from _table(columns, result.products, output)
+    yield view.Note(
+        "tiles: the share of what whole tiles compute that the product has.  waves: the share of "
+        "the multiprocessors that has a tile.  wasted: what full ones, fed at once, would save.  "
+        "A dash: the kernel model has no tiles for it",
+        "faint",
+    )
+
+
+def _odd(result: Census, output: view.Output) -> Iterator[view.Part]:
+    if not result.odd:
+        yield view.Note(f"no odd sizes: all rows in memory are multiples of {result.align} bytes")
+        return
+    columns = (
+        view.Column("shape", units.WORDS, "M x N x K", of=_product),
+        view.Column("odd", units.WORDS, "odd", of=lambda product: ", ".join(product.odd)),
+        view.Column("aligned", units.WORDS, "aligned", of=lambda p: _shape(p.aligned or ())),
+        view.Column("calls", units.COUNT, "calls"),
+        view.Column("aligned_flops", units.FLOP, "FLOP more"),
+        view.Column("aligned_seconds", units.signed(units.SECOND), "seconds more", short="time"),
+        _MODULES,
+    )
+    yield from _table(columns, result.odd, output)
+    yield view.Note(
+        f"rows in memory that are no multiple of {result.align} bytes; padded, they take so much "
+        "more.  What loads that are not aligned cost is not modelled: measure it",
+        "faint",
+    )
+
+
+def _table(
+    columns: Sequence[view.Column], rows: Sequence[Any], output: view.Output
+) -> Iterator[view.Part]:
+    """A table, on a screen with the first rows."""
+    shown = rows if output == "page" else rows[:_ROWS]
+    yield view.Table(columns=columns, rows=shown)
+    if len(shown) < len(rows):
+        yield view.Note(f"and {len(rows) - len(shown):,} more", "faint")
+
+
+def nodes_view(result: NodeTable, output: view.Output) -> view.View:
+    """The nodes, most seconds first, and what the step stores."""
+    head = f"{result.title} on {result.chip}, {result.execution}"
+    stored = ", ".join(f"{role} {format_capacity(size)}" for role, size in result.storage.items())
+    notes = [
+        view.Note(head, "strong"),
+        view.Note(
+            f"{format_flops(result.flops)} and {format_traffic(result.bytes)} of HBM traffic in "
+            f"{plural(len(result.nodes), 'kind')} of node"
+        ),
+        view.Note(f"stored at least: {stored or 'nothing'}"),
+    ]
+    if result.weights_unread:
+        unread = format_capacity(result.weights_unread)
+        notes.append(view.Note(f"weights that the step does not read: {unread}"))
+    columns = (
+        view.Column("name", units.KERNEL, "node"),
+        view.Column("calls", units.COUNT, "calls"),
+        view.Column("flops", units.FLOP, "FLOP"),
+        view.Column("weights", units.BYTE, "weights"),
+        view.Column("inputs", units.BYTE, "inputs"),
+        view.Column("outputs", units.BYTE, "outputs"),
+        view.Column("intensity", units.INTENSITY, "FLOP/byte", short="FLOP/B"),
+        view.Column("seconds", units.SECOND, "expected" if result.expected else "bound"),
+        view.Column("module", units.MODULE, "module", flexible=True),
+    )
+    table = list(_table(columns, result.nodes, output))
+    sections = (view.Section(parts=notes, place=1), view.Section(parts=table, place=2))
+    return view.View(sections, "Nodes of a step")
+
+
+# -- Our FLOPs beside another counter's, in words: for the terminal and as markdown ----------------
+
+SHOWN = 12
+_UNEXPLAINED = "not explained"
+_COLUMNS = (
+    view.Column("module", units.CODE, "module"),
+    view.Column("ours", units.TEXT, "ours"),
+    view.Column("theirs", units.TEXT, "theirs"),
+    view.Column("gap", units.WORDS, "we count"),
+    view.Column("reason", units.TEXT, "reason"),
+)
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: equal, how far apart, or why there is no count."""
+    if comparison.error:
+        return f"no count: {comparison.error}"
+    where = f"on {comparison.device}"
+    if not comparison.flops_matrix and not comparison.peer_matrix:
+        return f"neither counts any matrix FLOPs ({where})"
+    if comparison.flops_matrix == comparison.peer_matrix:
+        return f"equal: {format_flops(comparison.peer_matrix)} ({where})"
+    share = "" if comparison.ratio is None else f", {comparison.ratio:.4f} of ours"
+    gap = signed(comparison.flops_matrix - comparison.peer_matrix)
+    return f"{format_flops(comparison.peer_matrix)} ({where}){share}; we count {gap}"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What else to know when both numbers stand side by side."""
+    if comparison.error:
+        return []
+    lines = [comparison.note] if comparison.note else []
+    if comparison.peer_unit == "MAC":
+        own = (comparison.peer_matrix + comparison.peer_vector) // 2
+        lines.append(
+            f"{comparison.peer} counts a multiply-add as 1: its own total is "
+            f"{format_flops(own).replace('FLOP', 'MAC')}, and it calls them flops"
+        )
+    if comparison.flops_vector or comparison.peer_vector:
+        theirs = format_flops(comparison.peer_vector) if comparison.peer_vector else "none"
+        lines.append(
+            "left out: vector work (norms, activations ...), ours "
+            f"{format_flops(comparison.flops_vector)}, theirs {theirs}"
+        )
+    if comparison.differences and comparison.unexplained:
+        unexplained = format_flops(comparison.unexplained)
+        lines.append(f"{unexplained} of the differences have no reason we know")
+    return lines
+
+
+def signed(flops: int) -> str:
+    """A difference with its sign, and in words: "2.10 GFLOP more"."""
+    return f"{format_flops(abs(flops))} {'more' if flops > 0 else 'less'}"
+
+
+def counts(ops: Mapping[str, int]) -> str:
+    """ "mm 2.10 GFLOP, bmm 1.00 GFLOP"; "none" for nothing."""
+    return ", ".join(f"{words.op_name(op)} {format_flops(n)}" for op, n in ops.items()) or "none"
+
+
+def comparisons_view(name: str, comparisons: Sequence[Comparison]) -> view.View:
+    """What other counters say of a model, phase by phase.  name: what the model is called."""
+    head = view.Note(f"{name}, matrix FLOPs", on="screen", label="compare  ")
+    sections = [view.Section(parts=[head], place=0)]
+    for place, phase in enumerate(dict.fromkeys(comparison.phase for comparison in comparisons), 1):
+        mine = [comparison for comparison in comparisons if comparison.phase == phase]
+        own = f"rooftrace: {format_flops(mine[0].flops_matrix)} (a multiply-add is 2)"
+        parts = [view.Note(own, on="page"), view.Note(own, on="screen", label=f"{phase}  ")]
+        for comparison in mine:
+            parts += _counter(comparison)
+        sections.append(view.Section(title=phase, parts=parts, place=place))
+    return view.View(tuple(sections), f"Matrix FLOPs of `{name}`, counted by others")
+
+
+def _counter(comparison: Comparison) -> list[Any]:
+    """What one counter says, and each difference: as a table on a page, as lines on a screen."""
+    text, version = verdict(comparison), f"{comparison.peer} {comparison.version}".rstrip()
+    equal = not comparison.error and comparison.flops_matrix == comparison.peer_matrix
+    mark = "warn" if comparison.error else "good" if equal else "bad"
+    parts: list[view.Part] = [
+        view.Note(f"**{comparison.peer}** {comparison.version}: {text}", on="page", bullet=1),
+        view.Note(
+            text,
+            mark,
+            on="screen",
+            label=f"  {version}  ",
+        ),
+    ]
+    for line in notes(comparison):
+        parts.append(view.Note(line, on="page", bullet=2))
+        parts.append(view.Note(f"    {line}", "faint", on="screen"))
+    rows = [
+        {
+            "module": times(d.module, d.instances),
+            "ours": counts(d.ours),
+            "theirs": counts(d.theirs),
+            "gap": signed(d.delta),
+            "reason": d.reason or _UNEXPLAINED,
+        }
+        for d in comparison.differences
+    ]
+    parts.append(view.Table(columns=_COLUMNS, rows=rows, padded=False, on="page"))
+    for d, row in zip(comparison.differences[:SHOWN], rows, strict=False):
+        reason = view.Note(
+            f"{row['gap']}: {row['reason']}",
+            "" if d.reason else "bad",
+            on="screen",
+            label=f"    {row['module']}  ",
+        )
+        counted = f"      ours {row['ours']}; theirs {row['theirs']}"
+        parts += [reason, view.Note(counted, "faint", on="screen")]
+    if len(rows) > SHOWN:
+        more = f"    ... and {len(rows) - SHOWN} more (--format json has all)"
+        parts.append(view.Note(more, "faint", on="screen"))
+    return parts

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import to_csv, to_json
 from rooftrace._formats import FORMATS
 from rooftrace._outputs import MADE_BY
-from rooftrace.reporting.view import as_page, as_screen, model as view
+from rooftrace.reporting.renderers import as_page, as_screen, model as view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.estimates import Estimate
 
 WIDTH = 100
 
@@ -47,10 +47,10 @@ def renderable(result: Any) -> RenderableType:
 
 def as_cell(result: Any) -> str:
     """A result in a cell of a notebook: what a screen shows, and one figure."""
-    from rooftrace.reporting import hypertext
     from rooftrace.reporting.figures import figure_of
+    from rooftrace.reporting.hypertext import as_cell as hypertext_as_cell
 
-    return hypertext.as_cell(view_of(result, "screen"), figure_of(result))
+    return hypertext_as_cell(view_of(result, "screen"), figure_of(result))
 
 
 def shown(result: Any, form: str, **how: Any) -> Any:
@@ -98,14 +98,14 @@ def as_latex(result: Any, files: Collection[str] = (), style: str = "screen") ->
     style: what its tables are made for ("screen", "paper", "paper-column"); RequestError for
     another one.
     """
-    from rooftrace.reporting import latex
+    from rooftrace.reporting.renderers import as_latex as latex_as_latex
 
-    return latex.as_latex(view_of(result, "page"), files, style)
+    return latex_as_latex(view_of(result, "page"), files, style)
 
 
 def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
     """Each table of a result as a file that a paper takes in, by the name of the file."""
-    from rooftrace.reporting.latex import table_files
+    from rooftrace.reporting.renderers import table_files
 
     return table_files(view_of(result, "page"), style)
 
@@ -135,37 +135,37 @@ VIEWS: Mapping[str, str] = {
     "Breakdown": "text.moduletrees:breakdown_view",
     "Summary": "text.moduletrees:summary_view",
     "OpGraph": "text.moduletrees:graph_view",
-    "Census": "text.itemised:census_view",
-    "NodeTable": "text.itemised:nodes_view",
+    "Census": "text.moduletrees:census_view",
+    "NodeTable": "text.moduletrees:nodes_view",
     "Explanation": "text.explanations:explanation_view",
     "Sweep": "text.sweeps:sweep_view",
     "Form": "text.sweeps:form_view",
-    "SweepFleet": "text.fleets:fleet_view",
-    "Rooflines": "text.rooflines:rooflines_view",
-    "Reports": "text.rooflines:reports_view",
+    "SweepFleet": "text.sweeps:fleet_view",
+    "Rooflines": "text.explanations:rooflines_view",
+    "Reports": "text.explanations:reports_view",
     "Elasticities": "text.sensitivities:elasticities_view",
     "GridEffects": "text.sensitivities:grid_view",
-    "Exploration": "text.explorations:exploration_view",
+    "Exploration": "text.answers:exploration_view",
     "ServingAnswer": "text.answers:serving_view",
     "RatesAnswer": "text.answers:rates_view",
     "PassingAnswer": "text.answers:passing_view",
     "CapacityAnswer": "text.answers:capacity_view",
-    "MeshAnswer": "text.meshes:mesh_view",
-    "ScalingAnswer": "text.meshes:scaling_view",
-    "Disaggregated": "text.disaggregations:disaggregated_view",
-    "GraphBreaks": "text.graphbreaks:graph_breaks_view",
+    "MeshAnswer": "text.sensitivities:mesh_view",
+    "ScalingAnswer": "text.sensitivities:scaling_view",
+    "Disaggregated": "text.answers:disaggregated_view",
+    "GraphBreaks": "text.scripts:graph_breaks_view",
     "ScriptCost": "text.scripts:script_view",
-    "Chip": "text.chips:chip_view",
-    "System": "text.systems:system_view",
+    "Chip": "text.inventories:chip_view",
+    "System": "text.inventories:system_view",
     "Diff": "text.differences:diff_view",
-    "GateOutcome": "gates.words:gate_view",
+    "GateOutcome": "gates.reports:gate_view",
     "ModelInfo": "text.inventories:inventory_view",
     "ParameterDiff": "text.inventories:parameters_view",
-    "CheckpointDiff": "text.checkpoints:checkpoints_view",
-    "Calibration": "text.calibrations:calibration_view",
+    "CheckpointDiff": "text.differences:checkpoints_view",
+    "Calibration": "text.validations:calibration_view",
     "Validation": "text.validations:validation_view",
     "RunDiff": "text.rundiffs:rundiff_view",
-    "LiveResult": "text.loops:loop_view",
+    "LiveResult": "text.scripts:loop_view",
 }
 """The function that makes the view of a result, as "module:function", by the class of the result.
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace.hardware.units import MISSING, arrow, format_time
-from rooftrace.measured.rundiffs import RunDiff, metrics, rundiff
-from rooftrace.reporting.text.changed import cut, delta, said, totals
-from rooftrace.reporting.view import model as view, units, words
+from rooftrace.measured.rundiffs import RunDiff, rundiff
+from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.text.folding import cut, delta, said, totals
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
 """Lines of a screen for kernels, for those of noise where there are no others, for modules and
@@ -119,7 +119,7 @@ def _parts(step: rundiff.StepDiff) -> Sequence[str]:
     """Figures that add up to the time of the step; none where its kernels were timed apart."""
     if not step.timed_inside:
         return ()
-    names = metrics.PARTS if step.on_device else ("device", "idle")
+    names = rundiff.PARTS if step.on_device else ("device", "idle")
     return [name for name in names if name in step.totals]
 
 
@@ -174,7 +174,7 @@ def _totals(step: rundiff.StepDiff, names: tuple[str, str]) -> view.Table:
 
 
 def _unit(name: str) -> units.Unit:
-    return _UNITS[metrics.METRICS[name].unit]
+    return _UNITS[rundiff.METRICS[name].unit]
 
 
 def _noise(change: rundiff.MeasuredChange, unit: units.Unit) -> view.Cell | None:

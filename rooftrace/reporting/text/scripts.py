@@ -7,10 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from rooftrace.costmodels.scripting import ScriptCost, TurnCost
-from rooftrace.hardware.units import format_time, plural
+from rooftrace.costmodels.advice import BreakCost, GraphBreaks
+from rooftrace.costmodels.estimates import ScriptCost, TurnCost
+from rooftrace.hardware.units import (
+    format_bandwidth,
+    format_count,
+    format_flop_rate,
+    format_share,
+    format_time,
+    plural,
+)
+from rooftrace.measured.live import LiveResult, OffKernel
+from rooftrace.reporting.renderers import model as view, units, words
 from rooftrace.reporting.text.folding import Folding
-from rooftrace.reporting.view import model as view, units, words
 from rooftrace.tracer.scripts import Script
 
 _LIMITS = {"compute": "compute", "hbm": "HBM", "network": "network", "launch": "launch"}
@@ -214,3 +223,251 @@ def _piece(place: int, row: TurnCost) -> str:
         return "the optimizer" if "optimizer" in parts else "forward"
     again = "forward and backward"
     return f"{again}, the optimizer" if "optimizer" in parts else again
+
+
+# -- A loop that was watched as it ran: its rates beside the prediction, and what is off -----------
+
+SHOWN = 10
+"""Kernels on a screen, and calls outside of the graph."""
+_PAGE = 40
+
+_RATES = (
+    view.Column("what", units.TEXT, ""),
+    view.Column("measured", units.WORDS, "measured"),
+    view.Column("expected", units.WORDS, "expected"),
+    view.Column("within", units.WORDS, "90 % within"),
+)
+_OFF = (
+    view.Column("name", units.KERNEL, "off"),
+    view.Column("module", units.MODULE, "module", flexible=True),
+    view.Column("source", units.CODE, "line", clipped=40),
+    view.Column("part", units.TEXT, "part", drop=2),
+    view.Column("launches", units.COUNT, "calls", drop=2),
+    view.Column("measured", units.SECOND, "measured"),
+    view.Column("expected", units.SECOND, "expected"),
+    view.Column("lost", units.SECOND, "lost", of=lambda kernel: kernel.lost),
+    view.Column("reason", units.TEXT, "likely reason", on="page"),
+)
+_OUTSIDE = (
+    view.Column("name", units.CODE, "in no predicted kernel"),
+    view.Column("seconds", units.SECOND, "measured"),
+)
+
+
+def loop_view(result: LiveResult, output: view.Output) -> view.View:
+    """The rates, the kernels that are off, what could not be matched, and the notes."""
+    head = headline(result)
+    rates = view.Table(columns=_RATES, rows=_rate_rows(result), padded=False)
+    sections = [
+        view.Section(parts=[view.Note(head, on="screen", label="live  ")], place=0),
+        view.Section(parts=[view.Note(f"{head}.", on="page"), rates], place=1),
+    ]
+    if result.validation is not None or result.outside_graph:
+        sections.append(_kernels(result))
+    notes: list[view.Part] = []
+    for line in result.notes:
+        notes += [
+            view.Note(line, "faint", on="screen"),
+            view.Note(f"{line}.", on="page", bullet=1),
+        ]
+    sections.append(view.Section(parts=notes, place=5))
+    return view.View(tuple(sections), "A loop beside its prediction")
+
+
+def headline(result: LiveResult) -> str:
+    """What ran on what, and which of its steps are in the numbers."""
+    figures = result.figures
+    timed = figures.steps + figures.uncounted
+    text = (
+        f"{result.chip.title}, {result.execution}: {words.plural(timed, 'step')} timed, "
+        f"{result.warmups:,} before to warm up, {result.profiled:,} under the profiler"
+    )
+    if figures.uncounted:
+        text += f"; the work of {figures.uncounted:,} is not known"
+    return text
+
+
+def _rate_rows(result: LiveResult) -> list[dict[str, Any]]:
+    figures = result.figures
+    expected = figures.expected
+    rows = [
+        _row("step, mean", format_time, figures.seconds, expected, figures.interval),
+        _row("step, median", format_time, result.median),
+        _row("between steps", format_time, figures.outside),
+        _row("MFU", format_share, figures.mfu, figures.expected_mfu),
+    ]
+    if figures.hfu is not None and figures.hfu != figures.mfu:
+        rows.append(_row("HFU", format_share, figures.hfu))
+    rows += [
+        _row("FLOP/s", format_flop_rate, figures.flops_per_s, _rate(figures.flops, expected)),
+        _row(
+            "HBM byte/s, as counted",
+            format_bandwidth,
+            figures.bytes_per_s,
+            _rate(figures.bytes, expected),
+        ),
+    ]
+    for name, amount in (("tokens/s", figures.tokens_per_s), ("samples/s", figures.samples_per_s)):
+        if amount is not None and figures.seconds:
+            a_step = amount * figures.seconds
+            rows.append(_row(name, format_count, amount, _rate(a_step, expected)))
+    return rows
+
+
+def _rate(amount: float | None, seconds: float | None) -> float | None:
+    return amount / seconds if amount is not None and seconds else None
+
+
+def _row(name: str, written: Any, measured: Any, expected: Any = None, within: Any = None) -> Any:
+    row = {"what": name, "measured": written(measured)}
+    if expected is not None:
+        row["expected"] = written(expected)
+    if within is not None:
+        row["within"] = words.interval_words(within)
+    return row
+
+
+def _kernels(result: LiveResult) -> view.Section:
+    """The kernels that are off, and the calls that no kernel of the graph stands for."""
+    parts: list[view.Part] = []
+    if result.validation is not None:
+        text = _off_words(result)
+        parts += [view.Note(text, on="screen"), view.Note(f"{text}.", on="page")]
+    for count, output in ((SHOWN, "screen"), (_PAGE, "page")):
+        shown: list[OffKernel] = list(result.off[:count])
+        if shown:
+            parts.append(view.Table(columns=_OFF, rows=shown, on=output))  # type: ignore[arg-type]
+    text = matched_words(result)
+    parts += [view.Note(text, on="screen"), view.Note(f"{text}.", on="page")]
+    rows = [{"name": n, "seconds": s} for n, s in list(result.outside_graph.items())[:_PAGE]]
+    if rows:
+        parts.append(view.Table(columns=_OUTSIDE, rows=rows, padded=False, on="page"))
+    return view.Section(title="Kernels", parts=parts, place=3)
+
+
+def _off_words(result: LiveResult) -> str:
+    typical = result.typical or 1.0
+    usual = f"a typical kernel takes {typical:.2f} times what is expected of it"
+    if not result.off:
+        return f"{usual}; none is far beyond that"
+    lost = sum(kernel.lost for kernel in result.off)
+    shown = f", the first {SHOWN} of them here" if len(result.off) > SHOWN else ""
+    what = words.plural(len(result.off), "kind") + " of kernel"
+    verbs = ("is", "loses") if len(result.off) == 1 else ("are", "lose")
+    loss = f"{verbs[1]} {format_time(lost)} a step{shown}"
+    return f"{usual}; {what} {verbs[0]} far beyond that and {loss}"
+
+
+def matched_words(result: LiveResult) -> str:
+    """How much of the profiled time is in predicted kernels, and the most of the rest."""
+    text = "no profiled time is matched to a predicted kernel"
+    if result.matched is not None:
+        text = f"{format_share(result.matched)} of the profiled time belongs to a predicted kernel"
+    most = [f"{name} {format_time(s)}" for name, s in list(result.outside_graph.items())[:3]]
+    left = len(result.outside_graph) - len(most)
+    if not most:
+        return text
+    if left > 0:
+        most.append(f"{left:,} more")
+    return f"{text}; in none: {words.listed(most)}"
+
+
+# -- Graph breaks in words: the step in three ways, then a row for each line that breaks it --------
+
+_WAYS = (
+    view.Column("way", units.TEXT, "step"),
+    view.Column("seconds", units.SECOND, "expected"),
+    view.Column("launch", units.SECOND, "launch"),
+    view.Column("kernels", units.COUNT, "kernels"),
+    view.Column("bytes", units.BYTE, "HBM"),
+    view.Column("entries", units.COUNT, "graph calls"),
+)
+_ROWS = (
+    view.Column("source", units.CODE, "line", of=lambda row: row.cause.source or "?"),
+    view.Column("kind", units.TEXT, "what", of=lambda row: row.cause.kind),
+    view.Column("times", units.COUNT, "times", of=lambda row: row.cause.times),
+    view.Column("gain", units.signed(units.SECOND), "costs", mark="strong"),
+    view.Column("share", units.SHARE, "share", drop=1),
+    view.Column("launch", units.signed(units.SECOND), "launch", drop=2),
+    view.Column("kernels", units.signed(units.COUNT), "kernels"),
+    view.Column("singles", units.COUNT, "op by op", drop=3),
+    view.Column("bytes", units.signed(units.BYTE), "HBM"),
+    view.Column("module", units.MODULE, "module", flexible=True, of=lambda row: row.cause.module),
+)
+
+
+def graph_breaks_view(result: GraphBreaks, output: view.Output) -> view.View:
+    """The step eager, broken and whole; the lines; their reasons; what the prices assume."""
+    ways = view.Table(columns=_WAYS, rows=list(_ways(result)))
+    head = [view.Note(result.title, "strong"), view.Note(_breaks_summary(result))]
+    sections = [view.Section(parts=[*head, ways], place=1)]
+    if result.rows:
+        table = view.Table(columns=_ROWS, rows=result.rows)
+        parts: list[view.Part] = [table, view.Note(_sums_of_breaks(result)), *_reasons(result)]
+        sections.append(view.Section(title="Where graphs end", parts=parts, place=2))
+    if result.recompiled:
+        recompiled = list(_recompiled(result))
+        sections.append(view.Section(title="Compiled more than once", parts=recompiled, place=3))
+    notes = [view.Note(f"assumed: {text}", "faint") for text in result.notes]
+    sections.append(view.Section(title="What is assumed", parts=notes, place=4))
+    return view.View(tuple(sections), "Graph breaks")
+
+
+def _ways(result: GraphBreaks) -> Iterator[dict[str, Any]]:
+    ways = (
+        ("eager", result.eager, 0),
+        ("compiled, as it breaks", result.broken, result.calls),
+        ("compiled, without breaks", result.whole, 1),
+    )
+    for way, step, entries in ways:
+        if step is result.broken and not result.rows:
+            continue
+        yield {
+            "way": way,
+            "seconds": step.t_est,
+            "launch": step.times.regime_seconds["launch"],
+            "kernels": step.kernels,
+            "bytes": step.bytes_hbm,
+            "entries": entries,
+        }
+
+
+def _breaks_summary(result: GraphBreaks) -> str:
+    if not result.rows:
+        return "no graph breaks: the module's call is one compiled graph, and nothing is lost"
+    graphs = f"{plural(result.graphs, 'compiled graph')}, called {plural(result.calls, 'time')}"
+    return (
+        f"{plural(len(result.rows), 'line')} with graph breaks: {graphs} in a forward; "
+        f"{format_time(result.together)} of the step"
+    )
+
+
+def _sums_of_breaks(result: GraphBreaks) -> str:
+    share = result.together / result.broken.t_est if result.broken.t_est else 0.0
+    together = f"{format_time(result.together)}, {format_share(share)} of the step"
+    if len(result.rows) == 1:
+        return f"together: {together}"
+    return (
+        f"all lines together: {together}.  Each line alone, added up: {format_time(result.total)}: "
+        "gains do not add up"
+    )
+
+
+def _reasons(result: GraphBreaks) -> Iterator[view.Note]:
+    for row in result.rows:
+        yield view.Note(_reason(row))
+
+
+def _reason(row: BreakCost) -> str:
+    cause = row.cause
+    hint = f".  {cause.hints[0].rstrip('.')}" if cause.hints else ""
+    return f"{cause.source or '?'}: {cause.reason}{hint}"
+
+
+def _recompiled(result: GraphBreaks) -> Iterator[view.Note]:
+    for again in result.recompiled:
+        reason = f": {again.reason}" if again.reason else ""
+        yield view.Note(
+            f"{again.source} {again.name}: {plural(again.times, 'time')}, in the first step "
+            f"only{reason}"
+        )

@@ -1,26 +1,235 @@
-"""Predicted against measured: the sections of its view, and the points of its figure."""
+"""The kernels with the largest errors of prediction, as a table."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment import Stray
-from rooftrace.measured.validate import NodeCheck, StepCheck, Validation
+from rooftrace.measured.fit import (
+    Calibration,
+    Errors,
+    Node,
+    NodeCheck,
+    StepCheck,
+    Validation,
+    misses,
+)
 from rooftrace.reporting.figures import parity
-from rooftrace.reporting.text import misses
-from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.paths import pattern_of
+from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.text.folding import factor_columns, factor_rows, factor_sentence
+from rooftrace.tracer.graph import pattern_of
+
+if TYPE_CHECKING:
+    from rooftrace.measured.alignment import Alignment
+
+SHOWN = 20
+_OFF = units.Unit("s", "number", lambda s: f"{'+' if s >= 0 else '-'}{format_time(abs(s))}")
+COLUMNS = (
+    view.Column("kernel", units.TEXT, "kernel"),
+    view.Column("module", units.CODE, "module", flexible=True),
+    view.Column("launches", units.COUNT, "launches", drop=1),
+    view.Column("predicted", units.SECOND, "predicted"),
+    view.Column("measured", units.SECOND, "measured"),
+    view.Column("miss", _OFF, "off by"),
+    view.Column("reason", units.TEXT, "likely reason", folded=True),
+)
+
+
+def miss_rows(
+    nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
+) -> list[dict[str, Any]]:
+    """The worst kernels, and calls that the graph lacks; the largest error in seconds first."""
+    rows = [node_row(node) for node in misses.worst(tuple(nodes), count)]
+    rows += [stray_row(stray) for stray in (alignment.only_in_trace if alignment else ())]
+    return sorted(rows, key=lambda row: -abs(row["miss"]))[:count]
+
+
+def stray_row(stray: Stray) -> dict[str, Any]:
+    """A call that the graph lacks; the row has its shapes in place of a module."""
+    shapes = ", ".join(str(list(shape)) for shape in stray.shapes if shape)
+    return {
+        "kernel": stray.name.removeprefix("aten::"),
+        "module": shapes[:40],
+        "launches": f"{stray.count:.3g}",
+        "predicted": None,
+        "measured": stray.seconds,
+        "miss": stray.seconds,
+        "reason": "op missing in the graph",
+    }
+
+
+def node_row(node: Node) -> dict[str, Any]:
+    """The row of a kernel: its predicted and measured seconds."""
+    return {
+        "kernel": words.kernel_name(node.row.name),
+        "module": pattern_of(node.row.module) or "(root)",
+        "launches": node.row.count,
+        "predicted": node.predicted,
+        "measured": node.measured,
+        "miss": node.miss,
+        "reason": node.reason,
+    }
+
+
+def matched_words(nodes: Sequence[Node], alignment: Alignment | None = None) -> str:
+    """One sentence: how much was matched, and how far the sums are apart."""
+    both = [node for node in nodes if node.measured is not None]
+    predicted = sum(node.predicted for node in both)
+    measured = sum(node.measured or 0.0 for node in both)
+    text = (
+        f"{len(both):,} of {words.plural(len(nodes), 'kernel')} measured: predicted "
+        f"{format_time(predicted)}, measured {format_time(measured)}"
+    )
+    if predicted:
+        text += f" ({measured / predicted:.2f}x)"
+    if alignment is not None:
+        text += (
+            f"; {format_share(alignment.coverage)} of the run's time is matched to the graph by "
+            f"{alignment.how}"
+        )
+    return text
+
+
+def misses_view(
+    nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
+) -> view.View:
+    """What was matched, and the worst kernels."""
+    text = matched_words(nodes, alignment)
+    rows = miss_rows(nodes, alignment, count)
+    parts: list[view.Part] = [
+        view.Note(text, on="screen"),
+        view.Note(f"{text}.", on="page"),
+        view.Table(columns=COLUMNS, rows=rows, padded=False),
+    ]
+    return view.View((view.Section(parts=parts),))
+
+
+# -- A calibration in words: the knobs, and how far off they still are -----------------------------
+
+_LEFT_OUT = 5
+_KNOB = units.Unit("", "number", lambda value: f"{value:.3g}")
+_KNOBS = (
+    view.Column("name", units.TEXT, "knob"),
+    view.Column("start", _KNOB, "start"),
+    view.Column("value", _KNOB, "fitted"),
+    view.Column("error", units.Unit("", "number", lambda e: f"{e:.0%}"), "std. error"),
+    view.Column("note", units.TEXT, "", folded=True),
+)
+_ERRORS = (
+    view.Column("on", units.TEXT, "error on"),
+    view.Column("mean", units.SPREAD, "mean"),
+    view.Column("median", units.SPREAD, "median"),
+    view.Column("p90", units.SPREAD, "p90"),
+    view.Column("bias", units.ERROR, "bias"),
+    view.Column("worst", units.TEXT, "worst", folded=True),
+)
+
+
+def calibration_view(result: Calibration, output: view.Output) -> view.View:
+    """What was fitted to what, each knob, and the errors with and without them."""
+    fit, used = result.fit, result.measured - len(result.failures)
+    single = f", and {words.plural(result.kernels, 'single kernel')}" if result.kernels else ""
+    head = (
+        f"{result.chip}, {result.execution}: {used} of {result.measured} measured "
+        f"{result.what}{single}"
+    )
+    parts: list[view.Part] = [
+        view.Note(head, on="screen", label="calibration  "),
+        view.Note(f"{head}.", on="page"),
+    ]
+    for place, why in list(result.failures.items())[:_LEFT_OUT]:
+        parts.append(view.Note(f"  left out, {place}: {why}", "warn"))
+    parts.append(view.Table(columns=_KNOBS, rows=[_knob(p) for p in fit.parameters]))
+    parts += _traffic(result)
+    for (first, second), value in fit.correlations.items():
+        text = f"  {first} and {second} stand for each other ({value:+.2f})"
+        parts.append(view.Note(text, "warn"))
+    parts.append(view.Table(columns=_ERRORS, rows=_error_rows(result)))
+    parts.append(view.Note(f"  {_interval(fit.knobs)}"))
+    if fit.left_out is None:
+        text = (
+            f"  too few different {result.what} to leave some out: the error is of the fit itself"
+        )
+        parts.append(view.Note(text))
+    if len(result.tried) > 1:
+        text = "  as few numbers as explain more than chance; mean error on what was left out:"
+        parts.append(view.Note(text))
+        for free, errors in result.tried.items():
+            chosen = "*" if errors == fit.left_out else " "
+            parts.append(view.Note(f"    {chosen} {errors.mean:6.1%}  {free}"))
+    return view.View((view.Section(parts=parts),), "Calibration")
+
+
+def _interval(knobs: Knobs) -> str:
+    """Where steps by these knobs lie, and how that is known."""
+    low, high = (math.exp(end * knobs.spread) for end in knobs.ends())
+    known = knobs.residuals.get(knobs.use)
+    by = "the spread of single kernels" if known is None else known.told
+    wide = f"between {low:.2f} and {high:.2f} times"
+    return f"90 % of steps are {wide} what is expected ({knobs.use}), by {by}"
+
+
+def _traffic(result: Calibration) -> list[view.Part]:
+    """The factors on bytes, what they rest on, and those of layers where they were asked for."""
+    made = result.traffic
+    if made is None:
+        return []
+    apart = f", {made.apart} left out as far from the others" if made.apart else ""
+    off = f"; a kernel is {made.noise:.0%} off what its factors say" if made.kernels else ""
+    head = f"bytes of {made.kernels} of {words.plural(made.of, 'kernel')}{apart}{off}"
+    parts: list[view.Part] = [
+        view.Note(head),
+        view.Table(columns=factor_columns, rows=factor_rows(made.factors.factors)),
+        view.Note(factor_sentence(made.factors)),
+    ]
+    if made.by_layer:
+        parts.append(view.Table(columns=factor_columns, rows=factor_rows(made.by_layer)))
+    return parts
+
+
+def _knob(parameter: Any) -> dict[str, Any]:
+    note = "not identified by these measurements; left at its start"
+    timed = units.SECOND if parameter.name in ("launch", "dispatch") else None
+    return {
+        "name": parameter.name,
+        "start": view.Cell(parameter.start, unit=timed),
+        "value": view.Cell(parameter.value, unit=timed),
+        "error": parameter.error,
+        "note": "" if parameter.identified else note,
+    }
+
+
+def _error_rows(result: Calibration) -> list[dict[str, Any]]:
+    fit, what = result.fit, "models" if result.what == "steps" else result.what
+    rows = [
+        _errors("all, without knobs", result.before),
+        _errors(f"{what} that were fitted", fit.errors),
+    ]
+    if fit.left_out is not None:
+        rows.append(_errors(f"{what} that were left out", fit.left_out))
+    for kind, errors in fit.by_class.items():
+        rows.append(_errors(f"  mostly {kind} ({errors.count})", errors))
+    return rows
+
+
+def _errors(name: str, errors: Errors) -> dict[str, Any]:
+    numbers = {key: getattr(errors, key) for key in ("mean", "median", "p90", "bias")}
+    return {"on": name, **numbers, "worst": f"{errors.worst:+.0%} {errors.worst_case}"}
+
+
+# -- Predicted against measured: the sections of its view, and the points of its figure ------------
 
 STEPS, CLASSES, NODES = 12, 8, 10
 """Lines of a screen for steps of all phases, classes and kernels.  A page has more."""
 _NODES_OF_PAGE = 40
 _TRAFFIC_SHOWN = 20
-_LEFT_OUT = 5
 """Kernels below this share of the time are not drawn: they would only stretch the axes."""
 
 
@@ -69,7 +278,7 @@ def _coverage_words(result: Validation) -> str:
 
 # -- tables ----------------------------------------------------------------------------------------
 
-_ERRORS = (
+_ERROR_COLUMNS = (
     view.Column("name", units.TEXT, "error of"),
     view.Column("count", units.COUNT, "steps"),
     view.Column("bias", units.ERROR, "bias"),
@@ -97,7 +306,7 @@ _TRAFFIC = (
 )
 
 
-def _error_rows(result: Validation) -> list[dict[str, Any]]:
+def _rows_of_errors(result: Validation) -> list[dict[str, Any]]:
     """Errors of steps by phase, and of the memory."""
     errors = dict(result.by_phase)
     peaks = result.peak_errors
@@ -119,7 +328,7 @@ def _step_columns(steps: Sequence[StepCheck]) -> list[view.Column]:
         view.Column("step", units.TEXT, "step", clipped=24, of=parity.short_label),
         view.Column("measured", units.SECOND, "measured"),
         view.Column("predicted", units.SECOND, "predicted"),
-        view.Column("interval", units.WORDS, "90 % between", drop=1, of=_interval),
+        view.Column("interval", units.WORDS, "90 % between", drop=1, of=_interval_of_step),
         view.Column("error", units.ERROR, "error"),
         view.Column("limits", units.TEXT, "limited by", clipped=22, of=_limits),
         view.Column("device", units.SECOND, "device", drop=3),
@@ -137,7 +346,7 @@ def _step_columns(steps: Sequence[StepCheck]) -> list[view.Column]:
     return [column for column in columns if column.key not in empty]
 
 
-def _interval(step: StepCheck) -> str | None:
+def _interval_of_step(step: StepCheck) -> str | None:
     if step.interval is None:
         return None
     return f"{format_time(step.interval[0])}, {format_time(step.interval[1])}"
@@ -174,7 +383,7 @@ def _class_rows(result: Validation) -> list[dict[str, Any]]:
 def _node_columns(result: Validation) -> list[view.Column]:
     """The step where there are several, what was counted where it was."""
     several = len(result.steps) > 1
-    kernel, module, launches, *times, miss, reason = misses.COLUMNS
+    kernel, module, launches, *times, miss, reason = COLUMNS
     columns = [
         replace(kernel, unit=units.CODE, clipped=20),
         replace(module, flexible=not several, drop=2 * several),
@@ -197,14 +406,14 @@ def _node_rows(result: Validation, count: int, names: Mapping[str, str]) -> list
     for miss in worst(result, count):
         if isinstance(miss, NodeCheck):
             row = {
-                **misses.node_row(miss.node),
+                **node_row(miss.node),
                 "step": names[miss.step],
                 "bytes": miss.node.row.bytes,
                 "counted": miss.dram,
             }
         else:
             step, stray = miss
-            row = {**misses.stray_row(stray), "step": names[step], "bytes": None, "counted": None}
+            row = {**stray_row(stray), "step": names[step], "bytes": None, "counted": None}
         rows.append(row)
     return rows
 
@@ -245,8 +454,8 @@ def validation_view(result: Validation, output: view.Output) -> view.View:
     """Errors by phase, every step, classes of kernels, and the worst kernels."""
     sections = [_head(result)]
     if len(result.steps) > 1:
-        rows = _error_rows(result)
-        table = view.Table(columns=_ERRORS, rows=rows, padded=False)
+        rows = _rows_of_errors(result)
+        table = view.Table(columns=_ERROR_COLUMNS, rows=rows, padded=False)
         sections.append(view.Section(parts=[table], place=1))
     sections.append(view.Section(parts=[view.Image("parity.png", "predicted and measured")]))
     sections += _steps(result)

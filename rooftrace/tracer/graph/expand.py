@@ -7,9 +7,17 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
-from rooftrace.tracer.graph.records import Op, Repeat, Tensor
-from rooftrace.tracer.vocabulary import REVERSED
+from rooftrace.tracer.graph.records import (
+    REVERSED,
+    Argument,
+    Neighbour,
+    Op,
+    Ref,
+    Repeat,
+    Tensor,
+    in_order,
+    refs,
+)
 
 
 class Rolled(Protocol):

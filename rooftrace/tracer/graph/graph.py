@@ -18,11 +18,21 @@ from msgspec import structs
 from rooftrace._shown import Shown, short
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems.records import COLLECTIVES
-from rooftrace.tracer.arguments import Neighbour
-from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph.expand import last_written_out, made_in_reverse, numbered
-from rooftrace.tracer.graph.records import Assumption, GraphError, Op, Repeat, Tensor
-from rooftrace.tracer.vocabulary import KINDS, LOWER_BOUND, PARTS, ROLES
+from rooftrace.tracer.graph.records import (
+    KINDS,
+    LOWER_BOUND,
+    PARTS,
+    ROLES,
+    Assumption,
+    Collective,
+    GraphError,
+    Group,
+    Neighbour,
+    Op,
+    Repeat,
+    Tensor,
+)
 
 _LISTED = 40
 """As many kernels does `print(graph)` show."""

@@ -1,18 +1,162 @@
-"""The records that a graph consists of: tensors, ops, assumptions, repeats."""
+"""The words that the records of a graph use, each for one thing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rooftrace.hardware.precisions import storage_bytes
-from rooftrace.tracer.arguments import Argument, Neighbour, Ref, references
-from rooftrace.tracer.collectives import Collective
-from rooftrace.tracer.paths import below, split
+
+ROLES = ("weights", "activations", "kv", "gradients", "optimizer", "temporary", "constants")
+"""Whose bytes a tensor is.
+
+weights: parameters and persistent buffers.  activations: inputs and what forward makes of them.
+kv: state that one call hands to the next (key/value cache, recurrent state).  gradients: gradients
+of parameters.  optimizer: optimizer states and master weights.  temporary: gradients of
+activations, materialised attention scores and other values that no later step needs.  constants:
+values that depend on neither weights nor floating inputs (positions, masks, tables).
+"""
+
+PARTS = ("forward", "backward", "recompute", "optimizer")
+REVERSED = frozenset({"backward", "recompute"})
+"""Parts of a step that go through the iterations in reverse order."""
+
+KINDS = ("kernel", "view", "sync")
+"""kernel: the device works.  view: metadata or an allocation, host only.  sync: the host waits."""
+
+UNRECORDED = "unrecorded"
+"""Kind of the assumptions that say that something ran out of sight of the trace."""
+LOWER_BOUND = frozenset({UNRECORDED, "higher-order"})
+"""Kinds of assumptions with which the totals of a graph are a lower bound."""
+
+
+# -- Paths of modules, and the numbers in them -----------------------------------------------------
+
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def pattern_of(path: str) -> str:
+    """A module path with its indices starred: "layers.3.mlp" -> "layers.*.mlp"."""
+    return _INDEX.sub("*", path)
+
+
+def split(path: str, container: str) -> tuple[int, str] | None:
+    """(3, ".mlp") for "layers.3.mlp" in "layers"; None for what is not in the container."""
+    prefix = below(container, "")
+    if not path.startswith(prefix):
+        return None
+    index, dot, rest = path[len(prefix) :].partition(".")
+    return (int(index), dot + rest) if index.isdigit() else None
+
+
+def below(container: str, name: str) -> str:
+    """The path of `name` in a container, "" being the root."""
+    return f"{container}.{name}" if container else name
+
+
+# -- Records of what an op exchanges with other processes ------------------------------------------
+
+
+class Group(Struct, frozen=True):
+    """Processes that communicate with each other, by their ranks in the whole job.
+
+    axis: the axis of the device mesh along which they lie ("dp"), several joined by "+" ("dp+cp");
+    "" where no mesh is known.
+    """
+
+    ranks: tuple[int, ...]
+    axis: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return len(self.ranks)
+
+
+class Collective(Struct, frozen=True):
+    """What one op exchanges with other processes.
+
+    kind: one of `COLLECTIVES` of systems.  group: a key of `OpGraph.groups`.  bytes: of the whole
+    buffer, by the convention of nccl-tests: what a process has after an all_gather, what it has
+    before a reduce_scatter, what it sends in an all_to_all (its own part included), and the tensor
+    itself for all others.  dtype: its precision.  waits: whether the stream that issued it goes on
+    only when it is done; else it runs beside, until something reads what it made.  splits: bytes to
+    each process, where they differ.  peer: the other rank of send and recv.
+    """
+
+    kind: str
+    group: str
+    bytes: int
+    dtype: str
+    waits: bool = False
+    splits: tuple[int, ...] = ()
+    peer: int | None = None
+
+
+def axis_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
+    """The axes of a mesh along which these ranks lie, joined by "+"; "" where they lie otherwise.
+
+    mesh: sizes by axis, outermost first; rank 0 is at the origin and the innermost axis runs
+    fastest.  A group along an axis has all processes of the mesh that differ in that axis only.
+    """
+    places = [_place(rank, mesh) for rank in ranks]
+    varying = [axis for axis in mesh if len({place[axis] for place in places}) > 1]
+    expected = 1
+    for axis in varying:
+        expected *= mesh[axis]
+    return "+".join(varying) if expected == len(set(ranks)) else ""
+
+
+def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """The coordinates of a rank."""
+    place: dict[str, int] = {}
+    for axis in reversed(list(mesh)):
+        rank, place[axis] = divmod(rank, mesh[axis])
+    return place
+
+
+_OF_DATA = frozenset(
+    {
+        "dp",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "data",
+        "batch",
+        "replica",
+        "replicas",
+        "replicate",
+        "shard",
+        "dp_replicate",
+        "dp_shard",
+        "dp_cp",
+        "dp_mod_ep",
+    }
+)
+_OF_MODELS = frozenset({"tp", "sp", "cp", "ep", "pp", "etp", "tensor", "model", "expert", "pipe"})
+
+
+def replicas_of(mesh: Mapping[str, int]) -> int | None:
+    """How many batches a mesh works on at a time: the product of its axes of data.
+
+    None where an axis has a name that says neither data nor model parallelism.
+    """
+    replicas = 1
+    for axis, size in mesh.items():
+        if axis in _OF_DATA:
+            replicas *= size
+        elif axis not in _OF_MODELS and size > 1:
+            return None
+    return replicas
+
+
+# -- The records that a graph consists of: tensors, ops, assumptions, repeats ----------------------
 
 
 class GraphError(ValueError):
@@ -178,3 +322,71 @@ class Repeat(Struct, frozen=True):
             return ()
         first = below(self.container, str(self.first))
         return tuple(self.path(first, iteration) for iteration in range(self.count))
+
+
+# -- Arguments of ops: numbers and words as they are, tensors as `Ref` -----------------------------
+
+
+class Neighbour(Struct, frozen=True):
+    """What an iteration reads of the iteration beside it.
+
+    Iteration i of `repeat` reads iteration ``i + shift`` of `value`.  What stands in the graph
+    beside a Neighbour is what the iteration at the edge reads, which has no such neighbour.
+    """
+
+    repeat: int
+    value: int
+    shift: int
+
+    def renumbered(self, ids: Mapping[int, int]) -> Neighbour:
+        """The Neighbour where its value has another id."""
+        return replace(self, value=ids[self.value])
+
+
+class Ref(Struct, frozen=True):
+    """A value used as an argument: ``Ref(7)`` is the value with id 7.
+
+    In a repeat, iteration i reads iteration i of a value that has iterations too; `then` says
+    otherwise.  Outside of the repeat it is what the iteration that ran last made, or, where
+    `every` is set, one item of a list for each iteration.
+    """
+
+    id: int
+    then: Neighbour | None = None
+    every: bool = False
+
+
+Argument = Any
+"""Ref, None, bool, int, float, complex, str, or a tuple of arguments."""
+
+
+def references(argument: Argument) -> Iterator[Ref]:
+    """The Refs in an argument (or in a mapping of arguments), in order."""
+    collected: list[Ref] = []
+    _collect(argument, collected)
+    return iter(collected)
+
+
+_PLAIN = frozenset({int, bool, float, str, type(None)})
+
+
+def _collect(argument: Argument, collected: list[Ref]) -> None:
+    kind = type(argument)
+    if kind is Ref:
+        collected.append(argument)
+    elif kind is tuple:
+        for item in argument:
+            _collect(item, collected)
+    elif kind not in _PLAIN and isinstance(argument, Mapping):
+        for item in argument.values():
+            _collect(item, collected)
+
+
+def refs(argument: Argument) -> Iterator[int]:
+    """The value ids in an argument (or in a mapping of arguments), in order."""
+    return (ref.id for ref in references(argument))
+
+
+def in_order(holds: Iterable[Ref]) -> tuple[Ref, ...]:
+    """What an op holds, each once, by id."""
+    return tuple(sorted(dict.fromkeys(holds), key=lambda ref: ref.id))

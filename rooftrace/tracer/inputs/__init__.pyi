@@ -1,12 +1,8 @@
-from rooftrace.tracer.inputs import arguments as arguments
-from rooftrace.tracer.inputs.before import (
-    as_before as as_before,
-)
+from rooftrace.tracer.inputs import calls as calls
 from rooftrace.tracer.inputs.calls import (
     Inputs as Inputs,
     Loaded as Loaded,
+    as_before as as_before,
     call_inputs as call_inputs,
 )
-from rooftrace.tracer.inputs.modules import (
-    module_inputs as module_inputs,
-)
+from rooftrace.tracer.inputs.huggingface import module_inputs as module_inputs

@@ -1,21 +1,332 @@
-"""Arguments of a call on meta: those of a user, of another batch size, or described in text."""
+"""Puts back whatever a traced call changes in the user's own objects.
+
+A module whose tensors are all on meta is traced itself, not a copy, and with its own hooks.  After
+the trace, attributes of its modules and of the objects that they and the hooks hold are restored.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import RequestLengths
-from rooftrace.tracer.inputs.arguments import MOST_DRAWN, cache_arguments, drawn, sized
-from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
-from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
-from rooftrace.tracer.values import META, REAL_VALUE, marks
+from rooftrace.tracer.graph import GraphError
+from rooftrace.tracer.metacopies import (
+    inputs_on_meta,
+    overrides,
+    own_tensors,
+    parameters_of,
+    tensors as owners,
+    tensors as subclasses,
+    tensors as trees,
+    tensors_in,
+    torch_dtype,
+    twin,
+    with_tensors,
+)
+from rooftrace.tracer.requests import RequestLengths
+from rooftrace.tracer.values import META, REAL_VALUE, Values, masks
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
+_DEPTH = 6
+"""How deep objects inside objects are looked into."""
+_NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
+
+
+@contextlib.contextmanager
+def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
+    """Restore attributes (training flags, caches of tables) and gradients at the end of the block.
+
+    Objects and containers that modules and their hooks hold are restored too.  inputs: of a module
+    that runs on its own tensors, and not on meta: then their content is restored as well, and that
+    of the inputs, and the random numbers of the process.  Else only a tensor's identity is.
+    """
+    with contextlib.nullcontext() if inputs is None else _numbers_kept(module, inputs):
+        state = _State()
+        for part in module.modules():
+            state.keep(part)
+        # The mode of most is among their attributes, and is put back with these.
+        others = (part for part in module.modules() if "training" not in vars(part))
+        modes = [(part, part.training) for part in others if hasattr(part, "training")]
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+            state.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
+    """Restore what tensors of a module and its inputs hold: content, gradient, attributes.
+
+    Inside none of them has a gradient.  Their content is kept on the host.
+    """
+    own = [t for part in module.modules() for t in owners.own_tensors(part)]
+    own += [t for part in module.modules() for _, t in owners.beside_in(part)]
+    tensors = list({id(t): t for t in (*own, *trees.tensors_in(inputs))}.values())
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
+    leaves = [(t, t.grad) for t in tensors if t.is_leaf]
+    marks = [(t, dict(t.__dict__)) for t in tensors]
+    counted = tuple(t for t in tensors if type(t) in subclasses.ORDINARY and not t.is_inference())
+    autograd: Any = torch.autograd
+    preserved = autograd._unsafe_preserve_version_counter(counted)  # as the content is
+    with preserved, overrides.draws_undone(devices=True):
+        for leaf, _ in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            with torch.inference_mode():  # in which such tensors of others may be written too
+                for piece, content in kept:
+                    piece.copy_(content)
+            for leaf, gradient in leaves:
+                leaf.grad = gradient
+            for tensor, attributes in marks:
+                _put_back(tensor.__dict__, attributes)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The real tensors that hold the content of one, each element once.
+
+    Code that writes to them is not seen by autograd.
+    """
+    if isinstance(tensor, owners.LAZY):
+        return
+    for part, _ in subclasses.parts_of(tensor):
+        for piece in trees.pieces_of(part):
+            if not piece.is_meta:
+                once = piece.data
+                for place, stride in enumerate(piece.stride()):
+                    once = once if stride else once.narrow(place, 0, min(1, once.shape[place]))
+                yield once
+
+
+class _State:
+    """What objects hold: their attributes, the items of containers, the variables of functions."""
+
+    def __init__(self) -> None:
+        self._depths: dict[int, int] = {}
+        self._held: list[Any] = []  # identities stay those of these objects
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+
+    def keep(self, part: nn.Module) -> None:
+        """Remember a module's attributes, and what those hold."""
+        self._attributes.append((vars(part), dict(vars(part))))
+        for item in vars(part).values():
+            self._look(item, _DEPTH)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for container, content in chain(self._attributes, self._containers):
+            if container or content:  # most are empty, as the dicts of hooks
+                _put_back(container, content)
+        for cell, value in self._cells:
+            if trees.cell_content(cell) is not value and value is not trees.ABSENT:
+                cell.cell_contents = value
+
+    def _look(self, item: Any, depth: int) -> None:
+        if isinstance(item, _NOT_THEIRS) or self._depths.get(id(item), 0) >= depth:
+            return
+        new = id(item) not in self._depths
+        self._depths[id(item)] = depth
+        self._held.append(item)
+        if type(item) in _CONTAINERS:
+            if new:
+                self._containers.append((item, type(item).copy(item)))
+            inside = list(item.values() if isinstance(item, dict) else item)
+        elif isinstance(item, (tuple, frozenset)):
+            inside = list(item)
+        else:
+            inside = self._of_object(item, new)
+        for part in inside:
+            self._look(part, depth - 1)
+
+    def _of_object(self, item: Any, new: bool) -> list[Any]:
+        if isinstance(item, MethodType):
+            return [item.__self__, item.__func__]
+        if isinstance(item, partial):
+            return [item.func, *item.args, *item.keywords.values()]
+        if isinstance(item, FunctionType):
+            cells = item.__closure__ or ()
+            if new:
+                self._cells += [(cell, trees.cell_content(cell)) for cell in cells]
+            return [*map(trees.cell_content, cells), *(item.__defaults__ or ())]
+        if not _of_the_user(type(item)) or not isinstance(getattr(item, "__dict__", None), dict):
+            return []
+        if new:
+            self._attributes.append((vars(item), dict(vars(item))))
+        return list(vars(item).values())
+
+
+def _of_the_user(kind: type) -> bool:
+    """Whether a class is neither torch's nor Python's, whose objects other threads may use."""
+    top = kind.__module__.partition(".")[0]
+    return top not in ("torch", "rooftrace") and top not in sys.stdlib_module_names
+
+
+def _put_back(container: Any, content: Any) -> None:
+    """Give a container its old items back, if it has others now."""
+    if _same(container, content):
+        return
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _same(container: Any, content: Any) -> bool:
+    """Whether a container has the very items that it had."""
+    if len(container) != len(content):
+        return False
+    if isinstance(container, set):
+        return {*map(id, container)} == {*map(id, content)}
+    alike = all(map(is_, container, content))
+    if alike and isinstance(container, dict):
+        return all(map(is_, container.values(), content.values()))
+    return alike
+
+
+# -- Arguments by the parameters of a module's forward: their names, their values, a cache ---------
+
+
+def cache_arguments(module: nn.Module) -> set[str]:
+    """Names of the arguments by which a module could take a cache.
+
+    Only a run shows whether it does: an output with such a name is passed to the next call.
+    """
+    parameters = parameters_of(module).values()
+    return {parameter.name for parameter in parameters if parameter.default is None}
+
+
+def named_inputs(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments of a call, by the names that a graph has for them."""
+    names = [
+        n
+        for n, p in parameters_of(module).items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    labels = [*names[: len(args)], *(f"input_{i}" for i in range(len(names), len(args)))]
+    for label, item in (*zip(labels, args, strict=True), *kwargs.items()):
+        tensors = tensors_in(item)
+        for index, tensor in enumerate(tensors):
+            yield (label if len(tensors) == 1 else f"{label}_{index}"), tensor
+
+
+def floating_input(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """A meta tensor of this shape in the precision of the model's first floating parameter."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def typed_input(shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """A meta tensor of this shape.  dtype: torch's, or a name, ours or torch's ("bf16", "int64").
+
+    Raises RequestError for a dtype that there is not.
+    """
+    if not isinstance(dtype, (torch.dtype, str)):
+        raise RequestError(f"dtypes: expected torch.float16 or 'fp16' and the like, got {dtype!r}")
+    try:
+        known = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
+    except GraphError as error:
+        raise RequestError(f"dtypes: {error}") from None
+    return torch.empty(shape, dtype=known, device="meta")
+
+
+def learn(values: Values, tensor: Tensor) -> None:
+    """Tell a recorder's values what is known of a tensor."""
+    value = tensor.__dict__.get(REAL_VALUE)
+    if value is not None:
+        values.learn(tensor, value.clone())
+    elif (mask := masks.mask_of(tensor)) is not None:
+        values.learn(tensor, mask)
+    if masks.UNIFORM in tensor.__dict__:
+        values.uniform.learn_classes(tensor, tensor.__dict__[masks.UNIFORM])
+
+
+# -- inputs of a shape -----------------------------------------------------------------------------
+
+_MOST_BYTES = (1 << 63) - 1
+"""Bytes of a tensor that torch can count."""
+
+MOST_DRAWN = 1 << 25
+"""Whole numbers of an input that are drawn (256 MiB).  Of a larger one only sizes are known."""
+
+_SEED = 0
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, first: int, end: int) -> Tensor:
+    """Whole numbers from `first` to below `end`, by a fixed seed."""
+    unknown = sized(shape, dtype)
+    if math.prod(shape) > MOST_DRAWN:
+        return unknown
+    generator = torch.Generator().manual_seed(_SEED)
+    return twin(torch.randint(first, end, shape, generator=generator).to(dtype))
+
+
+def sized(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A meta tensor.  Raises RequestError where torch cannot count its bytes."""
+    size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
+    if size > _MOST_BYTES:
+        raise RequestError(
+            f"an input of {' x '.join(map(str, shape))} numbers has {float(size):.3g} bytes; torch "
+            f"counts up to {_MOST_BYTES:.3g}: ask for smaller sizes"
+        )
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def parsed_inputs(texts: Mapping[str, str]) -> dict[str, Tensor]:
+    """Meta tensors for "8,3,224,224:fp32"; integers are zeros and ones.  Raises RequestError."""
+    return {name: _parsed(name, text) for name, text in texts.items()}
+
+
+def _parsed(name: str, text: str) -> Tensor:
+    shape_text, _, dtype_text = text.partition(":")
+    try:
+        shape = tuple(int(n) for n in shape_text.replace("x", ",").split(",") if n.strip())
+        if any(not 0 <= n <= _MOST_BYTES for n in shape):
+            raise ValueError(shape)
+    except ValueError:
+        raise RequestError(
+            f"--input {name}={text:.60}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
+        ) from None
+    try:
+        dtype = torch_dtype(dtype_text or "fp32")
+    except GraphError as error:
+        raise RequestError(f"--input {name}={text}: {error}") from None
+    return made_input(shape, dtype)
+
+
+def made_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A meta tensor of a shape; whole numbers are zeros and ones."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return sized(shape, dtype)
+    return drawn(shape, dtype, 0, 2)
+
+
+# -- Arguments of a call on meta: those of a user, of another batch size, or described in text -----
 
 _PROMPTS = ("decoder_input_ids", "input_ids")
 """Names of arguments that hold token ids.  A decode step continues the first of them that the call
@@ -69,7 +380,7 @@ class Inputs:
     def filled(self, fill: Callable[[Tensor], Tensor]) -> Inputs:
         """The inputs with what `fill` makes in place of each tensor."""
         names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
-        return replace(self, **{name: replaced(getattr(self, name), fill) for name in names})
+        return replace(self, **{name: with_tensors(getattr(self, name), fill) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +475,7 @@ def first_tokens(tokens: Tensor, count: int) -> Tensor:
 def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
     """Some columns; of draws that are too many to be known, draws of their own."""
     shape = tokens.shape[0], count
-    value, classes = (tokens.__dict__.get(mark) for mark in (REAL_VALUE, marks.UNIFORM))
+    value, classes = (tokens.__dict__.get(mark) for mark in (REAL_VALUE, masks.UNIFORM))
     if value is None and classes is not None:
         part = drawn(shape, tokens.dtype, classes.start, classes.stop)
     else:
@@ -172,7 +483,7 @@ def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
     if value is not None:
         part.__dict__[REAL_VALUE] = value[:, start : start + count].clone()
     if classes is not None:
-        part.__dict__[marks.UNIFORM] = classes
+        part.__dict__[masks.UNIFORM] = classes
     return part
 
 
@@ -184,7 +495,7 @@ def random_tokens(shape: tuple[int, ...], vocabulary: int) -> Tensor:
     """
     first = min(5, vocabulary - 1)
     tokens = drawn(shape, torch.int64, first, vocabulary)
-    tokens.__dict__[marks.UNIFORM] = range(first, vocabulary)
+    tokens.__dict__[masks.UNIFORM] = range(first, vocabulary)
     return tokens
 
 
@@ -207,7 +518,7 @@ def _with_batch(tree: Any, batch: int) -> Any:
             return twin(value[torch.arange(batch) % old])
         return made
 
-    return replaced(tree, resized)
+    return with_tensors(tree, resized)
 
 
 def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:

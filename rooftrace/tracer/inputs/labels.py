@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.inputs.arguments import drawn, sized
+from rooftrace.tracer.inputs.calls import drawn, sized
 from rooftrace.tracer.inputs.modalities import (
     MAX_TRIALS,
     Sizes,
@@ -25,7 +25,7 @@ from rooftrace.tracer.inputs.modalities import (
     outcome,
     whole,
 )
-from rooftrace.tracer.tensors import parameters_of
+from rooftrace.tracer.metacopies import parameters_of
 from rooftrace.tracer.values import REAL_VALUE
 
 OBJECTS = 7

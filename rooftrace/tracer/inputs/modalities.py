@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.inputs.arguments import MOST_DRAWN, learn, sized
-from rooftrace.tracer.inputs.before import as_before
+from rooftrace.tracer.inputs.calls import MOST_DRAWN, as_before, learn, sized
+from rooftrace.tracer.metacopies import own_tensors, parameters_of, tensors_in, twin
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
-from rooftrace.tracer.twins import twin
 from rooftrace.tracer.values import META, REAL_VALUE, Values
 
 MAX_TRIALS = 48

@@ -16,14 +16,25 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.hardware.units import plural
-from rooftrace.tracer.dtypes import dtype_name
-from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, StoredPart
-from rooftrace.tracer.inventory.values import BINS, NO_VALUES, WeightStatistics, merged
-from rooftrace.tracer.patches import contexts
-from rooftrace.tracer.tensors import owners, subclasses, trees
-from rooftrace.tracer.values import marks
-from rooftrace.tracer.weightfiles import Checkpoint, Stored
-from rooftrace.tracer.weightfiles.slices import as_doubles, flat_slice, ranges
+from rooftrace.tracer.inventory.records import (
+    BINS,
+    NO_VALUES,
+    LayerInfo,
+    ModelInfo,
+    StoredPart,
+    WeightStatistics,
+    merged,
+)
+from rooftrace.tracer.metacopies import (
+    dtype_name,
+    overrides,
+    tensors as owners,
+    tensors as subclasses,
+    tensors as trees,
+)
+from rooftrace.tracer.values import masks
+from rooftrace.tracer.weights import Checkpoint, Stored
+from rooftrace.tracer.weights.torchfile import as_doubles, flat_slice, ranges
 
 _MOST_UNPACKED = 1 << 28
 """Elements of a quantised tensor that is unpacked as a whole for its statistics."""
@@ -39,7 +50,7 @@ class _Held(NamedTuple):
     role: str
 
 
-@contexts.apart()
+@overrides.apart()
 def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") -> ModelInfo:
     """What a module or a checkpoint consists of.
 
@@ -171,7 +182,7 @@ def _layer(item: _Held, shared: tuple[str, ...], taken: set[_Region], weights: b
         note = "it has no shape before the first call"
         return LayerInfo(**named, dtype=_dtype(tensor), note=note)
     shape = _shape(tensor)
-    declared = marks.stored_in(item.owner).get(item.name.rpartition(".")[2])
+    declared = masks.stored_in(item.owner).get(item.name.rpartition(".")[2])
     size = _new_bytes(tensor, taken)
     if declared is not None and size:
         size = storage_bytes(declared, math.prod(shape))

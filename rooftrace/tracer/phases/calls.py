@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import NoCacheError, RequestError
-from rooftrace.tracer.asking import names
-from rooftrace.tracer.inputs import Inputs, arguments
-from rooftrace.tracer.tensors import parameters_of, tensors_in, trees
-from rooftrace.tracer.twins import replaced
+from rooftrace.tracer.inputs import Inputs, calls as arguments
+from rooftrace.tracer.metacopies import parameters_of, tensors as trees, tensors_in, with_tensors
+from rooftrace.tracer.requests import names
 from rooftrace.tracer.values import META, REAL_VALUE
 
 
@@ -273,7 +272,7 @@ def _may_be_filled(item: Any) -> bool:
 
 def _unshared(item: Any) -> Any:
     """A copy of such an object that holds the same tensors."""
-    return replaced(item, lambda tensor: tensor) if _may_be_filled(item) else item
+    return with_tensors(item, lambda tensor: tensor) if _may_be_filled(item) else item
 
 
 # -- a cache in a plain tuple, which has no name ---------------------------------------------------
@@ -313,7 +312,7 @@ def find_place(
             return None, f"; which of {', '.join(arguments)} takes it, no name says"
         for name in likely or arguments:
             try:
-                again = call({name: replaced(item, torch.empty_like)})
+                again = call({name: with_tensors(item, torch.empty_like)})
             except Exception as error:  # whatever a user's module raises for what is no cache
                 first_line = str(error).partition("\n")[0]
                 result = f"raises {type(error).__name__}: {first_line:.{_SHOWN}}"

@@ -19,11 +19,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.inputs import arguments
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.inputs import calls
+from rooftrace.tracer.metacopies import (
+    Twins,
+    copies as closures,
+    original_of,
+    own_tensors,
+    replaced,
+    tensors,
+    tensors_in,
+)
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
-from rooftrace.tracer.twins import Twins, closures
 
 
 def is_real(modules: Sequence[nn.Module]) -> bool:
@@ -77,7 +83,7 @@ def inputs_lent(modules: Sequence[nn.Module], recorder: Recorder) -> Iterator[No
             made = [twins.of(tensor) for tensor in real if id(tensor) not in twins.memo]
             twins.finish()
         for tensor in made:
-            arguments.learn(recorder.values, tensor)
+            calls.learn(recorder.values, tensor)
             recorder.entries.inputs.append(tensor)
             recorder.enter(tensor, "input", f"input_{len(recorder.entries.inputs)}")
         return tree_map_only(Tensor, lambda t: twins.memo.get(id(t), t), (args, kwargs))
@@ -112,7 +118,7 @@ def optimizers_lent(
         loans.append((optimizer, lists, optimizer.state))
         twins = Twins(memo)
         for tensor in tensors_in(list(optimizer.state.values())):
-            arguments.learn(recorder.values, twins.of(tensor))
+            calls.learn(recorder.values, twins.of(tensor))
         twins.finish()
         made = type(optimizer.state)(getattr(optimizer.state, "default_factory", None))
         for key, state in optimizer.state.items():
@@ -156,7 +162,7 @@ class _Loan:
                 "give the step as a function to rooftrace.trace(step, module, ...), which makes a "
                 "copy"
             )
-        lazy = next((p for p in root.parameters() if isinstance(p, owners.LAZY)), None)
+        lazy = next((p for p in root.parameters() if isinstance(p, tensors.LAZY)), None)
         if lazy is not None:
             raise RequestError(
                 f"{type(root).__name__} has parameters without sizes yet ({type(lazy).__name__}): "

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import NoCacheError, RequestError
-from rooftrace.tracer.asking import RequestLengths
+from rooftrace.tracer.composite import attend
+from rooftrace.tracer.metacopies import parameters_of, tensors_in, twin, with_tensors
 from rooftrace.tracer.phases.calls import ModuleCalls
-from rooftrace.tracer.tensors import parameters_of, tensors_in
-from rooftrace.tracer.twins import replaced, twin
+from rooftrace.tracer.requests import RequestLengths
 from rooftrace.tracer.values import Values
-from rooftrace.tracer.whole import attend
 
 _INTERFACE = "rooftrace_packed"
 """Under which transformers finds our attention."""
@@ -74,7 +73,7 @@ def joined_state(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Any]:
         rows = sum(lengths.rows(0 if held == longest else held + 1))
         shape = (*long.shape[:place], rows, *long.shape[place + 1 :])
         joined[id(long)] = torch.empty(shape, dtype=long.dtype, device=long.device)
-    return replaced(states[-1], lambda tensor: joined[id(tensor)])  # type: ignore[no-any-return]
+    return with_tensors(states[-1], lambda tensor: joined[id(tensor)])  # type: ignore[no-any-return]
 
 
 def _prompted(calls: ModuleCalls, length: int) -> dict[str, Any]:

@@ -13,22 +13,24 @@ from torch import nn
 
 from rooftrace._progress import tell
 from rooftrace.errors import NoCacheError, RequestError
-from rooftrace.tracer.asking import Options, assumptions, names
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import Inputs, arguments, as_before
-from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
+from rooftrace.tracer.metacopies import copies, on_meta, overrides, own_tensors, tensors, tensors_in
 from rooftrace.tracer.phases import stepping
-from rooftrace.tracer.phases.attempts import attempted
+from rooftrace.tracer.phases.attempts import (
+    Step,
+    attempted,
+    check_traceable,
+    depth_explained,
+    graph_of,
+    tell_freed,
+)
 from rooftrace.tracer.phases.calls import ModuleCalls
-from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
-from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed, step_inputs
-from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
+from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.sharded import ddp
-from rooftrace.tracer.source import TraceError
-from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
-from rooftrace.tracer.twins import closures, on_meta
+from rooftrace.tracer.requests import Options, TraceError, assumptions, names
+from rooftrace.tracer.sharding import ddp
 from rooftrace.tracer.values import META, REAL_VALUE
 
 
@@ -67,9 +69,9 @@ def _traced(
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
             raise NoCacheError(run.calls.without_cache(phase))
-    with contexts.claimed(list(run.module.modules())):
+    with overrides.claimed(list(run.module.modules())):
         run.materialise()
-    with contexts.claimed(list(run.module.modules())), as_before(run.module):
+    with overrides.claimed(list(run.module.modules())), as_before(run.module):
         if phases is not None:
             return run.phases(phases)
         return run.usual_phases() if keeps else run.phases(names.usual(module))
@@ -109,7 +111,7 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
         optimizer_class(options.optimizer)
     if options.assume:
         paths = [
-            owners.shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)
+            tensors.shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)
         ]
         assumptions.check_modules(options.assume, paths, type(module).__name__)
 
@@ -165,7 +167,7 @@ class PhaseRunner:
 
     def materialise(self) -> None:
         """Give lazy parameters their shapes by one call that is not recorded."""
-        if owners.is_lazy(self.module):
+        if tensors.is_lazy(self.module):
             recorder = Recorder(record=False)
             with torch.no_grad(), recorder:
                 self.calls.call(self.inputs.args, self.inputs.kwargs)
@@ -259,7 +261,7 @@ class PhaseRunner:
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]
-        if not trained and not any(map(closures.hooks_of, parameters)):
+        if not trained and not any(map(copies.hooks_of, parameters)):
             raise RequestError(
                 f"training of {kind}: no parameter got a gradient; its output does not depend on "
                 "them, or an op between has no backward"
@@ -378,7 +380,7 @@ def _optimized(
     for parameter in trained:
         gradients |= stepping.gradients_of(recorder, parameter)
     name, taken = options.optimizer, len(parameters) - len(trained)
-    if taken and name != "none" and any(map(closures.hooks_of, parameters)):
+    if taken and name != "none" and any(map(copies.hooks_of, parameters)):
         stepping.say_hooked(recorder, taken, stepped, name)
     if not trained:
         return gradients, stepped or "none"

@@ -1,12 +1,15 @@
-"""Steps that optimizers of the user's take while code is recorded: in a step, or in a hook."""
+"""Optimizers: one step in the steady state, and copies of the user's optimizers."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,11 +23,237 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.patches import original_of, replaced
-from rooftrace.tracer.phases.optimizer import functions_unseen
+from rooftrace.hardware.precisions import bytes_per_element
+from rooftrace.tracer.metacopies import original_of, replaced, tensors, tensors as trees
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.tensors import subclasses, trees
 from rooftrace.tracer.values import META
+
+_LEARNING_RATE = 1e-3
+"""Any: a step costs the same."""
+
+
+def run_optimizer(
+    recorder: Recorder, parameters: Sequence[nn.Parameter], name: str, dtype: str | None
+) -> dict[int, str]:
+    """Record one step of the optimizer `name` on `parameters`, which have gradients.
+
+    Returns the names of the gradients that it makes itself, by storage.
+
+    A first step, not recorded, makes the states.  Weights below fp32 (as they are, or as `dtype`
+    will price them) get fp32 masters: gradients are cast up, the step is taken on the masters, and
+    the result is cast back.  Raises RequestError for an unknown name.
+    """
+    if name == "none":
+        return {}
+    kind = optimizer_class(name)
+    recorder.here.part, recorder.here.function = "optimizer", kind.__name__
+    with torch.no_grad(), functions_unseen(parameters):
+        with recorder.paused():
+            stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
+        if _is_elementwise(kind):
+            stepped = [_local(p, tensor) for p, tensor in zip(parameters, stepped, strict=True)]
+        with recorder.paused():
+            optimizers = [made_optimizer(kind, alike) for alike in _alike(stepped)]
+            for optimizer in optimizers:
+                optimizer.step()
+        states = {id(t): s for optimizer in optimizers for t, s in optimizer.state.items()}
+        pairs = list(zip(parameters, stepped, strict=True))
+        low = [(p, s) for p, s in pairs if _is_low(p, dtype)]
+        for parameter, tensor in zip(parameters, stepped, strict=True):
+            owner = recorder.name_of(parameter)
+            if _is_low(parameter, dtype):
+                recorder.enter(tensor, "optimizer", f"{owner}.master")
+            for state, value in states.get(id(tensor), {}).items():
+                if isinstance(value, Tensor):
+                    recorder.enter(value, "optimizer", f"{owner}.{state}")
+        wide = _cast_gradients(recorder, low) if low else {}
+        for optimizer in optimizers:
+            optimizer.step()
+        if low:
+            torch._foreach_copy_([_shard(p) for p, _ in low], [_shard(master) for _, master in low])
+    recorder.here.function = ""
+    return wide
+
+
+def functions_unseen(parameters: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, modes see the ops of an optimizer alone; also its functions, where a gradient is
+    sparse, which it makes by functions that PyTorch has on no meta device."""
+    sparse = any(p.grad is not None and trees.is_sparse(p.grad) for p in parameters)
+    return contextlib.nullcontext() if sparse else torch._C.DisableTorchFunction()
+
+
+_NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS"})
+"""Optimizers of torch whose step on a part of a weight is not a part of the step on all of it."""
+
+
+def _is_elementwise(kind: type) -> bool:
+    """Whether a shard is stepped by itself, as torch's kernels do for tensors of a mesh."""
+    return kind.__name__ not in _NOT_ELEMENTWISE
+
+
+def _local(parameter: nn.Parameter, stepped: Tensor) -> Tensor:
+    """The shard of a tensor that is to be stepped, with the shard of its gradient; a plain tensor
+    as it is.  Pending sums of the gradient are exchanged first."""
+    shard = _shard(stepped)
+    if shard is stepped:
+        return stepped
+    if stepped is parameter:
+        shard.grad = _shard(_placed(parameter))
+    return shard
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors that one kernel can step together: plain ones, and those sharded over each mesh."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = getattr(tensor, "device_mesh", None)
+        kinds.setdefault(None if mesh is None else (type(tensor), mesh), []).append(tensor)
+    return list(kinds.values())
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is here; any other tensor as it is."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
+
+
+_DEPTH = 6
+"""How deep objects inside objects are looked into for optimizers."""
+
+
+def optimizers_in(tree: Any) -> list[Optimizer]:
+    """The optimizers in nested arguments: in containers, schedulers, scalers, other optimizers."""
+    optimizers: dict[int, Optimizer] = {}
+    depths: dict[int, int] = {}
+
+    def search(item: Any, depth: int) -> None:
+        plain = (Tensor, nn.Module, type, ModuleType, str, bytes, int, float, type(None))
+        if isinstance(item, plain) or depths.get(id(item), 0) >= depth:
+            return
+        depths[id(item)] = depth
+        if isinstance(item, Optimizer):
+            optimizers[id(item)] = item
+        inside: Iterable[Any] = vars(item).values() if hasattr(item, "__dict__") else ()
+        if isinstance(item, Mapping):
+            inside = (*item.values(), *inside)
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            inside = (*item, *inside)
+        for part in inside:
+            search(part, depth - 1)
+
+    search(tree, _DEPTH)
+    return list(optimizers.values())
+
+
+def copy_optimizers(optimizers: Sequence[Optimizer], memo: dict[int, Any]) -> None:
+    """Put deep copies of optimizers into `memo`, with every attribute that they have.
+
+    Their own way of being copied keeps states, groups and defaults only.  A function set on an
+    optimizer in place of a method (a scheduler's watch on `step`) holds the original: the copy
+    runs the method that it wraps.
+    """
+    for optimizer in optimizers:
+        memo[id(optimizer)] = object.__new__(type(optimizer))
+    for optimizer in optimizers:
+        made = memo[id(optimizer)]
+        own = {n: v for n, v in vars(optimizer).items() if not _replaces_method(optimizer, n, v)}
+        vars(made).update(copy.deepcopy(own, memo))
+        for name in vars(optimizer).keys() - own.keys():
+            setattr(made, name, _rebound(getattr(optimizer, name), getattr(made, name), made))
+
+
+def _replaces_method(optimizer: Optimizer, name: str, value: Any) -> bool:
+    return isinstance(value, FunctionType) and hasattr(type(optimizer), name)
+
+
+def _rebound(function: Any, method: Any, made: Any) -> Any:
+    """The method of a copy, with the attributes of the function that replaces the original's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made._opt_called = True  # what a scheduler's function does, and asks for
+        return method(*args, **kwargs)
+
+    vars(call).update(vars(function))
+    return call
+
+
+def optimizer_class(name: str) -> Any:
+    """The class in torch.optim of this name, in any case.  Raises RequestError."""
+    kinds = {
+        n.lower(): c
+        for n, c in vars(torch.optim).items()
+        if inspect.isclass(c)
+        and issubclass(c, torch.optim.Optimizer)
+        and c is not torch.optim.Optimizer
+        and _steps_alone(c)
+    }
+    if name.lower() not in kinds:
+        names = ", ".join(sorted(kinds))
+        raise RequestError(f"optimizer {name!r:.60}: expected none or one of {names}")
+    return kinds[name.lower()]
+
+
+def _steps_alone(kind: Any) -> bool:
+    """Whether a step runs without a closure that calls the model again (LBFGS needs one)."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is None or closure.default is None
+
+
+def _is_low(parameter: nn.Parameter, dtype: str | None) -> bool:
+    if not parameter.dtype.is_floating_point:
+        return False
+    return parameter.element_size() < 4 or (dtype is not None and bytes_per_element(dtype) < 4)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+    master.grad = torch.empty_like(master)
+    shard = _shard(master)
+    if shard is not master:
+        shard.grad = _shard(master.grad)
+    return master
+
+
+def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer of this class as on a GPU: many tensors in one kernel, if the class can."""
+    accepts = inspect.signature(kind.__init__).parameters
+    settings: dict[str, Any] = {}
+    if "foreach" in accepts:
+        settings["foreach"] = True  # what torch chooses on a GPU
+    if "lr" in accepts:
+        settings["lr"] = _LEARNING_RATE
+    made: torch.optim.Optimizer = kind(parameters, **settings)
+    return made
+
+
+def _placed(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, sharded as the parameter is: pending sums are exchanged."""
+    gradient, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
+    assert gradient is not None
+    if mesh is None or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
+        return gradient
+    return gradient.redistribute(mesh, parameter.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+def _cast_gradients(
+    recorder: Recorder, low: Sequence[tuple[nn.Parameter, Tensor]]
+) -> dict[int, str]:
+    """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
+    wide = [torch.empty_like(master) for _, master in low]
+    torch._foreach_copy_(
+        [*map(_shard, wide)], [_shard(_placed(p)) for p, _ in low if p.grad is not None]
+    )
+    names = {}
+    for (parameter, master), gradient in zip(low, wide, strict=True):
+        master.grad = gradient
+        storage = recorder.storage_of(gradient)
+        if storage is not None:
+            names[storage] = f"{recorder.name_of(parameter)}.master.grad"
+    return names
+
+
+# -- Steps that optimizers of the user's take while code is recorded: in a step, or in a hook ------
 
 
 @dataclass
@@ -179,8 +408,8 @@ def gradients_of(recorder: Recorder, parameter: Tensor) -> dict[int, str]:
     if gradient is None:
         return {}
     name = recorder.name_of(parameter) or ("" if entry is None else entry.name)
-    parts = subclasses.parts_of(gradient)
-    parts = parts if trees.is_sparse(gradient) else parts[:1]
+    parts = tensors.parts_of(gradient)
+    parts = parts if tensors.is_sparse(gradient) else parts[:1]
     tags = [(recorder.tags.of(part), suffix) for part, suffix in parts]
     return {tag.storage: f"{name}.grad{suffix}" for tag, suffix in tags if tag is not None}
 

@@ -22,26 +22,31 @@ from torch.optim.optimizer import (
 )
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.arguments import Ref, in_order
-from rooftrace.tracer.asking import Options, assumptions
-from rooftrace.tracer.graph import Op, OpGraph
-from rooftrace.tracer.inputs import Inputs, arguments, as_before
-from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.graph import Op, OpGraph, Ref, in_order
+from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
+from rooftrace.tracer.metacopies import (
+    Twins,
+    copies,
+    overrides,
+    own_tensors,
+    tensors as owners,
+    tensors_in,
+)
 from rooftrace.tracer.phases import lending, stepping
 from rooftrace.tracer.phases.attempts import (
     OwnBackwardError as OwnBackwardError,
+    Step,
     attempted,
+    check_traceable,
+    depth_explained,
+    graph_of,
+    tell_freed,
 )
 from rooftrace.tracer.phases.calls import drained
-from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
-from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
-from rooftrace.tracer.phases.results import Step, graph_of, tell_freed
 from rooftrace.tracer.phases.running import check_request
-from rooftrace.tracer.recording import Recorder, check_not_inside
-from rooftrace.tracer.source import TraceError
-from rooftrace.tracer.tape import META_KEY, Recorded
-from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
-from rooftrace.tracer.twins import Twins, closures
+from rooftrace.tracer.phases.stepping import copy_optimizers, optimizers_in
+from rooftrace.tracer.recording import META_KEY, Recorded, Recorder, check_not_inside
+from rooftrace.tracer.requests import Options, TraceError, assumptions
 from rooftrace.tracer.values import META, Values
 
 
@@ -84,7 +89,7 @@ class Capture:
             "a capture",
             "end that one first; the modules and lines of its graph say what each part costs",
         )
-        fake = contexts.fake_mode()
+        fake = overrides.fake_mode()
         if fake is not None:
             raise RequestError(
                 f"a {type(fake).__name__} is active around the capture: its tensors have no sizes "
@@ -92,7 +97,7 @@ class Capture:
             )
         self._began = threading.get_ident()
         with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
-            undo.enter_context(contexts.claimed(list(self._root.modules())))
+            undo.enter_context(overrides.claimed(list(self._root.modules())))
             undo.callback(self._recorder.close)
             memo: dict[int, Any] = {}
             if self._is_real:
@@ -168,7 +173,7 @@ def _traced_step(
         inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
         return _graph(recorder, root, learnt, result, inputs)
 
-    with contexts.claimed(list(root.modules())), as_before(root):
+    with overrides.claimed(list(root.modules())), as_before(root):
         return attempted(run, options, f"step {name}", type(args[0]).__name__)
 
 
@@ -218,8 +223,8 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
     memo: dict[int, Any] = {}
     twins = Twins(memo)
     held = [
-        closures.held_by(function)
-        for function in (step, *(h for t in own for h in closures.hooks_of(t)))
+        copies.held_by(function)
+        for function in (step, *(h for t in own for h in copies.hooks_of(t)))
     ]
     optimizers = optimizers_in((tree, held))
     if all(tensor.device.type == "meta" for tensor in own):
@@ -240,8 +245,8 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
     twins.finish()
     copy_optimizers(optimizers, memo)
     args, kwargs = copy.deepcopy(tree, memo)
-    closures.copy_hooks(own, memo)
-    return closures.rebound(step, memo), args, kwargs
+    copies.copy_hooks(own, memo)
+    return copies.rebound(step, memo), args, kwargs
 
 
 def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import Scope, original_of, replaced, shared
-from rooftrace.tracer.tensors import subclasses
+from rooftrace.tracer.metacopies import Scope, original_of, replaced, scopes, tensors as subclasses
 
 _KEY = "AutocastIPU"
 _DEVICE = "ipu"
@@ -192,7 +191,7 @@ def _registered() -> Callable[[], None]:
     return undo
 
 
-_KERNELS = shared.Shared(_registered)
+_KERNELS = scopes.Shared(_registered)
 
 
 def _here() -> Autocast | None:

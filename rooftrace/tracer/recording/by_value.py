@@ -1,27 +1,160 @@
-"""Ops whose result depends on values, which meta tensors do not have.
+"""Quantised modules of torch.ao: weights packed into objects of TorchScript, integers behind them.
 
-Values come from `values`: exact where they are known, else from a policy that is recorded as an
-assumption.
-ANSWERS is the one table of such ops: each has a function that runs and records a call of it.
+Their ops have no meta kernels.  A packed weight is unpacked once; the graph has its tensors
+instead.  Shapes come from the float op that corresponds to the quantised one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.ops import Call
-from rooftrace.tracer.recording.packed import QUANTIZED, by_packed
-from rooftrace.tracer.source import lines
-from rooftrace.tracer.tape import Tape, records
-from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import META, Values, marks
+from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.recording import taperecords
+from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.requests import source as lines
+from rooftrace.tracer.values import META, Values, masks
+
+_STORED = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
+"""What a quantised tensor is on meta: its integers."""
+_QUANTIZE = ("aten.quantize_per_tensor", "aten.quantize_per_channel")
+_QUANTIZE_DYNAMIC = "aten.quantize_per_tensor_dynamic"
+QUANTIZED = frozenset({*_QUANTIZE, _QUANTIZE_DYNAMIC, "aten.dequantize", "aten.int_repr"})
+"""Ops of aten that make quantised tensors, or floats of them."""
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def by_packed(tape: Tape, call: Call) -> Any:
+    """Run and record an op on quantised values; NotImplemented for all others."""
+    name, args, kwargs = call.name, call.args, call.kwargs
+    if name in _QUANTIZE or name == _QUANTIZE_DYNAMIC:
+        dtype = kwargs.get("dtype", args[2] if name == _QUANTIZE_DYNAMIC else args[-1])
+        if isinstance(args[0], Tensor) and dtype in _STORED:
+            out = torch.empty_like(args[0], dtype=_STORED[dtype])
+            return _recorded(tape, call, out)
+    elif name == "aten.dequantize":
+        if isinstance(args[0], Tensor) and not args[0].dtype.is_floating_point:
+            out = torch.empty_like(args[0], dtype=torch.float32)
+            return _recorded(tape, call, out)
+    elif name == "aten.int_repr":
+        return args[0]
+    if not name.startswith("quantized."):
+        return NotImplemented
+    parts = {i: _unpacked(tape, a) for i, a in enumerate(args) if _is_packed(a)}
+    result = _result(name, args, parts)
+    if result is None:
+        return NotImplemented
+    unpacked = tuple(parts.get(i, item) for i, item in enumerate(args))
+    return _recorded(tape, call.with_args(unpacked), result)
+
+
+def _recorded(tape: Tape, call: Call, out: Tensor) -> Tensor:
+    tape.record(call, [out], single=True)
+    return out
+
+
+def _is_packed(item: Any) -> bool:
+    return isinstance(item, torch.ScriptObject) and hasattr(item, "unpack")
+
+
+def _unpacked(tape: Tape, packed: Any) -> list[Tensor]:
+    """Meta tensors of a packed weight's integers and its bias; always the same tensors."""
+    known = tape.packed.get(id(packed))
+    if known is None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            inside = packed.unpack()
+            tensors = inside if isinstance(inside, tuple) else (inside,)
+            tensors = tuple(t for t in tensors if isinstance(t, Tensor))
+            made = [_stored(t) for t in tensors]
+        path = tape.values.where()
+        for tensor, what in zip(made, ("weight", "bias"), strict=False):
+            tape.enter(tensor, "parameter", f"{path}.{what}" if path else what)
+        known = tape.packed[id(packed)] = (packed, made)
+    return list(known[1])
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    if not tensor.is_quantized:
+        return torch.empty_like(tensor, device=META)
+    bits = {torch.quint4x2: 4, torch.quint2x4: 2}.get(tensor.dtype, 8)
+    shape = tuple(tensor.shape)
+    if tensor.qscheme() == torch.per_channel_affine_float_qparams:
+        # A table of rows: values, then a scale and a zero point, in fp32 after bytes, else in fp16.
+        row = -(-shape[-1] * bits // 8) + (8 if bits == 8 else 4)
+        shape = (*shape[:-1], row)
+    return torch.empty(shape, dtype=_STORED.get(tensor.dtype, torch.uint8), device=META)
+
+
+def _result(name: str, args: Any, parts: Mapping[int, list[Tensor]]) -> Tensor | None:
+    """A meta tensor like the op's result; None for an op that is not known here."""
+    kind = name.removeprefix("quantized.")
+    weight = next(iter(parts.values()))[0] if parts else None
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    with torch.utils._python_dispatch._disable_current_modes():
+        if kind.startswith("linear") and weight is not None:
+            x = tensors[0]
+            return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=META)
+        if kind.startswith("conv") and weight is not None:
+            return _convolved(tensors[0], weight, next(a for a in args if _is_packed(a)))
+        if kind.startswith("embedding") and weight is not None:
+            return _rows("bag" in kind, tensors, args)
+        if kind in ("add", "mul", "add_relu", "mul_relu") and len(tensors) == 2:
+            sums = torch.add(*(torch.empty(t.shape, device=META) for t in tensors))
+            return torch.empty_like(sums, dtype=tensors[0].dtype)
+        if kind.startswith("cat"):
+            return torch.cat(args[0], args[1])
+        if kind == "matmul":
+            a, b = (torch.empty(t.shape, device=META) for t in tensors)
+            return torch.empty((a @ b).shape, dtype=tensors[0].dtype, device=META)
+        if kind.startswith(("batch_norm", "relu6", "hardswish", "sigmoid", "leaky_relu", "elu",
+                            "celu", "clamp", "threshold", "prelu", "dropout", "layer_norm",
+                            "group_norm", "instance_norm", "softmax", "add_scalar",
+                            "mul_scalar")):  # fmt: skip
+            return torch.empty_like(tensors[0])
+    return None
+
+
+def _convolved(x: Tensor, weight: Tensor, packed: Any) -> Tensor:
+    dims = x.dim() - 2
+    if weight.dim() > x.dim():  # a convolution over one dimension is packed as one over two
+        weight = weight.squeeze(2)
+    stride, padding, dilation = (
+        [int(n) for n in read()][-dims:]
+        for read in (packed.stride, packed.padding, packed.dilation)
+    )
+    empty, filters = (torch.empty(t.shape, device=META) for t in (x, weight))
+    groups = int(packed.groups())
+    if packed.transpose():
+        more = [int(n) for n in packed.output_padding()][-dims:]
+        out = _TRANSPOSE[dims](empty, filters, None, stride, padding, more, groups, dilation)
+    else:
+        out = _CONVOLVE[dims](empty, filters, None, stride, padding, dilation, groups)
+    return torch.empty(out.shape, dtype=x.dtype, device=META)
+
+
+def _rows(bags: bool, tensors: list[Tensor], args: Any) -> Tensor:
+    """[indices, width] of an embedding; [bags, width] of bags of indices."""
+    packed = next(a for a in args if _is_packed(a))
+    indices, width = tensors[0], int(packed.unpack().shape[1])
+    shape = tuple(indices.shape)
+    if bags and indices.dim() == 2:
+        shape = shape[:1]
+    elif bags:
+        ends = len(args) > 8 and bool(args[8])  # include_last_offset
+        shape = (tensors[1].numel() - ends,) if len(tensors) > 1 else (1,)
+    return torch.empty((*shape, width), device=META)
+
+
+# -- Ops whose result depends on values, which meta tensors do not have ----------------------------
 
 Answer = Callable[[Tape, Call], Any]
 """Runs and records a call, and returns what it returns; NotImplemented: run it like any other."""
@@ -100,7 +233,7 @@ def _answered(tape: Tape, call: Call) -> Any:
     values = tape.values
     decided = values.decision("value")
     value_for_unknown = 0 if decided is None else decided
-    taint = records.NO_TAINT
+    taint = taperecords.NO_TAINT
     unknown: list[Tensor] = []
 
     def value(tensor: Tensor) -> Tensor:
@@ -141,7 +274,7 @@ def _checked(tape: Tape, call: Call) -> Any:
     """
     values, args = tape.values, call.args
     entry = values.exact(args[0])
-    taint = records.NO_TAINT if entry is None else entry.taint
+    taint = taperecords.NO_TAINT if entry is None else entry.taint
     if entry is None and call.name == _FACTORISATION_CHECK:
         text = f"{args[1]} of an unknown matrix is taken to succeed"
         taint = frozenset([values.assume("branch", text, False)])
@@ -166,13 +299,13 @@ def _factorised(tape: Tape, call: Call) -> Any:
 def _checked_inside(tape: Tape, call: Call) -> None:
     """Raise the error of a factorisation with a check of its own, if its value is known."""
     values = tape.values
-    matrices = trees.listed(call.args)
+    matrices = tensors.listed(call.args)
     entries = [values.exact(t) for t in matrices]
     exact = {id(t): e.value for t, e in zip(matrices, entries, strict=True) if e is not None}
     if any(entry is None for entry in entries):
         text = f"{call.short_name} of an unknown matrix is taken to succeed"
         values.assume("branch", text, False)
-    elif all(e is not None and not e.taint and marks.small(e.value) for e in entries):
+    elif all(e is not None and not e.taint and masks.small(e.value) for e in entries):
         args = tree_map_only(Tensor, lambda t: exact[id(t)], tuple(call.args))
         with _disable_current_modes(), torch.no_grad():
             call.func(*args, **call.kwargs)
@@ -188,7 +321,7 @@ def _masked_index(tape: Tape, call: Call) -> Any:
     if not any(is_mask(index) for index in args[1]):
         return NotImplemented
     indices: list[Tensor | None] = []
-    taint = records.NO_TAINT
+    taint = taperecords.NO_TAINT
     for item in args[1]:
         if is_mask(item):
             value, why = values.value_of(item, "a boolean index")
@@ -207,10 +340,10 @@ def _masked_index(tape: Tape, call: Call) -> Any:
             text = f"index_put of {put.shape[0]} values where {count} positions are assumed"
             taint |= {values.assume("shape", text)}
     run_args = (args[0], indices, *rest)
-    run = replace(call, args=run_args, tensors=trees.listed(run_args))
+    run = replace(call, args=run_args, tensors=tensors.listed(run_args))
     out = run.run()
     with values.uniform.followed(call, [out]):
-        taint |= values.propagate(run, [out]) or records.NO_TAINT
+        taint |= values.propagate(run, [out]) or taperecords.NO_TAINT
     tape.record(call, [out], single=True, taint=taint)
     return out
 
@@ -228,7 +361,7 @@ def _masked_index(tape: Tape, call: Call) -> Any:
 def _counted(tape: Tape, call: Call) -> Any:
     """nonzero, unique, bincount ...: the output's size is a value."""
     values = tape.values
-    taint = records.NO_TAINT
+    taint = taperecords.NO_TAINT
     plain = []
     unknown = False
     exact: dict[int, Tensor] = {}
@@ -255,7 +388,7 @@ def _counted(tape: Tape, call: Call) -> Any:
     made = values.results.of(call, exact) if known else None
     made = call.func(*plain, **call.kwargs) if made is None else made
     out = tree_map_only(Tensor, lift, made)
-    tape.record(call, trees.listed(out), single=isinstance(out, Tensor), taint=taint)
+    tape.record(call, tensors.listed(out), single=isinstance(out, Tensor), taint=taint)
     return out
 
 
@@ -280,7 +413,7 @@ def _jagged(tape: Tape, call: Call) -> Tensor:
     """The rows [L, ...] of a padded tensor [B, S, ...] between offsets, which also decide L."""
     padded, offsets, *rest = call.args
     rows = rest[0] if rest else call.kwargs.get("total_L")
-    taint = records.NO_TAINT
+    taint = taperecords.NO_TAINT
     if rows is None:
         ends, taint = tape.values.value_of(offsets[0], "the rows of a jagged tensor")
         rows = ends.reshape(-1)[-1].item()
@@ -296,7 +429,7 @@ def _suppressed(tape: Tape, call: Call) -> Tensor:
     boxes, scores = (values.exact(t) for t in args[:2])
     if boxes is not None and scores is not None and not boxes.taint | scores.taint:
         kept = call.func(boxes.value, scores.value, *args[2:], **call.kwargs)
-        out = _lifted(values, kept, records.NO_TAINT)
+        out = _lifted(values, kept, taperecords.NO_TAINT)
         tape.record(call, [out], single=True)
         return out
     count = max(1, args[0].shape[0] // 2)
@@ -325,7 +458,7 @@ def _to_host(tape: Tape, call: Call) -> Any:
         return NotImplemented
     values, tensor = tape.values, call.args[0]
     entry = values.known(tensor)
-    tape.record(call, [], sync=True, taint=records.NO_TAINT if entry is None else entry.taint)
+    tape.record(call, [], sync=True, taint=taperecords.NO_TAINT if entry is None else entry.taint)
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     if entry is not None and whole and not tape.entries.is_stored(tensor):
         return entry.value.to(call.kwargs.get("dtype") or entry.value.dtype).clone()
@@ -337,7 +470,7 @@ def _to_host(tape: Tape, call: Call) -> Any:
         tape.tags.same_as(out, tensor)
     else:
         tape.record(there, [out], single=True)
-    if entry is not None and marks.small(tensor):
+    if entry is not None and masks.small(tensor):
         values.learn(out, entry.value.to(out.dtype).clone(), entry.taint)
     return out
 

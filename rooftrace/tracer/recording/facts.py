@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import Scope
+from rooftrace.tracer.metacopies import Scope, tensors
+from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.by_value import is_mask
-from rooftrace.tracer.tape import records
-from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import Values, distinct
+from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.values import Values, choices
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 
@@ -54,8 +53,8 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
         return taint
     sparse = next((t for t in call.tensors if t.layout is not torch.strided), None)
     if sparse is not None and sparse._nnz():  # what `to_sparse` makes on meta has none
-        facts["stored"] = trees.pieces_of(sparse)[-1].numel()
-    return records.NO_TAINT
+        facts["stored"] = tensors.pieces_of(sparse)[-1].numel()
+    return taperecords.NO_TAINT
 
 
 # -- rows ----------------------------------------------------------------------------------------
@@ -93,10 +92,10 @@ def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int
     reached = {} if draw is None else values.results.once(draw.becomes, ("classes",), _of_classes)
     if reached:
         facts.update(reached)
-        return records.NO_TAINT
+        return taperecords.NO_TAINT
     entry = values.known(index)
     if entry is None:
-        return records.NO_TAINT
+        return taperecords.NO_TAINT
     facts.update(values.results.once(entry.value, ("rows",), _distinct))
     return entry.taint
 
@@ -110,7 +109,7 @@ def _of_classes(becomes: Tensor) -> dict[str, Any]:
 
 
 def _distinct(index: Tensor) -> dict[str, Any]:
-    return {"rows_touched": distinct.counted(index)}
+    return {"rows_touched": choices.counted(index)}
 
 
 def _check_range(values: Values, call: Call) -> None:
@@ -147,7 +146,7 @@ def _groups(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]
     offsets = next((t for t in call.tensors if t.dtype == torch.int32 and t.dim() == 1), None)
     entry = values.known(offsets) if offsets is not None else None
     if entry is None:
-        return records.NO_TAINT
+        return taperecords.NO_TAINT
     sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
     facts["groups_touched"] = int((sizes > 0).sum())
     facts["rows_routed"] = int(sizes.sum())
@@ -162,7 +161,7 @@ def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
     """FlexAttention: the number of visible pairs is one of its arguments."""
     pairs, mask = call.args[-2:]
     facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
-    return records.NO_TAINT
+    return taperecords.NO_TAINT
 
 
 # -- masks of attention ----------------------------------------------------------------------------
@@ -193,7 +192,7 @@ def learn_mask_facts(
             value = values.implicit(scores)
             if value is not None and not value.certain:
                 return _learnt(values, scores, scores.shape[-2:], True, facts)
-    return records.NO_TAINT
+    return taperecords.NO_TAINT
 
 
 def _learnt(
@@ -245,7 +244,7 @@ def _packed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]
     keys = numbers[-1] if used is not None else _steps(numbers[1])
     kinds = Counter(zip(queries, keys, strict=True))
     facts["sequences"] = tuple((count, *kind) for kind, count in sorted(kinds.items()))
-    return records.NO_TAINT.union(*(entry.taint for entry in told if entry is not None))
+    return taperecords.NO_TAINT.union(*(entry.taint for entry in told if entry is not None))
 
 
 def _passed(passed: dict[str, Any], *names: str) -> Tensor | None:

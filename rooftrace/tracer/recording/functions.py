@@ -1,26 +1,183 @@
-"""Torch-level calls: their names, and the few that leave the dispatcher for Python or a device.
-
-`.tolist()`, `.numpy()`, f-strings and `torch.tensor([...])` never reach a dispatch mode; a device
-that is not there must not be asked for: everything but the CPU is the meta device while tracing.
-"""
+"""One pair of hooks on the calls of all modules, for all recordings of the process."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import contexts, original_of, replaced
-from rooftrace.tracer.tape import Tape, records
-from rooftrace.tracer.tensors import owners, trees
-from rooftrace.tracer.tensors.subclasses import OURS
-from rooftrace.tracer.values import META, marks
+from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, tensors
+from rooftrace.tracer.metacopies.tensors import OURS
+from rooftrace.tracer.recording import taperecords
+from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.values import META, masks
+
+_NAME = "calls"
+"""Under which a scope keeps who watches its calls."""
+
+
+class CallWatcher(Protocol):
+    """Is told of calls of modules."""
+
+    scope: Scope
+
+    def before_call(self, module: nn.Module) -> None:
+        """A module is called, in a thread of the scope or in one that nobody records."""
+
+    def after_call(self, module: nn.Module) -> None:
+        """A call of a module ends, in a thread of the scope."""
+
+
+_WATCHERS: dict[int, CallWatcher] = {}
+
+
+def _before(module: nn.Module, inputs: Any) -> None:
+    scope = Scope.current()
+    if scope is None:
+        for watcher in list(_WATCHERS.values()):
+            watcher.before_call(module)
+    else:
+        watching = scope.kept.get(_NAME)
+        if watching is not None:
+            with overrides.untraced():
+                watching.before_call(module)
+
+
+def _after(module: nn.Module, inputs: Any, output: Any) -> None:
+    scope = Scope.current()
+    watching = None if scope is None else scope.kept.get(_NAME)
+    if watching is not None:
+        with overrides.untraced():
+            watching.after_call(module)
+
+
+def _registered() -> Callable[[], None]:
+    """Register the hooks; returns what removes them."""
+    handles = (
+        nn_module.register_module_forward_pre_hook(_before),
+        nn_module.register_module_forward_hook(_after, always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+_MODULE_HOOKS = scopes.Shared(_registered)
+
+
+@contextlib.contextmanager
+def calls_watched(watcher: CallWatcher) -> Iterator[None]:
+    """Inside, a watcher is told of the calls of modules in the threads of its scope."""
+    watcher.scope.kept[_NAME] = watcher
+    _WATCHERS[id(watcher)] = watcher
+    try:
+        with _MODULE_HOOKS.used():
+            yield
+    finally:
+        del _WATCHERS[id(watcher)]
+        del watcher.scope.kept[_NAME]
+
+
+# -- torch.compile while we record: code runs as it is written, and tells what would be compiled ---
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what torch.compile has wrapped runs as it is written: here, not in other threads.
+
+    `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
+    """
+    import torch._dynamo.eval_frame as frames
+
+    stance = original_of(frames, "_callback_from_stance")
+    if not callable(stance):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+
+    def set_callback(callback: Any) -> Any:
+        before = taperecords.compiling.call
+        if isinstance(callback, taperecords.CompiledCall):  # what was returned is set again
+            taperecords.compiling.call = None if callback is _NONE else callback
+            return before or _NONE
+        caller = sys._getframe(2).f_locals  # of torch's wrapper, behind our guard
+        outer, function = caller.get("prior"), caller.get("fn")
+        inside = outer not in (None, _NONE, taperecords.LEFT_OUT)
+        if callable(callback):
+            if not inside and not _module_of(function).startswith(_ATTENTION):
+                outer = taperecords.CompiledCall(_name_of(function))
+        elif outer is not None and not _is_looked_through(function):
+            outer = taperecords.LEFT_OUT
+        taperecords.compiling.call = None if outer is _NONE else outer
+        return before or _NONE
+
+    def by_stance(callback: Any) -> Any:
+        if isinstance(callback, taperecords.CompiledCall) or not callable(callback):
+            return callback
+        return None if frames._stance.stance == "force_eager" else callback
+
+    stand_ins: dict[str, Any] = {
+        "set_eval_frame": set_callback,
+        "_maybe_set_eval_frame": set_callback,
+        "_callback_from_stance": by_stance,
+    }
+    counter = original_of(frames, _COUNTER)
+    if callable(counter):
+
+        def count(frames: int) -> int:
+            """What it was: 0 where a count begins, so that nobody counts; then as if some were."""
+            return 0 if frames == 0 else max(counter(frames), 1)
+
+        stand_ins[_COUNTER] = count
+    autograd: Any = torch._C._dynamo.compiled_autograd
+    none = {"set_autograd_compiler": lambda compiler, dynamic: (None, False)}
+    with replaced(frames, stand_ins), replaced(autograd, none):
+        yield
+
+
+def _is_looked_through(function: Any) -> bool:
+    """Whether Dynamo compiles what this function does, although torch disables it there: a
+    checkpoint, and the ops of a subclass of Tensor."""
+    name = getattr(function, "__name__", "")
+    return name == "__torch_dispatch__" or _module_of(function) == "torch.utils.checkpoint"
+
+
+def _module_of(function: Any) -> str:
+    return str(getattr(function, "__module__", ""))
+
+
+def _name_of(function: Any) -> str:
+    """What a compiled callable is called: a module by its class, a function as it was defined."""
+    name = str(getattr(function, "__qualname__", "")).rpartition("<locals>.")[2]
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, type):
+        return name or type(function).__name__
+    kind, name = type(owner).__name__, name.rpartition(".")[2]
+    called = isinstance(owner, nn.Module) and name in _CALLS
+    return kind if called or not name else f"{kind}.{name}"
+
+
+_NONE = taperecords.CompiledCall("")
+"""Stands for no call where torch remembers what was set before."""
+_CALLS = ("", "_call_impl", "_wrapped_call_impl", "__call__", "forward")
+_ATTENTION = "torch.nn.attention."
+"""Where torch has functions of attention, each of which is one kernel, compiled or not."""
+_COUNTER = "set_fullgraph_compiled_frame_count"
+"""Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""
+
+
+# -- Torch-level calls: their names, and the few that leave the dispatcher for Python or a device --
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -147,7 +304,7 @@ class Functions(TorchFunctionMode):
         """`tensor.new(...)`: of numbers, or of the indices, values and size of a sparse tensor."""
         if _holds_numbers(func, args, kwargs):
             return self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
-        if func is Tensor.new and len(args) == 4 and trees.is_sparse(args[0]):
+        if func is Tensor.new and len(args) == 4 and tensors.is_sparse(args[0]):
             return torch.sparse_coo_tensor(*args[1:])
         return None
 
@@ -155,9 +312,9 @@ class Functions(TorchFunctionMode):
         """`torch.tensor([...])`: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
-        default = self.device or contexts.default_device()
+        default = self.device or overrides.default_device()
         target = default if device is None else torch.device(device)
-        if isinstance(data, (list, tuple)) and any(t.is_meta for t in trees.listed(data)):
+        if isinstance(data, (list, tuple)) and any(t.is_meta for t in tensors.listed(data)):
             args = (_numbers(data), *args[1:])
             kwargs = {name: item for name, item in kwargs.items() if name not in ("data", "obj")}
         elif target.type == "cpu" or isinstance(data, Tensor):
@@ -172,8 +329,8 @@ class Functions(TorchFunctionMode):
             made = torch.empty(value.shape, dtype=value.dtype, device=META)
         if needs_gradient:  # functorch's transforms refuse the call, whatever it says
             made.requires_grad_()
-        if marks.small(value):
-            self.tape.values.learn(trees.unwrapped(made), trees.unwrapped(value))
+        if masks.small(value):
+            self.tape.values.learn(tensors.unwrapped(made), tensors.unwrapped(value))
         return made
 
 
@@ -203,7 +360,7 @@ def _to_python(tape: Tape, tensor: Tensor, method: str) -> Any:
     return getattr(value.clone(), method)()
 
 
-def wait(tape: Tape, tensor: Tensor, taint: frozenset[int] = records.NO_TAINT) -> None:
+def wait(tape: Tape, tensor: Tensor, taint: frozenset[int] = taperecords.NO_TAINT) -> None:
     """Record that the host waits for the value of a meta tensor (also where it is printed)."""
     facts = {"elements": tensor.numel()}
     tape.record(Call.of(_SCALAR, tensor), [], sync=True, facts=facts, taint=taint)
@@ -213,7 +370,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     """`tensor.data = data`, also where a weight goes from the host to meta, or back."""
     if tensor.device != data.device:
         kind: Any = type(tensor)
-        if isinstance(tensor, owners.LAZY):
+        if isinstance(tensor, tensors.LAZY):
             gone = kind(tensor.requires_grad, data.device, tensor.dtype)
             torch.utils.swap_tensors(tensor, gone)  # type: ignore[no-untyped-call]
             return
@@ -266,7 +423,7 @@ def backward_kept(tape: Tape) -> Iterator[None]:
     original = original_of(engine, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with contexts.functions_on(tape.here.functions):
+        with overrides.functions_on(tape.here.functions):
             return original(*args, **kwargs)
 
     with replaced(engine, {name: run}):

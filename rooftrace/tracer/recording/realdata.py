@@ -1,16 +1,11 @@
-"""Values that code asks for, computed from the real tensors that the caller gave.
+"""The result of a test for inf and nan on finite numbers, from the ops that compute it.
 
-A module with real weights, called with real inputs, is traced on meta copies of them.  Where its
-code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that make it,
-and only those, are run on the real tensors.  Ops that write in place run in their order, on copies.
-Results are kept, so a value inside a loop is not computed from the start again.
-
-A value cannot be computed if it depends on random numbers, an assumption, a tensor without data or
-a shortened loop, or if the ops would exceed the limits below, which hold for one capture.
+A test that uses any other op is not recognised.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,10 +17,79 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.ops import traits, written_nodes
-from rooftrace.tracer.replay import RepeatedCall
-from rooftrace.tracer.tape import META_KEY, Tape, records
-from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.recording import ops as traits, taperecords
+from rooftrace.tracer.recording.ops import written_nodes
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.recording.taperecords import META_KEY
+from rooftrace.tracer.repeats import RepeatedCall
+
+_SAME = {"aten.eq.Tensor": True, "aten.ne.Tensor": False}
+"""Of a number and itself: nan alone differs."""
+_INFINITE = {"aten.ne.Scalar": True, "aten.eq.Scalar": False}
+"""Of a number and infinity."""
+_BELOW = {
+    "aten.lt.Scalar": True,
+    "aten.le.Scalar": True,
+    "aten.gt.Scalar": False,
+    "aten.ge.Scalar": False,
+}
+"""Of a number and infinity; of a number and minus infinity it is the opposite."""
+_TESTS = {"aten.isfinite": True, "aten.isnan": False, "aten.isinf": False}
+_BOTH = ("aten.mul", "aten.logical_and", "aten.bitwise_and")
+_EITHER = ("aten.logical_or", "aten.bitwise_or")
+_NOT = ("aten.logical_not", "aten.bitwise_not")
+_KEEPS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "all",
+        "any",
+        "_is_all_true",
+        "_is_any_true",
+        "view",
+        "reshape",
+        "_to_copy",
+        "clone",
+        "alias",
+        "detach",
+        "stack",
+    )
+)
+
+
+def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
+    """The result of a test for inf and nan (isfinite, isnan and logic on them) on finite numbers.
+
+    None where a recorded op is not part of such a test.
+    """
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not node.args or not depth:
+        return None
+    name = f"{target.namespace}.{target._opname}"
+    first, second = node.args[0], node.args[1] if len(node.args) > 1 else None
+    if name in _TESTS:
+        return _TESTS[name]
+    if str(target) in _SAME and first is second:
+        return _SAME[str(target)]
+    if str(target) in _INFINITE and isinstance(second, float) and math.isinf(second):
+        return _INFINITE[str(target)]
+    if str(target) in _BELOW and isinstance(second, float) and math.isinf(second):
+        return _BELOW[str(target)] == (second > 0)
+    parts = (first, second) if name in _BOTH + _EITHER else (first,)
+    if name not in _KEEPS and name not in _NOT and name not in _BOTH + _EITHER:
+        return None
+    if isinstance(first, (list, tuple)):
+        parts = tuple(first)
+    truths = [of_finite_numbers(p, depth - 1) if isinstance(p, fx.Node) else None for p in parts]
+    if not truths or None in truths:
+        return None
+    if name in _NOT:
+        return not truths[0]
+    some = name in _EITHER or name in ("aten.any", "aten._is_any_true")
+    return any(truths) if some else all(truths)
+
+
+# -- Values that code asks for, computed from the real tensors that the caller gave ----------------
 
 MAX_FLOP = 2 * 10**10
 """The most FLOP of matrix products for values of one capture: about a second on a CPU."""
@@ -135,7 +199,7 @@ class RealData:
         return [self._storage(item) for item in written_nodes(node)]
 
     def _storage(self, node: fx.Node) -> int:
-        base, index = records.picked(node)
+        base, index = taperecords.picked(node)
         item = base.meta[META_KEY]
         if isinstance(item, RepeatedCall):
             return item.storage(item.block.made[index or 0][2])
@@ -146,7 +210,7 @@ class RealData:
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """The ops to run, in order: those that make a value, and those that wrote to it since."""
         needed: set[fx.Node] = set()
-        waiting = [records.picked(node)[0], *self._writers.get(self._storage(node), ())]
+        waiting = [taperecords.picked(node)[0], *self._writers.get(self._storage(node), ())]
         while waiting:
             item = waiting.pop()
             if item in needed or item in self._kept:
@@ -156,7 +220,7 @@ class RealData:
             needed.add(item)
             place = self._places[item]
             for read in item.all_input_nodes:
-                waiting.append(records.picked(read)[0])
+                waiting.append(taperecords.picked(read)[0])
                 storage = self._storage(read)
                 if self._last_write.get(storage, -1) > place:
                     raise _StaleError
@@ -235,7 +299,7 @@ class RealData:
                         self._last_write[storage] = self._places[node]
 
     def _get(self, node: fx.Node) -> Any:
-        base, index = records.picked(node)
+        base, index = taperecords.picked(node)
         return self._kept[base] if index is None else self._kept[base][index]
 
     def _repeat(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> list[Any]:
@@ -249,7 +313,7 @@ class RealData:
         def inside(item: fx.Node) -> Any:
             if item in made:
                 return made[item]
-            base, index = records.picked(item)
+            base, index = taperecords.picked(item)
             return made[base] if index is None else made[base][index]
 
         for item in block.nodes:
@@ -276,7 +340,7 @@ class RealData:
         if result is None:  # what it writes is its result
             result = [get(item) for item in written_nodes(node)]
         specs = node.meta[META_KEY].specs
-        for output, spec in zip(trees.listed(result), specs, strict=False):
+        for output, spec in zip(tensors.listed(result), specs, strict=False):
             if tuple(output.shape) != spec.shape:
                 raise _NotComputableError
         return result
@@ -318,7 +382,7 @@ def _flop(node: fx.Node, recorded: Any) -> int:
 
 
 def _shape(node: fx.Node) -> torch.Size:
-    base, index = records.picked(node)
+    base, index = taperecords.picked(node)
     item = base.meta[META_KEY]
     if isinstance(item, RepeatedCall):
         return torch.Size(item.block.results[index or 0][2].shape)

@@ -27,35 +27,40 @@ from torch.utils._python_dispatch import (
 )
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import assumptions as asked
-from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.patches import Scope, contexts, original_of, replaced
-from rooftrace.tracer.recording import finite, threads
+from rooftrace.tracer.composite import kept_whole, library
+from rooftrace.tracer.metacopies import (
+    Scope,
+    original_of,
+    overrides,
+    replaced,
+    tensors as subclasses,
+)
+from rooftrace.tracer.recording import realdata, taperecords, threads
 from rooftrace.tracer.recording.autocast import followed
-from rooftrace.tracer.recording.compiling import uncompiled
-from rooftrace.tracer.recording.draws import draws_repeated
-from rooftrace.tracer.recording.flex import flex_whole
-from rooftrace.tracer.recording.functions import Functions, backward_kept
-from rooftrace.tracer.recording.higher_order import higher_order_dispatched, run_higher_order
-from rooftrace.tracer.recording.hooks import calls_watched
+from rooftrace.tracer.recording.functions import Functions, backward_kept, calls_watched, uncompiled
+from rooftrace.tracer.recording.higher_order import (
+    flex_whole,
+    higher_order_dispatched,
+    run_higher_order,
+)
+from rooftrace.tracer.recording.ops import info_of
 from rooftrace.tracer.recording.realdata import RealData
+from rooftrace.tracer.recording.releases import Release
 from rooftrace.tracer.recording.running import Runner
-from rooftrace.tracer.recording.standins import (
+from rooftrace.tracer.recording.substitutes import draws_repeated
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.recording.taperecords import META_KEY, Recorded
+from rooftrace.tracer.recording.threads import (
     device_calls_quiet,
     jagged_attention_fused,
     plain_imports,
     static_caches_counted,
     warnings_quiet,
 )
-from rooftrace.tracer.releases import Release
-from rooftrace.tracer.replay import CallReplay, Twin
-from rooftrace.tracer.rolling import Loop, Rolling
-from rooftrace.tracer.sharded import ddp, fsdp, meshes, streams
-from rooftrace.tracer.source import lines
-from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
-from rooftrace.tracer.tensors import subclasses
+from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
+from rooftrace.tracer.requests import assumptions as asked, source
+from rooftrace.tracer.sharding import ddp, fsdp
 from rooftrace.tracer.values import META, Values
-from rooftrace.tracer.whole import kept_whole, shown
 
 
 class Recorder(TorchDispatchMode, Tape):
@@ -123,7 +128,7 @@ class Recorder(TorchDispatchMode, Tape):
     def name_modules(self, root: nn.Module) -> None:
         """Use the dotted paths of `root` for its modules and the tensors that they hold."""
         self._roots.append(root)
-        self.shards.mesh = meshes.mesh_of(self._roots)
+        self.shards.mesh = fsdp.mesh_of(self._roots)
         self._rolling.watch(root)
         self._module_calls.watch(root)
         super().name_modules(root)
@@ -150,7 +155,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def _finite(self, tensor: Tensor) -> bool | None:
         made = self.tags.made_by(tensor)
-        return None if made is None else finite.of_finite_numbers(made[0])
+        return None if made is None else realdata.of_finite_numbers(made[0])
 
     def forget(self) -> None:
         """Free the memory of the graph after it is lowered."""
@@ -163,11 +168,11 @@ class Recorder(TorchDispatchMode, Tape):
         kwargs = kwargs or {}
         if types and any(subclasses.is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
-        instead = shown.behind(func) or _noted_as(func)
+        instead = library.behind(func) or _noted_as(func)
         if instead is not None:  # an op of ours, shown to modes of the user's under another name
             with self.again():
                 return instead(*args, **kwargs)
-        with self.lock, contexts.untraced():
+        with self.lock, overrides.untraced():
             return self._dispatched(func, args, kwargs)
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -188,13 +193,13 @@ class Recorder(TorchDispatchMode, Tape):
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Switch the dispatch mode on inside; torch switches it off while it handles an op."""
-        contexts.push(self)
+        overrides.push(self)
         self.here.inside += 1
         try:
             yield
         finally:
             self.here.inside -= 1
-            contexts.pop(self)
+            overrides.pop(self)
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -215,7 +220,7 @@ class Recorder(TorchDispatchMode, Tape):
                 return
             here.leave = leave
         if not here.stack:
-            here.devices = contexts.device_modes()
+            here.devices = overrides.device_modes()
         with self.lock:
             here.call(module, *self.paths.called(module, here.path))
 
@@ -248,7 +253,7 @@ class Recorder(TorchDispatchMode, Tape):
     def __enter__(self) -> Recorder:
         with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
             self._enter(undo.enter_context)
-            contexts.push(self)
+            overrides.push(self)
             self.live = True
             self._exit = undo.pop_all()
         return self
@@ -275,7 +280,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self.functions())
         self._of_graph = enter(contextlib.ExitStack())
         self._enter_graph()
-        enter(meshes.sizes_unseen())
+        enter(fsdp.sizes_unseen())
         enter(self._followers.followed())
 
     def _enter_graph(self) -> None:
@@ -305,7 +310,7 @@ class Recorder(TorchDispatchMode, Tape):
         finally:
             with self.lock:
                 self.live = False
-            contexts.pop(self)
+            overrides.pop(self)
             self._exit.close()
             self.tags.end()
 
@@ -317,7 +322,7 @@ def _noted_as(func: Any) -> Any:
 
 
 def _convolution(*args: Any) -> Any:
-    with contexts.traced():
+    with overrides.traced():
         return torch.ops.aten._convolution.default(*args, False, False, False, False)
 
 
@@ -350,10 +355,10 @@ class Storages:
         if not tag or not tape.recording:
             return
         op: Any = torch.ops.rooftrace.resize_storage.default
-        held = records.picked_in(tape.graph, tag)
+        held = taperecords.picked_in(tape.graph, tag)
         made = tape.graph.create_node("call_function", op, (held, size))
         origin = tape.origins.origin(op.name(), tape.rolling.label)
-        made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
+        made.meta[META_KEY] = Recorded((), origin, stream=fsdp.current_stream())
         tape.tags.last = made
 
     def brought(self, tensors: Sequence[Tensor]) -> None:
@@ -363,10 +368,10 @@ class Storages:
         if not tape.recording or tape.tags.last is None or not tags:
             return
         op: Any = torch.ops.rooftrace.bring_storages.default
-        nodes = [records.picked_in(tape.graph, tag) for tag in tags]
+        nodes = [taperecords.picked_in(tape.graph, tag) for tag in tags]
         made = tape.graph.create_node("call_function", op, (nodes,))
         origin = tape.origins.origin(op.name(), tape.rolling.label)
-        made.meta[META_KEY] = Recorded((), origin, stream=streams.current_stream())
+        made.meta[META_KEY] = Recorded((), origin, stream=fsdp.current_stream())
         tape.tags.last = made
 
     def gathered(self, whole: Tensor, shard: Tensor) -> None:
@@ -423,7 +428,7 @@ def _instead() -> str:
     "" where neither is there.
     """
     frame: Any = sys._getframe(2)
-    while frame is not None and not lines.is_users(frame.f_code):
+    while frame is not None and not source.is_users(frame.f_code):
         frame = frame.f_back
     names = {} if frame is None else frame.f_locals
     held = [inspect.unwrap(value) for value in names.values() if inspect.isfunction(value)]
@@ -432,6 +437,6 @@ def _instead() -> str:
     for item in held:
         with contextlib.suppress(OSError, TypeError):
             code, first = inspect.getsourcelines(item)
-            file = lines.relative(inspect.getsourcefile(item) or "")
+            file = source.relative(inspect.getsourcefile(item) or "")
             return f"{file}:{first}-{first + len(code) - 1}"
     return ""

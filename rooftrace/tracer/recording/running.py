@@ -17,25 +17,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.asking import assumptions
-from rooftrace.tracer.ops import Call, groups, info_of, traits
+from rooftrace.tracer.composite import whole_entry
+from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
-from rooftrace.tracer.recording.exchanged_counts import expect_counts_of_others
-from rooftrace.tracer.recording.exchanged_values import (
+from rooftrace.tracer.recording.exchanged import (
     after_exchange,
     before_exchange,
     exchanged_on_host,
+    expect_counts,
+    expect_counts_of_others,
 )
 from rooftrace.tracer.recording.facts import learn_facts, learn_mask_facts
 from rooftrace.tracer.recording.kernel_checks import check_kernel
-from rooftrace.tracer.recording.reached import expect_counts
+from rooftrace.tracer.recording.ops import Call, info_of
 from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
-from rooftrace.tracer.sharded import meshes
-from rooftrace.tracer.tape import Tape, records
-from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import Values, marks
-from rooftrace.tracer.whole import whole_entry
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.requests import assumptions
+from rooftrace.tracer.sharding import fsdp
+from rooftrace.tracer.values import Values, masks
 
 _LIFT = torch.ops.aten.lift_fresh.default
 """The op by which numbers of Python, or of numpy, become a tensor."""
@@ -57,11 +58,9 @@ class Runner:
         """Run one op, follow its values, record it; returns what the op returns."""
         tape, info = self._tape, info_of(func)
         name = info.name
-        if name in traits.QUESTIONS or name.startswith("profiler."):
+        if name in ops.QUESTIONS or name.startswith("profiler."):
             return func(*args, **kwargs)
-        if info.composite or (
-            tape.here.inside and func.has_kernel_for_dispatch_key(traits.COMPOSITE)
-        ):
+        if info.composite or (tape.here.inside and func.has_kernel_for_dispatch_key(ops.COMPOSITE)):
             # PyTorch has taken such ops apart before a mode sees them, but those that run inside of
             # an op: of ours, or of a tensor subclass.
             with self._again():
@@ -72,15 +71,15 @@ class Runner:
         if _on_host(call.tensors, kwargs.get("device")):
             tape.rolling.depends()
             if not _of_the_step(tape, call):
-                if tape.generators is not None and traits.is_random(func):
+                if tape.generators is not None and ops.is_random(func):
                     return tape.generators.run(func, args, kwargs)
-                if meshes.running and groups.is_collective(func):
+                if fsdp.running and groups.is_collective(func):
                     return exchanged_on_host(tape, call)
                 return func(*args, **kwargs)
         out = run_sparse(tape, call, self._again)
         if out is not NotImplemented:
             return out
-        if name in traits.IDENTITIES and call.tensors:
+        if name in ops.IDENTITIES and call.tensors:
             return _same_value(tape, call)
         check_kernel(call, self.device)
         out = by_value(tape, call)
@@ -117,7 +116,7 @@ class Runner:
     def _computed(self, call: Call) -> Any:
         """The result of an op on meta."""
         generators = self._tape.generators
-        if generators is not None and traits.is_random(call.func) and _on_host(call.tensors, None):
+        if generators is not None and ops.is_random(call.func) and _on_host(call.tensors, None):
             return generators.run(call.func, call.args, call.kwargs)
         if not call.info.may_alias:
             return self._sizes.run(call.func, call.args, dict(call.kwargs))
@@ -200,16 +199,16 @@ def _propagate(tape: Tape, call: Call, outputs: Sequence[Tensor]) -> frozenset[i
         taint = values.imply(call, outputs)
         if taint is not None:
             return taint
-    if info.name in traits.DECIDING and not info.mutated and len(outputs) == 1:
+    if info.name in ops.DECIDING and not info.mutated and len(outputs) == 1:
         decided = values.decide(info.name, call.tensors, outputs[0])
         if decided is not None:
             return decided
     if not call.tensors:
-        return records.NO_TAINT
-    position = traits.index_output(call.func, call.tensors[0], outputs)
+        return taperecords.NO_TAINT
+    position = ops.index_output(call.func, call.tensors[0], outputs)
     if position is not None and outputs[0].is_meta:
         return route(tape, call, outputs[position], position)
-    return records.NO_TAINT
+    return taperecords.NO_TAINT
 
 
 # -- routing ---------------------------------------------------------------------------------------
@@ -223,22 +222,22 @@ def route(tape: Tape, call: Call, index: Tensor, position: int) -> frozenset[int
     """
     values = tape.values
     if index.dtype.is_floating_point:
-        return records.NO_TAINT
+        return taperecords.NO_TAINT
     if values.decision(assumptions.ROUTING) is None and _as_the_data_chooses(
         tape, call, index, position
     ):
-        return records.NO_TAINT
+        return taperecords.NO_TAINT
     dimension = call.named.get("dim")
     along = -1 if dimension is None else int(dimension)
     sorts = any(argument.name == "descending" for argument in call.func._schema.arguments)
     source = call.tensors[0]
     routed = values.route(call.name, source, index, along, sorts=sorts)
-    return records.NO_TAINT if routed is None else frozenset([routed])
+    return taperecords.NO_TAINT if routed is None else frozenset([routed])
 
 
 def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -> bool:
     """Learn indices from the real tensors, as an assumption; False if they give none."""
-    if index.numel() > marks.MAX_CHOSEN:
+    if index.numel() > masks.MAX_CHOSEN:
         return False
     values, exact = tape.values, {}
     for tensor in trees.listed(call.args):
@@ -252,10 +251,10 @@ def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -
     )
     with _disable_current_modes(), torch.no_grad():
         try:
-            if tape.generators is not None and traits.is_random(call.func):
+            if tape.generators is not None and ops.is_random(call.func):
                 results = tape.generators.run(call.func, args, kwargs)
             else:
-                results = traits.run_on_cpu(call.name, call.func, list(args), kwargs)
+                results = ops.run_on_cpu(call.name, call.func, list(args), kwargs)
         except (NotImplementedError, RuntimeError):  # no kernel for a CPU, or not for these types
             return False
     values.computed += 1

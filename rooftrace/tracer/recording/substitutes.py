@@ -1,8 +1,15 @@
-"""Substitutes for ops that have no meta kernel, or whose kernel refuses what devices run."""
+"""Random numbers that the traced code draws on the host: the same in every trace.
+
+A generator that belongs to the process is seeded and restored only where no other thread could
+draw from it meanwhile.  Otherwise a recording's threads draw from generators of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +18,139 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.ops import Call
-from rooftrace.tracer.tape import Tape
-from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import META, marks
+from rooftrace.tracer.metacopies import original_of, overrides, replaced, scopes, tensors
+from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.values import META, masks
+
+_SEED = 0
+
+
+@contextlib.contextmanager
+def draws_repeated(tape: Tape) -> Iterator[None]:
+    """Inside, random numbers that the code draws on the host are the same every time.
+
+    At the end the process's generators are as if nothing had been drawn inside.
+    """
+    if scopes.alone():
+        with _seeded():
+            yield
+    else:
+        with _apart(tape):
+            yield
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """The generators of the process, seeded and restored."""
+    with overrides.draws_undone():
+        random.seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            numpy.seed(_SEED)
+        yield
+
+
+@contextlib.contextmanager
+def _apart(tape: Tape) -> Iterator[None]:
+    """Generators of this recording, for its threads.
+
+    A C function that the code has imported by its name (`from random import random`) still draws
+    from the process's generator.
+    """
+    own = _Own()
+    before, tape.generators = tape.generators, own
+    try:
+        with contextlib.ExitStack() as undo:
+            for home, replacements in own.replacements():
+                undo.enter_context(replaced(home, replacements))
+            yield
+    finally:
+        tape.generators = before
+
+
+class _Own:
+    """The generators of one recording: Python's, torch's for the host, and numpy's."""
+
+    def __init__(self) -> None:
+        self._torch = torch.Generator()
+        self._torch.manual_seed(_SEED)
+        self._python = random.Random(_SEED)
+        self._modules: Any = sys.modules.get("numpy.random")
+        self._numpy: Any = self._modules and self._modules.RandomState(_SEED)
+
+    def replacements(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """What stands in place of the functions that draw from the process's generators."""
+        own = self._torch
+        seeds: dict[str, Any] = {
+            "manual_seed": lambda seed: own.manual_seed(int(seed)),
+            "seed": own.seed,
+            "initial_seed": own.initial_seed,
+            "get_rng_state": own.get_state,
+            "set_rng_state": own.set_state,
+        }
+        yield torch, seeds
+        yield torch.random, seeds
+        for home, kind, state in (
+            (random, random.Random, self._python),
+            (self._modules, getattr(self._modules, "RandomState", None), self._numpy),
+        ):
+            if home is not None and kind is not None:
+                yield home, {name: getattr(state, name) for name in _names_of_methods(home, kind)}
+
+    def states(self) -> Any:
+        """What was drawn so far.
+
+        The process's generator of numpy counts too: its functions may be imported by their names,
+        and are not seen.  Of Python's functions that is seen (see `replay/outside`).
+        """
+        numpy = []
+        if self._numpy is not None:
+            for read in (self._numpy.get_state, original_of(self._modules, "get_state")):
+                state = read()
+                numpy.append((state[1].tobytes(), *state[2:]))
+        return self._python.getstate(), self._torch.get_state().numpy().tobytes(), numpy
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on the host that draws from the generator of the process: from ours instead."""
+        own, default = self._torch, torch.default_generator
+        if kwargs.get("generator") not in (None, default):
+            return func(*args, **kwargs)
+        takes = _with_generator(func)
+        if takes is not None:
+            return takes(*args, **{**kwargs, "generator": own})
+        before = default.get_state()
+        default.set_state(own.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            own.set_state(default.get_state())
+            default.set_state(before)
+
+
+@functools.cache
+def _names_of_methods(home: Any, kind: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name in list(vars(home))
+        if hasattr(kind, name)
+        and isinstance(getattr(original_of(home, name), "__self__", None), kind)
+    )
+
+
+@functools.cache
+def _with_generator(func: Any) -> Callable[..., Any] | None:
+    """The overload of an op that takes a generator beside the same arguments; None: none does."""
+    wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
+    packet = func._overloadpacket
+    for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
+        if {argument.name for argument in overload._schema.arguments} == wanted:
+            return overload  # type: ignore[no-any-return]
+    return None
+
+
+# -- Substitutes for ops that have no meta kernel, or whose kernel refuses what devices run --------
 
 _BF16_ONLY = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 """Products whose meta kernels support one precision only."""
@@ -34,7 +170,7 @@ def off_host(tape: Tape, call: Call, out: Any) -> Any:
     """`out` on meta: some kernels (solve_triangular) return on the device of a stray CPU tensor."""
     if call.info.mutated or call.info.may_alias or "device" in call.kwargs:
         return out
-    outputs = trees.listed(out)
+    outputs = tensors.listed(out)
     if len({t.device.type for t in call.tensors}) < 2 or any(t.device == META for t in outputs):
         return out
     return _with(call, lambda tensor: _off_host(tape, tensor)) if outputs else out
@@ -158,7 +294,7 @@ def _on_fewer_zeros(call: Call) -> Any:
     fewer = [{size: start + 2 * n for n, size in enumerate(large)} for start in _FEW]
     runs = [_on_zeros(call, sizes) for sizes in fewer]
     following = {tuple(sizes[size] for sizes in fewer): size for size in large}
-    others = iter(trees.listed(runs[1]))
+    others = iter(tensors.listed(runs[1]))
 
     def widened(tensor: Tensor) -> Tensor:
         shape = []
@@ -180,7 +316,7 @@ def _off_host(tape: Tape, tensor: Tensor) -> Tensor:
     if tape.recording:
         tape.node_of(tensor)
         tape.tags.same_as(moved, tensor)
-    if marks.small(tensor):
+    if masks.small(tensor):
         tape.values.learn(moved, tensor.detach())
     return moved
 

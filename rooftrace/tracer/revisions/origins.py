@@ -1,13 +1,128 @@
-"""Where the two sides of a diff come from: revisions, options, versions, and who changed a line."""
+"""Which commit of a range wrote a line, or took one away."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rooftrace._plain import Plain
-from rooftrace.tracer.revisions.repositories import Commit
+from rooftrace.tracer.revisions.repositories import Commit, Repository
+
+UNCOMMITTED = "not committed yet"
+
+
+def wrote(
+    repository: Repository, before: str, after: str | None, source: str
+) -> Commit | str | None:
+    """The commit after `before` that wrote the line "file.py:12" of `after` (None: the files).
+
+    UNCOMMITTED for a line of the working tree that is in no commit; None for one that is older.
+    """
+    file, number = _place(source)
+    if number is None:
+        return None
+    span = [f"^{before}"] if after is None else [f"{before}..{after}"]
+    told = repository.tried("blame", "--porcelain", "-L", f"{number},{number}", *span, "--", file)
+    if not told or "\nboundary\n" in told:
+        return None
+    hash_ = told.split(" ", 1)[0]
+    return repository.commit(hash_) if hash_.strip("0") else UNCOMMITTED
+
+
+def removed(
+    repository: Repository, before: str, after: str | None, source: str
+) -> Commit | str | None:
+    """The commit up to `after` (None: the working tree) that took away a line of `before`.
+
+    None for a line that is still there, or whose end git cannot tell.
+    """
+    file, number = _place(source)
+    if number is None:
+        return None
+    line = f"{number},{number}"
+    span = f"{before}..{after or 'HEAD'}"
+    told = repository.tried("blame", "--reverse", "--porcelain", "-L", line, span, "--", file)
+    if told:
+        for text in told.splitlines():
+            if text.startswith("previous "):  # in reverse: the first commit without the line
+                return repository.commit(text.split(" ")[1])
+        number, file = int(told.split(" ")[1]), _name_in(told, file)
+    if after is None and _removed_here(repository, file, number):
+        return UNCOMMITTED
+    return None
+
+
+def _removed_here(repository: Repository, file: str, number: int) -> bool:
+    """Whether the working tree no longer has a line of HEAD."""
+    told = repository.tried("diff", "-U0", "--no-ext-diff", "HEAD", "--", file) or ""
+    for text in told.splitlines():
+        if text.startswith("@@ -"):
+            start, _, count = text.split(" ")[1][1:].partition(",")
+            if int(start) <= number < int(start) + int(count or 1):
+                return True
+    return False
+
+
+def _name_in(told: str, file: str) -> str:
+    names = [t.partition(" ")[2] for t in told.splitlines() if t.startswith("filename ")]
+    return names[0] if names else file
+
+
+def _place(source: str) -> tuple[str, int | None]:
+    """The file and the number of a line; no number for what is no line of a repository."""
+    file, _, number = source.rpartition(":")
+    if not file or not number.isdigit() or os.path.isabs(file):
+        return file, None
+    return file, int(number)
+
+
+# -- The first of many commits that breaks a condition, by trying few of them ----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where a condition begins to hold, by the numbers of commits; -1 is the one before them."""
+
+    good: int  # the last commit at which it is known not to hold
+    bad: int  # the first commit at which it is known to hold
+    untold: tuple[int, ...] = ()  # between the two: commits that cannot be tried
+
+
+def first_bad(count: int, holds: Callable[[int], bool | None]) -> Crossing:
+    """Search `count` commits, of which the last holds a condition, and what is before does not.
+
+    holds: None for a commit that cannot be tried; others are then tried in its place.  Where the
+    history crosses the condition several times, one of the crossings is returned.
+    """
+    good, bad = -1, count - 1
+    untold: set[int] = set()
+    skips = 0  # one after the other
+    while left := [i for i in range(good + 1, bad) if i not in untold]:
+        number = left[int(_spread(skips) * len(left))]
+        told = holds(number)
+        if told is None:
+            untold.add(number)
+            skips += 1
+            continue
+        skips = 0
+        good, bad = (good, number) if told else (number, bad)
+    return Crossing(good, bad, tuple(sorted(i for i in untold if good < i < bad)))
+
+
+def _spread(number: int) -> float:
+    """1/2, 1/4, 3/4, 1/8, 5/8 ...: places that leave a run of commits that do not build."""
+    value, step = 0.0, 0.5
+    number += 1
+    while number:
+        value += step * (number & 1)
+        number >>= 1
+        step /= 2
+    return value
+
+
+# -- Where the two sides of a diff come from: revisions, options, versions, and who changed a line -
 
 _SHOWN = 3
 

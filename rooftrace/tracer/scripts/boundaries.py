@@ -10,12 +10,12 @@ from torch import nn
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware.units import listed
-from rooftrace.tracer.asking import names
+from rooftrace.tracer.requests import names
 from rooftrace.tracer.scripts.calls import Look, ModuleCall
 from rooftrace.tracer.scripts.finding import Finder
-from rooftrace.tracer.scripts.kinds import Kinds, weighs
+from rooftrace.tracer.scripts.keeping import Kinds, weighs
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
-from rooftrace.tracer.scripts.turns import OpenTurn
+from rooftrace.tracer.scripts.watching import OpenTurn
 
 _SHOWN = 12
 """How many names of marks an error lists."""

@@ -18,18 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.metacopies import overrides, tensors_in
 from rooftrace.tracer.phases import stepping
+from rooftrace.tracer.scripts.book import Prices
 from rooftrace.tracer.scripts.calls import Look, ModuleCall, Result, resized, state_of
-from rooftrace.tracer.scripts.clocks import Prices
-from rooftrace.tracer.scripts.keeping import TurnKeeper
-from rooftrace.tracer.scripts.kinds import weighs
-from rooftrace.tracer.scripts.lengths import Ops
-from rooftrace.tracer.scripts.optimizers import Optimizers
+from rooftrace.tracer.scripts.keeping import Optimizers, TurnKeeper, weighs
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
-from rooftrace.tracer.scripts.turns import OpenTurn
-from rooftrace.tracer.tensors import tensors_in
+from rooftrace.tracer.scripts.watching import OpenTurn, Ops
 
 # -- leading ---------------------------------------------------------------------------------------
 # Turns of several threads: one of them leads, until another begins a turn of its own.
@@ -181,7 +177,7 @@ class Finder(TurnsOfThreads):
     def call(self, made: ModuleCall) -> Any:
         """A module is called from outside of any module."""
         whole = not made.begun and torch._C._get_tracing_state() is None
-        with contexts.untraced(), torch._C.DisableTorchFunction():
+        with overrides.untraced(), torch._C.DisableTorchFunction():
             here = self._roots.on_device(made.module, made.arguments)
             known = self._known(made, whole) if here else None
         if not here:
@@ -201,7 +197,7 @@ class Finder(TurnsOfThreads):
             if len(turn.calls) == 1:  # it was no turn
                 self._turn = None
             raise
-        with contexts.untraced(), torch._C.DisableTorchFunction():
+        with overrides.untraced(), torch._C.DisableTorchFunction():
             result = Result(output, self._recorder.values)
             self._results.append(result)
         if ops is not None and result.leaves is not None:

@@ -1,26 +1,234 @@
-"""Tensors on meta, shown to a script as tensors on a CUDA device.
-
-A function mode answers what a script asks of a tensor's place.  The recorder, autograd and torch's
-own kernels go on seeing meta tensors.
-"""
+"""The tensors of the device over the whole run of a script, whichever recorder was on."""
 
 from __future__ import annotations
 
 import functools
+import mmap
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, overrides
 from torch._ops import OpOverload
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.patches import contexts, original_of, put
-from rooftrace.tracer.recording import functions
-from rooftrace.tracer.tape import Tape
-from rooftrace.tracer.tensors import owners, tensors_in, trees
-from rooftrace.tracer.values import META
+from rooftrace.tracer.metacopies import (
+    original_of,
+    overrides as contexts,
+    put,
+    tensors,
+    tensors as trees,
+    tensors_in,
+)
+from rooftrace.tracer.recording import Entry, Tape, functions, info_of, ops, taperecords
+from rooftrace.tracer.values import META, Values
+
+
+class DeviceTensors:
+    """The storages of the device that are alive; `shapes` is what is on meta for the script too."""
+
+    def __init__(self) -> None:
+        self.copies, self.shapes = HostCopies(), Shapes()
+        self._alive: dict[int, tuple[Any, taperecords.Spec]] = {}  # by the place of the bytes
+        self._own, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked
+
+    @property
+    def forked(self) -> bool:
+        """Whether a process that the script has forked made a tensor of the device."""
+        return self._elsewhere[0] != 0
+
+    def meet(self, tensors: Iterable[Any]) -> None:
+        """Results of an op, or what a recorder knows of."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                continue
+            if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                self._note(storage, taperecords.Spec.of(tensor, 0))
+
+    def _note(self, storage: Any, spec: taperecords.Spec) -> None:
+        key = storage._cdata
+        known = self._alive.get(key)
+        if known is None or known[0]() is None:
+            self._alive.pop(key, None)  # of bytes that were at this place before
+            if os.getpid() != self._own:
+                self._elsewhere[0] = 1
+            self._alive[key] = weakref.ref(storage), spec
+
+    def meet_results(self, tape: Tape) -> None:
+        """What ops of a recording have made, and what stood before it, as far as it is alive."""
+        for reference in tape.tags.references():
+            storage = reference()
+            if storage is not None:
+                self._note(storage, taperecords.Spec((storage.nbytes(),), torch.uint8, (1,), 0))
+
+    def there(self) -> list[tuple[Any, taperecords.Spec]]:
+        """The storages that are alive, in the order in which they were made."""
+        there = []
+        for key, (reference, spec) in list(self._alive.items()):
+            storage = reference()
+            if storage is None or storage._cdata != key:
+                del self._alive[key]
+            elif not self.shapes.has(key):
+                there.append((storage, spec))
+        return there
+
+    def stand_in(self, tape: Tape) -> None:
+        """What is alive and a recording does not know stands from before it."""
+        number = 0
+        for storage, spec in self.there():
+            if not knows(tape, storage):
+                number += 1
+                own = replace(spec, storage=tape.tags.new_storage())
+                tape.entries.standing.add_storage(
+                    storage, Entry(taperecords.KEPT, f"kept_{number}", own)
+                )
+
+
+def knows(tape: Tape, storage: Any) -> bool:
+    """Whether bytes are those of a weight, of an input, or of what stands from before."""
+    _, reference = tape.entries.storages.get(storage._cdata, (0, None))
+    there = None if reference is None else reference()
+    return there is not None or tape.entries.standing.has(storage)
+
+
+# -- hostcopies ------------------------------------------------------------------------------------
+
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+"""What has a view share the version of its base; torch switches it off while a mode has an op."""
+
+
+_MAX_MADE = 10**9
+"""The most bytes that are computed while nothing is recorded, of what came from the host."""
+_CPU = torch.device("cpu")
+
+
+class _HostCopy(NamedTuple):
+    """What the bytes of a tensor of the device hold."""
+
+    storage: Any  # a weak reference to these bytes
+    source: Tensor
+    version: int  # of the source
+    look: tuple[Any, ...]  # of the tensor of the device
+
+
+class HostCopies:
+    """Host tensors by the bytes of the device that hold the same, while these are alive."""
+
+    def __init__(self) -> None:
+        self.made = 0  # bytes that were computed, and are no tensor of the script's
+        self._copies: dict[int, _HostCopy] = {}
+
+    def bring(self, made: Tensor, source: Tensor) -> None:
+        """A tensor of the device was made to hold what a host tensor does."""
+        if source.is_inference():
+            return  # it has no version by which a change would be seen
+        copies, key = self._copies, trees.bytes_of(made)
+
+        def gone(storage: Any) -> None:
+            if key in copies and copies[key].storage is storage:
+                del copies[key]
+
+        storage = weakref.ref(made.untyped_storage(), gone)
+        look = tuple(made.shape), made.stride(), made.dtype
+        copies[key] = _HostCopy(storage, source, source._version, look)
+
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """Something unknown was written to tensors of the device."""
+        for tensor in tensors if self._copies else ():
+            self._copies.pop(trees.bytes_of(tensor), None)
+
+    def follow(
+        self, values: Values, func: Any, arguments: Any, written: Sequence[Tensor], out: Any
+    ) -> bool:
+        """Compute what an op makes of tensors that came from the host, where nothing is recorded
+        from which it could be computed later.  False where it cannot.
+
+        arguments: those without a name, and those with one.  values: what is known of others.
+        """
+        tensors, real = tensors_in(arguments), dict[int, Tensor]()
+        if not isinstance(out, Tensor) or not out.is_meta or out.requires_grad or not tensors:
+            return False
+        if ops.is_random(func) or func._overloadpacket in flop_registry:
+            return False
+        if not written and trees.bytes_of(out) in map(trees.bytes_of, tensors):
+            return True  # a view
+        for tensor in tensors:
+            entry = values.known(tensor)
+            value = self.of(tensor) if entry is None else entry.value
+            if value is None or (entry and entry.taint) or trees.is_sparse(tensor):
+                return False
+            real[id(tensor)] = value
+        self.made += out.numel() * out.element_size()
+        if trees.is_sparse(out) or self.made > _MAX_MADE:
+            return False
+        for tensor in written:
+            if (own := self._owned(tensor)) is None:
+                return False
+            real[id(tensor)] = own
+        result = _on_host(func, arguments, real)
+        if result is None or result.shape != out.shape:
+            return False
+        for key in map(trees.bytes_of, written):  # what was written to the device's, is in ours
+            copy = self._copies[key]
+            self._copies[key] = copy._replace(version=copy.source._version)
+        if not written:
+            self.bring(out, result)
+        return True
+
+    def _owned(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, in memory of its own, which may be written to; None: unknown."""
+        if self.of(tensor) is None:
+            return None
+        key = trees.bytes_of(tensor)
+        copy = self._copies[key]
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            shape, stride, dtype = copy.look
+            source = torch.empty_strided(shape, stride, dtype=dtype).copy_(copy.source)
+        self._copies[key] = copy._replace(source=source, version=source._version)
+        return self.of(tensor)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor of the device, in memory of the host's; None where it is unknown.
+
+        It is only read.
+        """
+        copy = self._copies.get(trees.bytes_of(tensor)) if tensor.is_meta else None
+        if copy is None or copy.source._version != copy.version:
+            return None
+        shape, stride, dtype = copy.look
+        if tensor.dtype != dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            source = copy.source.to(dtype)
+            if source.stride() != stride:
+                source = torch.empty_strided(shape, stride, dtype=dtype).copy_(source)
+            offset = source.storage_offset() + tensor.storage_offset()
+            with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
+                return source.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _on_host(func: Any, arguments: Any, real: Mapping[int, Tensor]) -> Any:
+    """The result of an op on the device, on real tensors by identity; None for lack of a kernel."""
+
+    def swapped(item: Any) -> Any:
+        return real.get(id(item), _CPU if isinstance(item, torch.device) else item)
+
+    args, kwargs = tree_map(swapped, (list(arguments[0]), arguments[1]))
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            return ops.run_on_cpu(info_of(func).name, func, args, kwargs)
+        except (RuntimeError, NotImplementedError, IndexError):
+            return None
+
+
+# -- Tensors on meta, shown to a script as tensors on a CUDA device --------------------------------
 
 _modes_on: Any = overrides._get_current_function_mode_stack
 _GET: dict[str, Any] = {
@@ -57,10 +265,10 @@ class Shapes:
         """What was computed from such tensors, and from none of the device, is one of them."""
         if not self._storages:
             return
-        own = [tensor in self for tensor in tensors_in(arguments) if trees.on_meta(tensor)]
+        own = [tensor in self for tensor in tensors_in(arguments) if tensors.on_meta(tensor)]
         if own and all(own):
             for tensor in tensors_in(out):
-                if trees.on_meta(tensor):
+                if tensors.on_meta(tensor):
                     self.add(tensor)
 
     def has(self, key: int) -> bool:
@@ -76,7 +284,7 @@ class Shapes:
 def _storage(tensor: Tensor) -> Any:
     """The bytes of a tensor; a weight whose shape is not known yet has none, and says so itself."""
     with torch._C.DisableTorchFunctionSubclass():
-        return trees.unwrapped(tensor).untyped_storage()
+        return tensors.unwrapped(tensor).untyped_storage()
 
 
 class Presented(functions.Functions):
@@ -181,7 +389,7 @@ def _computes(func: Any) -> bool:
 
 
 def _is_trained_value(item: Any) -> bool:
-    if not isinstance(item, Tensor) or isinstance(item, owners.LAZY):
+    if not isinstance(item, Tensor) or isinstance(item, tensors.LAZY):
         return False  # lazy ones have no sizes yet
     if item.dim() or not item.requires_grad:
         return False

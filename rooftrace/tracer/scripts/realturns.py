@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launching import Ended, Ranks, call_apart, launched, understood
-from rooftrace.tracer.patches import original_of, put
-from rooftrace.tracer.scripts.calls import ModuleCall
-from rooftrace.tracer.scripts.failing import failure_of
-from rooftrace.tracer.scripts.kinds import Kinds
-from rooftrace.tracer.scripts.optimizers import Optimizers
+from rooftrace.tracer.launch import Ended, Ranks, call_apart, launched, understood
+from rooftrace.tracer.metacopies import original_of, put
+from rooftrace.tracer.scripts.calls import ModuleCall, runs_where
+from rooftrace.tracer.scripts.keeping import Kinds, Optimizers
 from rooftrace.tracer.scripts.records import TRAINING, Failure
-from rooftrace.tracer.scripts.roots import runs_where
-from rooftrace.tracer.scripts.turns import OpenTurn
-from rooftrace.tracer.scripts.watching import watch
+from rooftrace.tracer.scripts.running import failure_of
+from rooftrace.tracer.scripts.watching import OpenTurn, watch
 
 
 class RealTurn(Struct, frozen=True, kw_only=True):

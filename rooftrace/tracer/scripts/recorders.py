@@ -11,14 +11,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.recording import Recorder, functions as torch_functions
+from rooftrace.tracer.metacopies import (
+    tensors as owners,
+    tensors as subclasses,
+    tensors as trees,
+    tensors_in,
+)
+from rooftrace.tracer.recording import (
+    META_KEY,
+    Recorded,
+    Recorder,
+    functions as torch_functions,
+    info_of,
+)
 from rooftrace.tracer.scripts.calls import Result
-from rooftrace.tracer.scripts.presenting import Presented
-from rooftrace.tracer.scripts.standing import DeviceTensors, knows
-from rooftrace.tracer.tape import META_KEY, Recorded
-from rooftrace.tracer.tensors import owners, subclasses, tensors_in, trees
-from rooftrace.tracer.values import META, UnknownValueError, Values, marks
+from rooftrace.tracer.scripts.presenting import DeviceTensors, Presented, knows
+from rooftrace.tracer.values import META, UnknownValueError, Values, masks
 
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
@@ -183,13 +191,13 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             return self._value(tensor).to(dtype)
         self.brought_bytes += size
         made = torch.empty_like(tensor, dtype=dtype, device=META, requires_grad=False)
-        if marks.small(tensor):
+        if masks.small(tensor):
             self.values.learn(made, tensor.detach().to(dtype, copy=True))
         elif type(tensor) is Tensor and not tensor.requires_grad:
             if self.brought_bytes > _MAX_HELD:
                 self.enter_inputs([made])  # without its numbers
             self.device_tensors.copies.bring(made, tensor)
-            if (mask := marks.mask_in(tensor)) is not None and mask.leaf is not None:
+            if (mask := masks.mask_in(tensor)) is not None and mask.leaf is not None:
                 own = mask.leaf.to(dtype, copy=True).expand(tensor.shape)
                 self.values.learn(made, mask.of(own))
         self.enter_inputs([made])

@@ -1,12 +1,7 @@
-from rooftrace.tracer.sources import (
-    apart as apart,
-    places as places,
-)
-from rooftrace.tracer.sources.modules import (
+from rooftrace.tracer.sources import apart as apart
+from rooftrace.tracer.sources.tracing import (
     ModuleSource as ModuleSource,
     collector_paused as collector_paused,
-)
-from rooftrace.tracer.sources.tracing import (
     loaded as loaded,
     traced as traced,
 )

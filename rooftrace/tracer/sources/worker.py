@@ -11,12 +11,12 @@ from typing import Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import is_ours
-from rooftrace.tracer.graphfiles import save_graphs
-from rooftrace.tracer.source import lines
+from rooftrace.tracer.graph import save_graphs
+from rooftrace.tracer.requests import source
 from rooftrace.tracer.sources.apart import job_told
 from rooftrace.tracer.sources.tracing import traced
 
-_COST_MODELS = "rooftrace.costmodels.registry.lookup"
+_COST_MODELS = "rooftrace.costmodels.ops.rulebook"
 
 
 def work(told: Mapping[str, Any], read: Iterable[str]) -> None:
@@ -31,7 +31,7 @@ def work(told: Mapping[str, Any], read: Iterable[str]) -> None:
         answers.write(json.dumps(said) + "\n")
         answers.flush()
 
-    lines.shown_below(told["root"])
+    source.shown_below(told["root"])
     with telling(lambda text: answer(progress=text)):
         answer(**_done(told))
     answer(reads=_reads(list(read), told))

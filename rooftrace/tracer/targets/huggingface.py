@@ -15,14 +15,22 @@ from torch import nn
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace.errors import RequestError, TargetError, hint
-from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Loaded, module_inputs
+from rooftrace.tracer.metacopies import own_tensors
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.targets.precision import ComputeDtype, in_fp32, precision_of
-from rooftrace.tracer.targets.quantization import Declared, Marked, declared_in, ggufs, marked
-from rooftrace.tracer.targets.remote_code import check_config, with_own_attention, without_code
-from rooftrace.tracer.targets.unbuilt import unbuilt
-from rooftrace.tracer.tensors import own_tensors
+from rooftrace.tracer.requests import Request
+from rooftrace.tracer.targets import quantized_weights
+from rooftrace.tracer.targets.configs import (
+    ComputeDtype,
+    check_config,
+    in_fp32,
+    precision_of,
+    unbuilt,
+    with_own_attention,
+    without_code,
+)
+from rooftrace.tracer.targets.declared import Declared, declared_in
+from rooftrace.tracer.targets.quantized_weights import Marked, marked
 from rooftrace.tracer.values import META, REAL_VALUE, Values
 
 _CONFIG = FileKind("JSON file", TargetError)
@@ -54,7 +62,7 @@ class Described(NamedTuple):
     declared: tuple[Declared, ...]
     assumptions: tuple[tuple[str, str], ...]  # kind and text
     data: Mapping[str, Any]
-    tensors: Mapping[str, ggufs.GgufTensor] = MappingProxyType({})  # of a GGUF file
+    tensors: Mapping[str, quantized_weights.GgufTensor] = MappingProxyType({})  # of a GGUF file
 
 
 def fields_in(path: Path) -> dict[str, Any]:
@@ -73,7 +81,7 @@ def fields_in(path: Path) -> dict[str, Any]:
 def config_in_gguf(path: Path, request: Request) -> Described:
     """What the header of a GGUF file describes.  Raises TargetError for other files."""
     target = str(path)
-    fields, tensors = ggufs.read_gguf(path)
+    fields, tensors = quantized_weights.read_gguf(path)
     fields = with_settings(fields, request.settings, fields, target)
     described = _described(fields, path.stem, None, target, _in_folder(None))
     return described._replace(tensors=tensors, declared=())
@@ -335,7 +343,7 @@ def built_from(described: Described) -> Built:
     if described.precision.dtype is not taken.dtype:
         module = module_of(described.config, described.precision.dtype, described.target)
     stored = (
-        Marked(None, (ggufs.mark_gguf(module, described.tensors),))
+        Marked(None, (quantized_weights.mark_gguf(module, described.tensors),))
         if described.tensors
         else marked(module, described.declared)
     )

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from rooftrace.errors import TargetError
 from rooftrace.tracer.recording import followed
-from rooftrace.tracer.source import users_traceback
+from rooftrace.tracer.requests import users_traceback
 from rooftrace.tracer.targets.isolation import from_source, imported, place_of, prepare
 
 

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError, TargetError, hint
-from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.inputs import Inputs, Loaded, call_inputs, module_inputs
-from rooftrace.tracer.patches import contexts
-from rooftrace.tracer.programs import load_program
+from rooftrace.tracer.metacopies import overrides
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.requests import Request, names
 from rooftrace.tracer.targets import huggingface
+from rooftrace.tracer.targets.configs import CHECKPOINTS
 from rooftrace.tracer.targets.imports import failed, import_file, import_module
 from rooftrace.tracer.targets.isolation import own_imports
-from rooftrace.tracer.targets.remote_code import CHECKPOINTS
+from rooftrace.tracer.targets.programs import load_program
 from rooftrace.tracer.values import META, Values
 
 
@@ -61,7 +61,7 @@ def load_module(
         )
     if real and names.is_program(target):
         raise RequestError(f"{target}: the weights of a program are not read")
-    with contexts.apart(), own_imports(leave=True):
+    with overrides.apart(), own_imports(leave=True):
         built = _built(target, request, real)
         if not isinstance(built, huggingface.Described):
             return built.module, ()
@@ -130,15 +130,15 @@ def _settings(function: Any, target: str, request: Request) -> Mapping[str, Any]
         )
     if not request.mesh:
         return request.settings
-    from rooftrace.tracer.sharded import meshes
+    from rooftrace.tracer.sharding import fsdp
 
     takes = inspect.signature(function).parameters if callable(function) else {}
     if isinstance(function, nn.Module) or "mesh" not in takes:
         raise RequestError(
-            f"--mesh {meshes.shown(request.mesh)}: {target} takes no `mesh`; name a function "
+            f"--mesh {fsdp.shown(request.mesh)}: {target} takes no `mesh`; name a function "
             "build(mesh) that shards the module which it returns"
         )
-    return {**request.settings, "mesh": meshes.devices()}
+    return {**request.settings, "mesh": fsdp.devices()}
 
 
 def _attribute(source: ModuleType, attribute: str, target: str) -> Any:

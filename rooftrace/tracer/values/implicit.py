@@ -7,12 +7,14 @@ it is held as that comparison, at any size; views of it are views of the ranges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rooftrace.tracer.recording import Call
 
 LEAF = "leaf"
 UNKNOWN = "unknown"
@@ -162,3 +164,337 @@ def _squeezed(tensor: Tensor) -> Tensor:
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+# -- Implicit values through the ops that make and change masks: what each makes of them -----------
+
+Held = Callable[[Any], Implicit | None]
+"""The implicit value of a tensor or of a number; None for a tensor that nothing is known of."""
+
+
+class NotImpliedError(Exception):
+    """The result of a call is no elementwise op on what is known."""
+
+
+class _Bound:
+    """The arguments of a call by the names of its schema, and one of its outputs."""
+
+    def __init__(self, call: Call, held: Held, output: Tensor, position: int) -> None:
+        self.call, self.held, self.output, self.position = call, held, output, position
+        self.named = call.named
+
+    def value(self, name: str, default: float | None = None) -> Implicit:
+        """A tensor or number of the call.  Raises NotImpliedError where it is unknown."""
+        item = self.named.get(name, default)
+        if isinstance(item, (bool, int, float, Tensor)):
+            value = self.held(item)
+            if value is not None:
+                return value
+        raise NotImpliedError(name)
+
+    def applied(self, op: str, *parts: Implicit) -> Implicit:
+        """An elementwise op on parts, in the precision of the output."""
+        return Implicit.applied(op, *parts, dtype=self.output.dtype)
+
+
+Implied = Callable[[_Bound], Implicit]
+IMPLIED: dict[str, Implied] = {}
+
+
+def implied(call: Call, held: Held, output: Tensor, position: int = 0) -> Implicit | None:
+    """The implicit value of an output of a call; None where it is not known.
+
+    position: which of the outputs it is.
+    """
+    function = IMPLIED.get(call.name) or IMPLIED.get(call.name.removesuffix("_"))
+    if function is None:
+        return None
+    try:
+        value = function(_Bound(call, held, output, position))
+    except (NotImpliedError, RuntimeError, IndexError, TypeError):
+        return None
+    if value.shape != tuple(output.shape):
+        try:
+            value = value.expanded(tuple(output.shape))
+        except RuntimeError:
+            return None
+    return value if value.dtype == output.dtype else Implicit(
+        value.shape, output.dtype, "to", (value,)
+    )  # fmt: skip
+
+
+def _by(*names: str) -> Callable[[Implied], Implied]:
+    """Register a function for ops of aten."""
+
+    def added(function: Implied) -> Implied:
+        IMPLIED.update({f"aten.{name}": function for name in names})
+        return function
+
+    return added
+
+
+# -- elementwise ---------------------------------------------------------------------------------
+
+
+def _plain(op: str, *operands: str) -> Implied:
+    return lambda bound: bound.applied(op, *(bound.value(name) for name in operands))
+
+
+def _logical(op: str, whole: str) -> Implied:
+    """A logical op on truths, and one of bits on whole numbers."""
+
+    def implied_by(bound: _Bound) -> Implicit:
+        names = ("self", "other") if "not" not in op else ("self",)
+        return bound.applied(
+            op if bound.output.dtype == torch.bool else whole, *map(bound.value, names)
+        )
+
+    return implied_by
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "minimum", "maximum", "remainder", "fmod",
+              "floor_divide", "logical_and", "logical_or", "logical_xor"):  # fmt: skip
+    IMPLIED[f"aten.{_name}"] = _plain(_name, "self", "other")
+for _name in ("neg", "abs", "floor", "ceil", "trunc", "exp", "log", "sqrt", "sign", "logical_not"):
+    IMPLIED[f"aten.{_name}"] = _plain(_name, "self")
+for _name in ("and", "or", "xor", "not"):
+    _change = _logical(f"logical_{_name}", f"bitwise_{_name}")
+    IMPLIED |= {f"aten.bitwise_{_name}": _change, f"aten.__{_name}__": _change}
+for _name in ("left_shift", "right_shift"):
+    IMPLIED[f"aten.bitwise_{_name}"] = _plain(f"bitwise_{_name}", "self", "other")
+IMPLIED["aten.mul"] = _plain("mul", "self", "other")
+IMPLIED["aten.multiply"] = IMPLIED["aten.mul"]
+IMPLIED["aten.pow"] = _plain("pow", "self", "exponent")
+IMPLIED["aten.where"] = _plain("where", "condition", "self", "other")
+IMPLIED["aten.masked_fill"] = _plain("where", "mask", "value", "self")
+
+
+@_by("add", "sub", "rsub")
+def _sum(bound: _Bound) -> Implicit:
+    first, second = bound.value("self"), bound.value("other")
+    if bound.call.name == "aten.rsub":
+        first, second = second, first
+    if bound.named.get("alpha", 1) != 1:
+        raise NotImpliedError("alpha")
+    return bound.applied("sub" if "sub" in bound.call.name else "add", first, second)
+
+
+@_by("baddbmm")
+def _added(bound: _Bound) -> Implicit:
+    """What a product is added to: the product itself is unknown."""
+    product = Implicit.unknown(bound.output.shape, bound.output.dtype)
+    return bound.applied("add", bound.value("self"), product)
+
+
+@_by("div", "true_divide", "divide")
+def _divided(bound: _Bound) -> Implicit:
+    quotient = bound.applied("div", bound.value("self"), bound.value("other"))
+    mode = bound.named.get("rounding_mode")
+    return quotient if mode is None else bound.applied(mode, quotient)
+
+
+@_by("clamp", "clamp_min", "clamp_max")
+def _clamped(bound: _Bound) -> Implicit:
+    value = bound.value("self")
+    for name, op in (("min", "maximum"), ("max", "minimum")):
+        if bound.named.get(name) is not None:
+            value = bound.applied(op, value, bound.value(name))
+    return value
+
+
+@_by("_to_copy", "clone", "contiguous", "lift_fresh", "alias", "detach")
+def _copied(bound: _Bound) -> Implicit:
+    value = bound.value("self")
+    narrows = value.dtype.is_floating_point and not bound.output.dtype.is_floating_point
+    if narrows and bound.output.dtype != torch.bool:
+        return bound.applied("trunc", value)
+    return value
+
+
+@_by("copy")
+def _overwritten(bound: _Bound) -> Implicit:
+    return bound.value("src")
+
+
+@_by("tril", "triu")
+def _triangle(bound: _Bound) -> Implicit:
+    value = bound.value("self")
+    rows, columns = (torch.arange(size, device="cpu") for size in value.shape[-2:])
+    op = "le" if bound.call.name.startswith("aten.tril") else "ge"
+    diagonal = bound.named.get("diagonal", 0)
+    shown = Implicit.applied(
+        op, Implicit.of(columns), Implicit.of(rows[:, None] + diagonal), dtype=torch.bool
+    )
+    return bound.applied("where", shown, value, Implicit.of(0))
+
+
+# -- numbers everywhere --------------------------------------------------------------------------
+
+
+@_by("zeros", "zeros_like", "new_zeros", "zero")
+def _zeros(bound: _Bound) -> Implicit:
+    return Implicit.of(0)
+
+
+@_by("ones", "ones_like", "new_ones")
+def _ones(bound: _Bound) -> Implicit:
+    return Implicit.of(1)
+
+
+@_by("full", "full_like", "new_full")
+def _full(bound: _Bound) -> Implicit:
+    return bound.value("fill_value")
+
+
+@_by("fill")
+def _filled(bound: _Bound) -> Implicit:
+    return bound.value("value")
+
+
+# -- views, and copies of rows -------------------------------------------------------------------
+
+
+@_by("slice", "select", "unsqueeze", "squeeze", "expand", "expand_as", "permute", "transpose", "t",
+     "split", "split_with_sizes", "chunk", "unbind", "narrow", "movedim", "diagonal")  # fmt: skip
+def _viewed(bound: _Bound) -> Implicit:
+    args, kwargs = bound.call.args[1:], bound.call.kwargs
+    if bound.call.name == "aten.expand_as":
+        return bound.value("self").expanded(tuple(bound.output.shape))
+
+    def view(leaf: Tensor) -> Tensor:
+        made = bound.call.func(leaf, *args, **kwargs)
+        return made if isinstance(made, Tensor) else made[bound.position]
+
+    return bound.value("self").viewed(view)
+
+
+@_by("view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias")
+def _reshaped(bound: _Bound) -> Implicit:
+    if isinstance(bound.named.get("dtype"), torch.dtype):
+        raise NotImpliedError("dtype")
+    return bound.value("self").reshaped(tuple(bound.output.shape))
+
+
+@_by("index")
+def _indexed(bound: _Bound) -> Implicit:
+    """Rows of some dimensions; an index in more than one dimension is no view."""
+    value, indices = bound.value("self"), bound.named["indices"]
+    wanted = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(wanted) != 1 or wanted[0][1].dim() != 1 or wanted[0][1].dtype == torch.bool:
+        raise NotImpliedError("indices")
+    return _rows(bound, value, *wanted[0])
+
+
+@_by("index_select")
+def _selected(bound: _Bound) -> Implicit:
+    return _rows(bound, bound.value("self"), bound.named["dim"], bound.named["index"])
+
+
+def _rows(bound: _Bound, value: Implicit, dim: int, index: Tensor) -> Implicit:
+    places = bound.held(index)
+    if places is None or places.leaf is None:
+        raise NotImpliedError("index")
+    rows = places.leaf.expand(places.shape).long()
+    return value.changed(
+        bound.output.shape,
+        lambda leaf: leaf if leaf.shape[dim] == 1 else leaf.index_select(dim, rows),
+    )
+
+
+@_by("repeat")
+def _repeated(bound: _Bound) -> Implicit:
+    value, repeats = bound.value("self"), tuple(bound.named["repeats"])
+    value = value.expanded((1,) * (len(repeats) - len(value.shape)) + value.shape)
+    return value.changed(
+        bound.output.shape,
+        lambda leaf: leaf.repeat([
+            count if size > 1 else 1 for count, size in zip(repeats, leaf.shape, strict=True)
+        ]),
+    )  # fmt: skip
+
+
+@_by("repeat_interleave")
+def _interleaved(bound: _Bound) -> Implicit:
+    value, repeats, dim = bound.value("self"), bound.named["repeats"], bound.named.get("dim")
+    if not isinstance(repeats, int) or dim is None:
+        raise NotImpliedError("repeats")
+    return value.changed(
+        bound.output.shape,
+        lambda leaf: leaf if leaf.shape[dim] == 1 else leaf.repeat_interleave(repeats, dim),
+    )
+
+
+# -- values side by side -------------------------------------------------------------------------
+
+
+def placed(base: Implicit, box: Implicit, starts: Sequence[int]) -> Implicit:
+    """A value with another one in the box that starts at these indices."""
+    inside: Implicit | None = None
+    for dim, (size, start, own) in enumerate(zip(base.shape, starts, box.shape, strict=True)):
+        if own == size:
+            continue
+        steps = torch.arange(size, device="cpu")
+        here = ((steps >= start) & (steps < start + own)).reshape(
+            [size if other == dim else 1 for other in range(len(base.shape))]
+        )
+        part = Implicit.of(here)
+        inside = part if inside is None else Implicit.applied(
+            "logical_and", inside, part, dtype=torch.bool
+        )  # fmt: skip
+    wide = box.embedded(base.shape, starts)
+    if inside is None:
+        return wide
+    return Implicit.applied("where", inside, wide, base, dtype=base.dtype)
+
+
+@_by("cat")
+def _joined(bound: _Bound) -> Implicit:
+    shape, dim = tuple(bound.output.shape), bound.named.get("dim", 0) % bound.output.dim()
+    whole, start = Implicit.of(0).expanded(shape), 0
+    for tensor in bound.named["tensors"]:
+        part = bound.held(tensor)
+        if part is None:
+            raise NotImpliedError("tensors")
+        starts = [start if other == dim else 0 for other in range(len(shape))]
+        whole = placed(Implicit(whole.shape, bound.output.dtype, whole.op, whole.parts, whole.leaf),
+                       part, starts)  # fmt: skip
+        start += tensor.shape[dim]
+    return whole
+
+
+@_by("constant_pad_nd")
+def _padded(bound: _Bound) -> Implicit:
+    value, pads = bound.value("self"), list(bound.named["pad"])
+    if any(pad < 0 for pad in pads):
+        raise NotImpliedError("pad")
+    starts = [0] * len(value.shape)
+    for place, start in enumerate(pads[::2]):
+        starts[-1 - place] = start
+    around = bound.value("value", 0).expanded(tuple(bound.output.shape))
+    return placed(around, value, starts)
+
+
+def boxed(base: Tensor, view: Tensor) -> Sequence[int] | None:
+    """Where a view is a box of a tensor in the same storage: the index that it starts at; None
+    where it is none."""
+    if view.dim() != base.dim():
+        return None
+    offset = view.storage_offset() - base.storage_offset()
+    starts = [0] * base.dim()
+    for dim in sorted(range(base.dim()), key=base.stride, reverse=True):
+        stride = base.stride(dim)
+        if (view.shape[dim] > 1 and view.stride(dim) != stride) or stride <= 0 or offset < 0:
+            return None
+        if base.shape[dim] > 1:
+            starts[dim], offset = divmod(int(offset), stride)
+    inside = all(s + n <= size for s, n, size in zip(starts, view.shape, base.shape, strict=True))
+    return starts if inside and not offset else None
+
+
+def holder(values: Mapping[int, Implicit]) -> Held:
+    """The implicit values of tensors by identity, and of numbers."""
+
+    def held(item: Any) -> Implicit | None:
+        return values.get(id(item)) if isinstance(item, Tensor) else Implicit.of(item)
+
+    return held

@@ -7,7 +7,9 @@ are the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -217,3 +219,187 @@ OPS: dict[str, Interval] = {
     )},
 }  # fmt: skip
 """Elementwise ops by name, and the interval of each."""
+
+
+# -- Which pairs of rows and columns an `Implicit` truth shows, exactly and at any size ------------
+
+_MOST_SQUARES = 1 << 21
+"""How many squares are looked at before a truth counts as unknown: it has no pattern.  They are
+enough to look at each of half a billion pairs."""
+_DENSE = 4
+"""Squares of side 2**_DENSE are not cut further: their pairs are looked at."""
+_AT_ONCE = 1 << 20
+
+
+class NoPatternError(ValueError):
+    """A truth that is too large to look at pair by pair, and has no pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPairs:
+    """The pairs that are shown in each plane [rows, columns] of a value.
+
+    Planes that are the same for some leading dimensions stand for all of them; so does one row
+    where all rows are the same.  An empty row has `first` = columns and `last` = -1.
+    """
+
+    rows: int
+    columns: int
+    counts: Tensor  # int64[planes, rows or 1]: columns that a row shows
+    first: Tensor  # int64, likewise: the first and the last of them
+    last: Tensor
+    seen: int  # columns that some row shows, mean over the planes
+
+    @property
+    def pairs(self) -> int:
+        """Shown pairs of a plane, mean over the planes."""
+        planes, rows = self.counts.shape
+        return round(int(self.counts.sum()) * (self.rows // rows) / planes)
+
+
+def shown_pairs(value: Implicit, rows: int, columns: int) -> ShownPairs:
+    """The pairs that a boolean value [..., rows or 1, columns or 1] shows.
+
+    Raises NoPatternError where there are too many to look at, and no pattern.
+    """
+    value = value.expanded((1,) * (2 - len(value.shape)) + value.shape)
+    leaves = {id(leaf.leaf): leaf.leaf for leaf in value.leaves if leaf.leaf is not None}
+    lead = tuple(
+        max((leaf.shape[dim] for leaf in leaves.values()), default=1)
+        for dim in range(len(value.shape) - 2)
+    )
+    planes = math.prod(lead)
+    flat = {
+        key: leaf.expand(*lead, *leaf.shape[-2:]).reshape(planes, *leaf.shape[-2:])
+        if any(size > 1 for size in leaf.shape[:-2])
+        else leaf.reshape(1, *leaf.shape[-2:])
+        for key, leaf in leaves.items()
+    }
+    sizes = [max((leaf.shape[dim] for leaf in flat.values()), default=1) for dim in (1, 2)]
+    counts, first, last, seen = _Search(value, flat, planes, sizes[0], sizes[1]).run()
+    if sizes[1] == 1:  # each row shows all columns or none
+        counts, last = counts * columns, torch.where(last >= 0, columns - 1, last)
+        first, seen = torch.where(counts > 0, 0, columns), seen * columns
+    return ShownPairs(rows, columns, counts, first, last, round(int(seen.sum()) / planes))
+
+
+class _Search:
+    """The search of one plane or several, of so many rows and columns."""
+
+    def __init__(
+        self, value: Implicit, leaves: dict[int, Tensor], planes: int, rows: int, columns: int
+    ) -> None:
+        self.value, self.planes, self.rows, self.columns = value, planes, rows, columns
+        self.leaves = {
+            key: leaf.to(torch.uint8) if leaf.dtype == torch.bool else leaf
+            for key, leaf in leaves.items()
+        }
+        self.top = max((max(rows, columns, 1) - 1).bit_length(), _DENSE)
+        self.shown: dict[int, list[tuple[Tensor, ...]]] = {}  # whole squares, by their level
+        self.looked = 0
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """By plane and row: shown columns, the first and the last; by plane: columns seen."""
+        at: tuple[Tensor, ...] = tuple(torch.arange(self.planes) * step for step in (1, 0, 0))
+        levels = {key: list(_pyramid(leaf, self.top + 1)) for key, leaf in self.leaves.items()}
+        for level in range(self.top, _DENSE, -1):
+            cut = []
+            for part in _parts(at, _AT_ONCE):
+                low, high = self._bounds({key: item[level] for key, item in levels.items()}, part)
+                low, high = low.expand(part[0].shape), high.expand(part[0].shape)
+                whole = low > 0
+                self.shown.setdefault(level, []).append(tuple(item[whole] for item in part))
+                mixed = (low <= 0) & (high > 0)
+                cut.append(tuple(item[mixed] for item in part))
+            at = self._quarters(tuple(torch.cat(items) for items in zip(*cut, strict=True)), level)
+        return self._gathered(at)
+
+    def _bounds(self, leaves: dict[int, Bounds], at: tuple[Tensor, ...]) -> Bounds:
+        """Bounds of the value at places of these leaves: of squares, or of single pairs."""
+
+        def leaf(part: Implicit) -> Bounds:
+            low, high = leaves[id(part.leaf)]
+            places = tuple(
+                item if size > 1 else item.new_zeros(())
+                for item, size in zip(at, low.shape, strict=True)
+            )
+            return low[places].double(), high[places].double()
+
+        return bounds_of(self.value, leaf)
+
+    def _quarters(self, at: tuple[Tensor, ...], level: int) -> tuple[Tensor, ...]:
+        """The squares of half the side in squares of this level."""
+        plane, row, column = at
+        rows = torch.cat([2 * row, 2 * row, 2 * row + 1, 2 * row + 1])
+        columns = torch.cat([2 * column, 2 * column + 1] * 2)
+        side = 1 << (level - 1)
+        inside = (rows * side < self.rows) & (columns * side < self.columns)
+        self.looked += int(inside.sum())
+        if self.looked > _MOST_SQUARES:
+            raise NoPatternError("a mask has no pattern, and too many pairs to look at each")
+        return plane.repeat(4)[inside], rows[inside], columns[inside]
+
+    def _gathered(self, rest: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What all squares show; the pairs of the smallest ones, `rest`, are looked at singly."""
+        counts = torch.zeros((self.planes, 1), dtype=torch.int64)
+        first, last = torch.full_like(counts, self.columns), torch.full_like(counts, -1)
+        seen = torch.zeros((self.planes, 1), dtype=torch.bool)
+        for level in range(self.top, -1, -1):
+            side = 1 << level
+            height, width = (-(-size // side) for size in (self.rows, self.columns))
+            counts, first, last = (_halved(item, height) for item in (counts, first, last))
+            seen = _halved(seen, width)
+            for plane, row, column in self.shown.get(level, ()):
+                start, end = column * side, ((column + 1) * side).clamp(max=self.columns)
+                place = plane * height + row
+                counts.view(-1).index_add_(0, place, end - start)
+                first.view(-1).scatter_reduce_(0, place, start, "amin")
+                last.view(-1).scatter_reduce_(0, place, end - 1, "amax")
+                seen.view(-1)[plane * width + column] = True
+        leaves = {key: (leaf, leaf) for key, leaf in self.leaves.items()}
+        steps = torch.arange(1 << _DENSE)
+        for plane, row, column in _parts(rest, _AT_ONCE >> 2 * _DENSE):
+            rows, columns = (item[:, None] * len(steps) + steps for item in (row, column))
+            inside = (rows < self.rows)[:, :, None] & (columns < self.columns)[:, None]
+            rows, columns = rows.clamp(max=self.rows - 1), columns.clamp(max=self.columns - 1)
+            at = plane[:, None, None], rows[:, :, None], columns[:, None]
+            shows = (self._bounds(leaves, at)[0] > 0) & inside
+            place = (plane[:, None] * self.rows + rows).view(-1)
+            counts.view(-1).index_add_(0, place, shows.sum(2).view(-1))
+            least = torch.where(shows, columns[:, None], self.columns).amin(2)
+            most = torch.where(shows, columns[:, None], -1).amax(2)
+            first.view(-1).scatter_reduce_(0, place, least.view(-1), "amin")
+            last.view(-1).scatter_reduce_(0, place, most.view(-1), "amax")
+            seen.view(-1)[(plane[:, None] * self.columns + columns)[shows.any(1)]] = True
+        return counts, first, last, seen.sum(1)
+
+
+def _parts(at: tuple[Tensor, ...], count: int) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(item, count) for item in at), strict=True)
+
+
+def _halved(item: Tensor, size: int) -> Tensor:
+    """What holds for squares, for each half of them."""
+    if item.shape[1] == size:
+        return item
+    return item.repeat_interleave(2, 1)[:, :size].contiguous()
+
+
+def _pyramid(leaf: Tensor, levels: int) -> Iterator[Bounds]:
+    """The least and the largest element in squares of side 1, 2, 4 ... of [planes, rows, columns].
+
+    A dimension of size 1 stays.
+    """
+    low, high = leaf, leaf
+    yield low, high
+    for _ in range(levels - 1):
+        for dim in (1, 2):
+            size = low.shape[dim]
+            if size > 1:
+                even = [
+                    item.narrow(dim, 0, size - size % 2).unfold(dim, 2, 2) for item in (low, high)
+                ]
+                rest = [item.narrow(dim, size - size % 2, size % 2) for item in (low, high)]
+                low = torch.cat([even[0].amin(-1), rest[0]], dim)
+                high = torch.cat([even[1].amax(-1), rest[1]], dim)
+        yield low, high

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.ops import Call, groups, traits
-from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import implying, intervals, masks
+from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.recording import Call, groups, ops
+from rooftrace.tracer.values import implicit as implying, intervals, masks
 from rooftrace.tracer.values.implicit import Implicit
-from rooftrace.tracer.values.marks import IMPLICIT, KNOWN, REAL_VALUE, Known, LearntValue, small
-from rooftrace.tracer.values.results import ResultMemo
+from rooftrace.tracer.values.masks import IMPLICIT, KNOWN, REAL_VALUE, Known, LearntValue, small
 
 _NO_TAINT: frozenset[int] = frozenset()
 _SERIAL = itertools.count()
@@ -46,7 +45,7 @@ class KnownTensors:
     ) -> None:
         """Remember that `tensor` holds `value` (of its shape; a tensor is one of the CPU)."""
         tensor.__dict__[self.key] = LearntValue(value, taint, self.epoch(tensor))
-        self._alive[trees.bytes_of(tensor)][id(tensor)] = tensor
+        self._alive[tensors.bytes_of(tensor)][id(tensor)] = tensor
 
     def learn_shared(
         self,
@@ -63,13 +62,13 @@ class KnownTensors:
         """
         entry = kept[place]
         others = [entry[0] for entry in kept if entry is not None]
-        memory = Counter(trees.bytes_of(value) for value in others if isinstance(value, Tensor))
+        memory = Counter(tensors.bytes_of(value) for value in others if isinstance(value, Tensor))
         value = copy if entry is None else entry[0]
         if isinstance(value, Implicit):
             return self.learn(tensor, value, taint)
-        alone = memory[trees.bytes_of(value)] == 1 and not value.is_inference()
+        alone = memory[tensors.bytes_of(value)] == 1 and not value.is_inference()
         if value.dtype in (torch.int32, torch.int64) and alone:
-            self.results.shared.add(trees.bytes_of(value))
+            self.results.shared.add(tensors.bytes_of(value))
             copy = value
         self.learn(tensor, copy, taint)
 
@@ -115,21 +114,21 @@ class KnownTensors:
             return entry.value
         if entry.value.layout is not torch.strided:
             return None
-        self.results.shared.add(trees.bytes_of(entry.value))  # nothing writes to a leaf
+        self.results.shared.add(tensors.bytes_of(entry.value))  # nothing writes to a leaf
         return Implicit.of(entry.value)
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """The tensors in the bytes of `tensor` of which something is known."""
-        return list(self._alive.get(trees.bytes_of(tensor), {}).values())
+        return list(self._alive.get(tensors.bytes_of(tensor), {}).values())
 
     def epoch(self, tensor: Tensor) -> int:
         """How often the bytes of `tensor` became unknown."""
-        return self._epochs.get(trees.bytes_of(tensor), 0)
+        return self._epochs.get(tensors.bytes_of(tensor), 0)
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""
         tensor.__dict__.pop(self.key, None)
-        key = trees.bytes_of(tensor)
+        key = tensors.bytes_of(tensor)
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
     def close(self, keep: bool = False) -> None:
@@ -150,7 +149,7 @@ class KnownTensors:
 
         A view whose value is in other memory, where the write would not be seen, becomes unknown.
         """
-        memory = trees.bytes_of(entry.value)
+        memory = tensors.bytes_of(entry.value)
         shared = memory in self.results.shared
         storage: Any = entry.value.untyped_storage()
         copied = storage.clone() if shared else None
@@ -159,7 +158,7 @@ class KnownTensors:
             if known is None:
                 continue
             value = known.value
-            if trees.bytes_of(value) != memory:
+            if tensors.bytes_of(value) != memory:
                 view.__dict__.pop(self.key, None)
             elif copied is not None:
                 at = value.storage_offset(), value.shape, value.stride()
@@ -187,7 +186,7 @@ class KnownTensors:
         partly = any(self.held(tensor) is None for tensor in call.tensors)
         if partly and not masks.may_decide(call):
             return None
-        if groups.is_collective(call.func) or traits.is_random(call.func) or not outputs:
+        if groups.is_collective(call.func) or ops.is_random(call.func) or not outputs:
             return None
         operands = {
             id(tensor): self.implicit(tensor) or Implicit.unknown(tensor.shape, tensor.dtype)
@@ -234,3 +233,123 @@ class KnownTensors:
 
 def _cut(box: tuple[slice, ...], leaf: Tensor) -> Tensor:
     return leaf[box]
+
+
+# -- Results of ops on known values: each computed once on the CPU, and shared between tensors -----
+
+Value = TypeVar("Value", Tensor, Implicit)
+
+_CPU = torch.device("cpu")
+_SAME = frozenset({"aten.arange"})
+"""Ops without inputs that layers ask for over and over."""
+MAX_KEPT = 1 << 30
+"""Bytes of results that are kept for equal calls; those that were asked for longest ago go."""
+
+
+class ResultMemo:
+    """The results of ops on known values, in one capture.
+
+    generator: random integers are drawn from it; None: they are unknown.
+    """
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+        self.memo: dict[Any, Any] = {}
+        self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()  # each with its bytes
+        self._bytes = 0
+        self.shared: set[int] = set()  # storages of values that several tensors hold
+        self._writes: Counter[int] = Counter()  # by storage: torch counts none made in a mode
+
+    def can_draw(self, func: Any, outputs: Sequence[Tensor]) -> bool:
+        """Whether a random op makes whole numbers without inputs, and drawing is on."""
+        takes = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+        whole = not takes and not any(t.dtype.is_floating_point for t in outputs)
+        return self._generator is not None and whole
+
+    def once(self, value: Value, what: Any, compute: Callable[[Value], Any]) -> Any:
+        """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
+        if isinstance(value, Implicit):  # told by its contents: what is computed is small
+            told = ("once", value.signature, what)
+            if told not in self.memo:
+                self.memo[told] = compute(value)
+            return self.memo[told]
+        if value.is_inference():
+            return compute(value)
+        key = ("once", id(value), self._state(value), what)
+        kept = self._recalled(key)
+        if kept is None:
+            kept = compute(value), value
+            self._keep(key, kept, [value])
+        return kept[0]
+
+    def of(self, call: Call, values: Mapping[int, Tensor]) -> Any:
+        """The result of a call with these values in place of its tensors; None if it fails.
+
+        values: CPU tensors, by the identity of the meta tensors.  Equal calls are computed once:
+        layers make the same masks over and over.
+        """
+        args = [_swapped(item, values) for item in call.args]
+        kwargs = {name: _swapped(item, values) for name, item in call.kwargs.items()}
+        key = None
+        # What inference mode makes has no version by which a change would be seen.
+        untracked = torch.is_inference_mode_enabled() or any(
+            value.is_inference() for value in values.values()
+        )
+        repeatable = bool(values) or call.name in _SAME
+        if call.info.mutated:
+            self._writes.update(tensors.bytes_of(values[id(t)]) for t in call.written())
+        elif repeatable and not untracked:
+            key = (call.func, repr(self._fingerprint((*args, *kwargs.items()))))
+            hit = self._recalled(key)
+            if hit is not None and all(self._state(t) == state for t, state in hit[1]):
+                own = {tensors.bytes_of(value) for value in values.values()}
+                # A view is shared on purpose.
+                self.shared.update({tensors.bytes_of(t) for t, _ in hit[1]} - own)
+                return hit[0]
+        try:
+            result = ops.run_on_cpu(call.name, call.func, args, kwargs, self._generator)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
+            return None  # a value that cannot be computed is an unknown value
+        if key is not None:
+            # The inputs are kept so that their ids stay theirs.
+            made = tensors.listed(result)
+            kept = result, [(t, self._state(t)) for t in made], values
+            self._keep(key, kept, [*made, *values.values()])
+        return result
+
+    def _recalled(self, key: Any) -> Any:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
+
+    def _keep(self, key: Any, item: Any, held: Sequence[Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        self._bytes += size - self._kept.pop(key, (None, 0))[1]
+        self._kept[key] = item, size
+        while self._bytes > MAX_KEPT:
+            self._bytes -= self._kept.popitem(last=False)[1][1]
+
+    def _state(self, value: Tensor) -> tuple[int, int]:
+        """Changes when something is written to a value, or to another view of its bytes."""
+        return value._version, self._writes[tensors.bytes_of(value)]
+
+    def _fingerprint(self, items: Sequence[Any]) -> list[Any]:
+        """A form of the arguments whose repr is equal only for equal calls."""
+        return [
+            ("tensor", id(item), self._state(item))
+            if isinstance(item, Tensor)
+            else self._fingerprint(item)
+            if isinstance(item, (list, tuple))
+            else item
+            for item in items
+        ]
+
+
+def _swapped(item: Any, values: Mapping[int, Tensor]) -> Any:
+    """An argument with these values in place of its tensors."""
+    if isinstance(item, Tensor):
+        return values[id(item)]
+    if isinstance(item, (list, tuple)):
+        return [_swapped(x, values) for x in item]
+    return _CPU if isinstance(item, torch.device) else item

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.graph import Assumption
-from rooftrace.tracer.ops import Call, groups, traits
-from rooftrace.tracer.source import deciding_line, lines
-from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.recording import Call, groups, ops
+from rooftrace.tracer.requests import assumptions as asked, deciding_line, source as lines
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
-from rooftrace.tracer.values.known import KnownTensors
-from rooftrace.tracer.values.marks import (
+from rooftrace.tracer.values.known import KnownTensors, ResultMemo
+from rooftrace.tracer.values.masks import (
     MAX_ASSUMED,
     MAX_CHOSEN,
     MAX_INTEGERS,
@@ -32,7 +31,6 @@ from rooftrace.tracer.values.marks import (
     fits_chosen,
     small,
 )
-from rooftrace.tracer.values.results import ResultMemo
 from rooftrace.tracer.values.uniform import UniformDraws
 
 # -- assumptions -----------------------------------------------------------------------------------
@@ -317,7 +315,7 @@ class Values(Assumptions, KnownTensors):
 
     def decide(self, name: str, tensors: Sequence[Tensor], output: Tensor) -> frozenset[int] | None:
         """Learn the result of `&` or `|` if one known side decides it; None if neither does."""
-        deciding = traits.DECIDING[name]
+        deciding = ops.DECIDING[name]
         for tensor in tensors:
             entry = self.known(tensor)
             if entry is None or tensor.dtype != torch.bool or not small(output):
@@ -357,7 +355,7 @@ class Values(Assumptions, KnownTensors):
         func = call.func
         if groups.is_collective(func):  # the other processes have a say
             return None
-        if traits.is_random(func) and not self.results.can_draw(func, outputs):
+        if ops.is_random(func) and not self.results.can_draw(func, outputs):
             return None
         entries: dict[int, Known] = {}
         for tensor in call.tensors:

@@ -1,5 +1,0 @@
-from rooftrace.costmodels.disaggregating.serving import (
-    Disaggregated as Disaggregated,
-    ServingSide as ServingSide,
-    disaggregated as disaggregated,
-)

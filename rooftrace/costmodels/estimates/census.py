@@ -1,0 +1,342 @@
+"""The records of a census: matrix products by their sizes, and how they fill tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._plain import Plain
+from rooftrace._shown import Shown, short, some
+from rooftrace.costmodels.estimates.nodes import BYTES, Aligned, aligned, with_shape
+from rooftrace.costmodels.estimates.rows import Row
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.kernels import engines
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.ops import COMPUTED, MATRIX, Cost, Work, find_rule
+from rooftrace.costmodels.planning import Plan
+from rooftrace.hardware import Chip
+from rooftrace.hardware.precisions import precision
+from rooftrace.hardware.units import format_flops
+from rooftrace.tracer.graph import Op, pattern_of
+
+if TYPE_CHECKING:
+    import pandas
+
+    from rooftrace.costmodels.estimates import tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product(Plain):
+    """Equal products C[M, N] = A[M, K] B[K, N] of a step, cut into equal tiles."""
+
+    operation: str  # "matmul", or "convolution": as the product that it implies
+    kind: str  # what the rule calls the kernel: mm, bmm, grouped mm, conv, rnn ...
+    rows: float | None  # M; the mean where the groups of a call differ; None: not known
+    columns: int | None  # N
+    inner: float | None  # K; the mean where the groups of a call differ
+    # Products of this size in a call: of a batch, of the groups that got rows, of a convolution's
+    # groups; real ones, of which a complex product is four.
+    batch: float | None
+    precision: str  # what it computes in
+    calls: int
+    flops: int  # FLOP, without those that backward computes again
+    flops_recompute: int
+    modules: tuple[str, ...]  # whose code calls it, indices starred
+    parts: tuple[str, ...]  # forward, backward, recompute
+    # Seconds of the kernels with what is fused to them; several products of a kernel share it by
+    # their seconds at the peak.
+    seconds: float
+    share: float  # of t_serial
+    tile: tuple[int, int] | None  # M and N of what one block computes
+    split: int | None  # blocks that share one tile's K
+    tile_efficiency: float | None  # the share of what whole tiles compute that C has
+    wave_efficiency: float | None  # the share of the SMs that has a block, over whole waves
+    seconds_wasted: float | None  # that full tiles in full waves, fed at once, would save
+    odd: tuple[str, ...]  # which of M, N, K are rows in memory that do not keep the alignment
+    aligned: tuple[float, int, float] | None  # M, N, K with those up to the next size that does
+    aligned_flops: int  # FLOP more at these sizes
+    aligned_seconds: float | None  # seconds more at these sizes, by the kernel model; below 0: less
+
+    @property
+    def shape(self) -> tuple[float, int, float] | None:
+        """M, N, K; None where they are not all known."""
+        if self.rows is None or self.columns is None or self.inner is None:
+            return None
+        return self.rows, self.columns, self.inner
+
+    @property
+    def flops_wasted(self) -> int | None:
+        """FLOP that whole tiles compute beyond those of C; None where no tile is known."""
+        if self.tile_efficiency is None:
+            return None
+        done = self.flops + self.flops_recompute
+        return round(done / self.tile_efficiency) - done
+
+    KEYS = "* flops_wasted"
+
+
+_FIELDS = tuple(each.name for each in fields(Product))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census(Plain, Shown):
+    """Every matrix product of a step, most seconds first, and the FLOP of attention kernels.
+
+    flops + flops_attention are the matrix FLOP of the step.
+    """
+
+    title: str
+    products: tuple[Product, ...]
+    flops_attention: int  # of kernels that multiply inside and never write the scores
+    calls_attention: int
+    seconds_attention: float
+    align: int  # bytes that rows in memory should be a multiple of
+    expected: bool  # whether seconds are expected ones, by knobs; False where they are bounds
+    chip: str
+    execution: str
+    phase: str
+
+    KEYS = (
+        "title phase chip execution align expected flops flops_attention calls_attention "
+        "seconds_attention flops_matrix products"
+    )
+
+    @property
+    def flops(self) -> int:
+        """FLOP of all products, without recomputation."""
+        return sum(product.flops for product in self.products)
+
+    @property
+    def flops_matrix(self) -> int:
+        """FLOP in matrix products and convolutions, attention dense: `Estimate.flops_matrix`."""
+        return self.flops + self.flops_attention
+
+    @property
+    def odd(self) -> tuple[Product, ...]:
+        """The products with sizes that do not keep the alignment, most seconds first."""
+        return tuple(product for product in self.products if product.odd)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dict for each product; lists as text, for tables."""
+        return [
+            {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}
+            for row in (product.to_dict() for product in self.products)
+        ]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row for each product."""
+        import pandas
+
+        return pandas.DataFrame.from_records(
+            [product.to_dict() for product in self.products],
+            columns=[*_FIELDS, "flops_wasted"],
+        )
+
+    def __repr__(self) -> str:
+        sizes = (" x ".join(map(str, p.shape or ("?",))) for p in self.products)
+        return short(
+            self, f"{len(self.products)} products, {format_flops(self.flops_matrix)}: {some(sizes)}"
+        )
+
+
+# -- The census of a step: every matrix product by its sizes, how it fills tiles, and odd sizes ----
+
+ATTENTION = "attention"
+"""The kind of ops whose products are inside of one kernel."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """The products of one size that an op of a kernel has."""
+
+    row: Row  # of the kernel
+    op: Op
+    kind: str
+    works: dict[Work, int]  # FLOP of one call; the keys differ in what they count as alone
+    part: float = 1.0  # of the seconds of the kernel
+    aligned: Aligned | None = None
+
+    @property
+    def work(self) -> Work:
+        """The key with the most FLOP that take time."""
+        return max(self.works, key=lambda work: (work.count in COMPUTED, self.works[work]))
+
+    def flops(self, *, recompute: bool) -> int:
+        """FLOP of one call that backward does a second time, or all others."""
+        return sum(f for w, f in self.works.items() if (w.count == "recompute") is recompute)
+
+    @property
+    def batch(self) -> float | None:
+        """Products of its size; None where that is not known."""
+        shape = self.work.shape
+        if shape is None or 0 in shape:
+            return None
+        each, flop = 2 * shape[0] * shape[1] * shape[2], sum(self.works.values())
+        whole = round(flop / each)
+        return whole if abs(whole * each - flop) <= 0.5 else flop / each  # FLOP are rounded
+
+
+def census(
+    planned: Plan,
+    chip: Chip,
+    rows: Sequence[Row],
+    *,
+    knobs: Knobs | None,
+    headline: float,
+    t_serial: float,
+    align: int = BYTES,
+) -> Census:
+    """Every matrix product of an estimate, whose fields these are.
+
+    headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  align: bytes; sizes are
+    odd whose rows in memory are no whole number of them.  Raises ValueError for less than 1 byte.
+    """
+    from rooftrace.costmodels.estimates.tiles import tiled_kernels  # loads numpy
+
+    if align < 1:
+        raise ValueError(f"align={align}: expected bytes, 1 or more; usual are 16 and 128")
+    calls = [call for row in rows for call in _calls_of(planned, chip, row)]
+    products = [call for call in calls if call.kind != ATTENTION]
+    lengthened: list[tuple[_Call, Cost, int]] = []
+    for call in products:
+        call.aligned = aligned(planned.graph, call.op, call.work, align)
+        if call.aligned is not None:
+            lengthened.append((call, *_lengthened(planned, call, call.aligned)))
+    own = list(dict.fromkeys(call.row.index for call in products))
+    wanted = [(group, planned.costs[group]) for group in own]
+    wanted += [(call.row.index, cost) for call, cost, _ in lengthened]
+    kernels = tiled_kernels(planned, chip, knobs, headline, wanted)
+    now = dict(zip(own, kernels, strict=False))
+    more = {
+        id(call): (flop, kernel.seconds - now[call.row.index].seconds)
+        for (call, _, flop), kernel in zip(lengthened, kernels[len(own) :], strict=True)
+    }
+    pieces = [
+        _product(planned, chip, call, now[call.row.index], more.get(id(call)), t_serial)
+        for call in products
+    ]
+    attention = [call for call in calls if call.kind == ATTENTION]
+    return Census(
+        title=planned.graph.title,
+        phase=planned.graph.phase,
+        chip=chip.name,
+        execution=planned.execution.name,
+        align=align,
+        expected=knobs is not None,
+        products=_added_up(pieces),
+        flops_attention=sum(c.row.count * c.flops(recompute=False) for c in attention),
+        calls_attention=sum(
+            count for _, count in {(c.row.index, c.op.id): c.row.count for c in attention}.items()
+        ),
+        seconds_attention=sum(c.part * c.row.timing.t_device for c in attention),
+    )
+
+
+def _calls_of(planned: Plan, chip: Chip, row: Row) -> Iterator[_Call]:
+    """The products of a kernel by op and size, each with its part of the kernel's seconds."""
+    calls: dict[Any, _Call] = {}
+    seconds: dict[Any, float] = {}
+    for number in row.ops:
+        op, cost = planned.graph.ops[number], planned.op_costs[number]
+        works = {work: flop for work, flop in cost.work.items() if work.operation in MATRIX}
+        rule = find_rule(op.target)
+        kind = rule.kind_of(cost) if rule is not None else "no rule"
+        for work, flop in works.items():
+            key = (number, kind == ATTENTION or (work.operation, work.precision, work.shape))
+            call = calls.setdefault(key, _Call(row, op, kind, {}))
+            call.works[work] = flop
+            taken = 0.0
+            if work.count in COMPUTED:
+                taken = flop / chip.peak(*engines.product_engine(work, chip, planned.execution))
+            seconds[key] = seconds.get(key, 0.0) + taken
+    total = sum(seconds.values())
+    for key, call in calls.items():
+        call.part = seconds[key] / total if total else 1 / len(calls)
+        yield call
+
+
+def _lengthened(planned: Plan, call: _Call, made: Aligned) -> tuple[Cost, int]:
+    """The cost of a call's kernel at aligned sizes, and how many FLOP more."""
+    result = planned.graph.values[call.op.outputs[0]]
+    output = result.storage, float(precision(result.dtype).bits / 8)
+    cost, more = planned.costs[call.row.index], 0
+    for number, (work, flop) in enumerate(call.works.items()):
+        batch = 0.0 if number else call.batch or 1  # operands grow once
+        cost, added = with_shape(cost, work, flop, made, batch, output)
+        more += added
+    return cost, more
+
+
+def _product(
+    planned: Plan,
+    chip: Chip,
+    call: _Call,
+    kernel: tiles.TiledKernel,
+    more: tuple[int, float] | None,
+    t_serial: float,
+) -> Product:
+    """The record of a call, for as many times as its kernel runs."""
+    row, work, times = call.row, call.work, call.row.count
+    use = next((kernel.uses[w] for w in call.works if w in kernel.uses), None)
+    modules = runs.kernel_modules(planned.graph, row.ops, call.op)
+    seconds = call.part * row.timing.t_device
+    shape = call.aligned.shape if call.aligned is not None else None
+    return Product(
+        operation=work.operation,
+        kind=call.kind,
+        rows=work.rows if work.shape is not None else None,
+        columns=work.columns,
+        inner=work.inner,
+        batch=call.batch,
+        precision=engines.precision_on(chip, work.precision),
+        calls=times,
+        flops=times * call.flops(recompute=False),
+        flops_recompute=times * call.flops(recompute=True),
+        modules=tuple(dict.fromkeys(map(pattern_of, modules))),
+        parts=(call.op.part,),
+        seconds=seconds,
+        share=seconds / t_serial if t_serial else 0.0,
+        tile=None if use is None else (use.rows, use.columns),
+        split=None if use is None else use.split,
+        tile_efficiency=None if use is None else use.tile_efficiency,
+        wave_efficiency=None if use is None else use.wave_efficiency,
+        seconds_wasted=None if use is None else times * (kernel.seconds - kernel.untiled),
+        odd=() if call.aligned is None else call.aligned.odd,
+        aligned=shape,
+        aligned_flops=0 if more is None else times * more[0],
+        aligned_seconds=None if more is None else times * more[1],
+    )
+
+
+_SUMS = ("calls", "flops", "flops_recompute", "seconds", "share", "seconds_wasted",
+         "aligned_flops", "aligned_seconds")  # fmt: skip
+_LISTS = ("modules", "parts")
+
+
+def _added_up(pieces: Sequence[Product]) -> tuple[Product, ...]:
+    """Equal products, cut into equal tiles, as one; most seconds first."""
+    groups: dict[Any, list[Product]] = {}
+    for piece in pieces:
+        alike = {name: None for name in (*_SUMS, *_LISTS)}
+        groups.setdefault(_key(piece, alike), []).append(piece)
+    products = [_sum(group) for group in groups.values()]
+    return tuple(sorted(products, key=lambda product: (-product.seconds, str(product.shape))))
+
+
+def _key(piece: Product, without: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(
+        getattr(piece, name) for name in Product.__dataclass_fields__ if name not in without
+    )
+
+
+def _sum(group: Sequence[Product]) -> Product:
+    """The sum of products that differ in where and when they run alone."""
+    first = group[0]
+    sums: dict[str, Any] = {
+        name: None if getattr(first, name) is None else sum(getattr(p, name) for p in group)
+        for name in _SUMS
+    }
+    for name in _LISTS:
+        sums[name] = tuple(dict.fromkeys(item for p in group for item in getattr(p, name)))
+    return replace(first, **sums)

@@ -1,0 +1,420 @@
+"""What a model is made of, read from its traced graph: modules, attention, kernels, and how blocks
+are wired.  Nothing is taken from a template or from the name of a model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from rooftrace.costmodels.estimates.estimates import Estimate
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.costmodels.planning import Plan
+from rooftrace.tracer.graph import Op, OpGraph, Tensor, pattern_of
+
+ATTENTION = "attention"
+"""The kind of kernels that compute scores and weigh values with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePattern:
+    """Modules with parameters of their own whose paths differ in indices alone."""
+
+    pattern: str  # path with starred indices
+    kind: str  # name of the class of the first of them
+    count: int
+    params: int  # numbers in all of them
+    bytes: int  # in all of them, as they are stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCalls:
+    """Attention kernels of equal sizes."""
+
+    heads: int  # of queries
+    heads_kv: int  # of keys and values, as the kernel gets them
+    width: int  # numbers of a query and of a key, each head
+    width_values: int
+    queries: int  # positions that ask
+    keys: int  # positions that are asked
+    useful: float  # share of the scores that the mask lets through
+    count: int  # kernels of a step
+
+    @property
+    def kind(self) -> str:
+        """How heads share keys and values: multi-head, grouped-query or multi-query."""
+        if self.heads_kv == self.heads:
+            return "multi-head"
+        return "multi-query" if self.heads_kv == 1 else "grouped-query"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKind:
+    """Kernels of one kind: that of their rule, or the name of what was fused."""
+
+    kind: str
+    count: int  # of a step
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The parts of a traced model in one phase, most of each first."""
+
+    patterns: tuple[ModulePattern, ...]
+    classes: tuple[tuple[str, int], ...]  # of modules that ran with none inside, and how many
+    attention: tuple[AttentionCalls, ...]
+    kernels: tuple[KernelKind, ...]
+    wirings: tuple[Wiring, ...]  # the stack, then its blocks
+
+
+def anatomy(estimate: Estimate) -> Anatomy:
+    """What the model of an estimate is made of, by the graph as its execution runs it."""
+    return Anatomy(
+        patterns=tuple(_patterns(estimate.plan.source)),
+        classes=tuple(_classes(estimate.plan.source)),
+        attention=tuple(_attention(estimate.plan)),
+        kernels=tuple(_kernels(estimate)),
+        wirings=wirings(estimate),
+    )
+
+
+def _patterns(graph: OpGraph) -> list[ModulePattern]:
+    owners: dict[str, dict[str, int]] = defaultdict(dict)  # pattern: {path: how often it stands}
+    params: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.role != "weights" or tensor.storage != index or not tensor.name:
+            continue
+        path = tensor.name.rpartition(".")[0]
+        pattern, times = pattern_of(path), graph.times(tensor)
+        owners[pattern][path] = max(times, owners[pattern].get(path, 0))
+        params[pattern] += times * tensor.elements
+        sizes[pattern] += times * tensor.nbytes
+    patterns = [
+        ModulePattern(
+            pattern=pattern,
+            kind=graph.modules.get(next(iter(paths)), ""),
+            count=sum(paths.values()),
+            params=params[pattern],
+            bytes=sizes[pattern],
+        )
+        for pattern, paths in owners.items()
+    ]
+    return sorted(patterns, key=lambda entry: (-entry.params, entry.pattern))
+
+
+def _classes(graph: OpGraph) -> list[tuple[str, int]]:
+    """Classes of the modules that have no others inside, as often as they run."""
+    around = {path.rpartition(".")[0] for path in graph.modules if path}
+    times: dict[str, int] = {}
+    for op in graph.ops:
+        if op.part == "forward":
+            times[op.module] = max(graph.times(op), times.get(op.module, 0))
+    counts: Counter[str] = Counter()
+    for path, kind in graph.modules.items():
+        if path not in around and path in times:
+            counts[kind] += times[path]
+    return sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+
+
+def _attention(planned: Plan) -> Iterator[AttentionCalls]:
+    graph, counts = planned.graph, Counter[tuple[int | float, ...]]()
+    for op, cost in zip(graph.ops, planned.op_costs, strict=True):
+        rule = find_rule(op.target)
+        if op.part != "forward" or rule is None or rule.kind_of(cost) != ATTENTION:
+            continue
+        shapes = [graph.values[index].shape for index in op.inputs[:3]]
+        if len(shapes) < 3 or any(len(shape) != 4 for shape in shapes):
+            continue  # packed or ragged: their lengths are no sizes of a tensor
+        query, key, value = shapes
+        dense = cost.flops()
+        useful = cost.flops(counts=("useful",)) / dense if dense else 1.0
+        sizes = (query[1], key[1], query[3], value[3], query[2], key[2], useful)
+        counts[sizes] += graph.times(op)
+    for (heads, heads_kv, width, wide, queries, keys, useful), count in counts.most_common():
+        yield AttentionCalls(
+            heads=int(heads),
+            heads_kv=int(heads_kv),
+            width=int(width),
+            width_values=int(wide),
+            queries=int(queries),
+            keys=int(keys),
+            useful=useful,
+            count=count,
+        )
+
+
+def _kernels(estimate: Estimate) -> Sequence[KernelKind]:
+    planned = estimate.plan
+    counts: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
+    for row in estimate.rows:
+        kind = row.name
+        if len(row.ops) == 1:
+            op = planned.graph.ops[row.ops[0]]
+            rule = find_rule(op.target)
+            kind = rule.kind_of(planned.op_costs[row.ops[0]]) if rule is not None else "no rule"
+        counts[kind] += row.count
+        seconds[kind] += row.timing.t_device
+    kinds = [KernelKind(kind=k, count=counts[k], seconds=seconds[k]) for k in counts]
+    return sorted(kinds, key=lambda entry: (-entry.seconds, entry.kind))
+
+
+# -- wiring ----------------------------------------------------------------------------------------
+
+INPUT, OUTPUT = "input", "output"
+MOST_NODES = 40
+MOST_BLOCKS = 4
+LARGE = 0.25  # share of the forward pass: blocks with more of it have a picture of their own
+SPREAD = 0.6  # share: a module with more of it is looked into, unless it is a block of a stack
+_LISTS = ("ModuleList", "ModuleDict")
+"""Classes of torch that hold modules and are never called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WiredNode:
+    """A module, an op of the block's own code, or what goes in and comes out."""
+
+    path: str  # of the module; of an op its name
+    kind: str  # name of the module's class; "" for an op
+    count: int = 1  # equal ones that follow each other
+    output: Tensor | None = None  # the last value that others read; None: there is none
+    share: float = 0.0  # of the seconds of the forward pass
+
+    def named(self, path: str) -> str:
+        """Its name inside of the block at `path`, with a star for the number of a stack."""
+        inner = self.path.removeprefix(f"{path}.") if path else self.path
+        return pattern_of(inner) if self.count > 1 else inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """The picture of one block: its nodes in the order in which they ran, and what they read."""
+
+    path: str  # "" is the model
+    kind: str
+    count: int  # equal blocks that it stands for
+    nodes: tuple[WiredNode, ...]
+    edges: tuple[tuple[int, int], ...]  # places in `nodes`: what one makes the other reads
+
+
+def wirings(estimate: Estimate) -> tuple[Wiring, ...]:
+    """The model, then its blocks, most time first; blocks of more than 40 nodes are left out."""
+    graph, seconds = estimate.graph, _seconds(estimate)
+    total = seconds.get("", 0.0)
+    if not total:
+        return ()
+    shares = {path: value / total for path, value in seconds.items()}
+    drawn: list[Wiring] = []
+    waiting = [WiredNode(path="", kind=graph.modules.get("", ""), share=1.0)]
+    while waiting and len(drawn) <= MOST_BLOCKS:
+        block = waiting.pop(0)
+        made = _wired(estimate.plan, block, shares)
+        if len(made.nodes) > MOST_NODES:
+            continue
+        drawn.append(made)
+        inner = [n for n in made.nodes if n.kind and n.share >= LARGE and _is_around(graph, n.path)]
+        waiting += sorted(inner, key=lambda node: -node.share)
+    return tuple(drawn)
+
+
+def _seconds(estimate: Estimate) -> Mapping[str, float]:
+    """Seconds of the forward pass by module, those inside included."""
+    seconds: dict[str, float] = defaultdict(float)
+    for row in estimate.rows:
+        if row.part != "forward":
+            continue
+        path = estimate.graph.ops[row.ops[0]].module
+        while True:
+            seconds[path] += row.timing.t_device
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+    return seconds
+
+
+def _is_around(graph: OpGraph, path: str) -> bool:
+    """Whether ops run in modules inside of this one."""
+    return any(op.module.startswith(f"{path}.") for op in graph.ops)
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """A wiring while its ops are gone through."""
+
+    nodes: dict[str, WiredNode] = field(default_factory=dict)
+    edges: dict[tuple[str, str], None] = field(default_factory=dict)
+    makers: dict[int, frozenset[str]] = field(default_factory=dict)  # of each value
+    alike: Mapping[str, str] = field(default_factory=dict)  # of modules: the first such one
+    counted: dict[str, int] = field(default_factory=dict)  # modules that each one stands for
+
+    def read_by(self, name: str, op: Op) -> None:
+        """Edges to a node from whatever made the inputs of one of its ops."""
+        for value in op.inputs:
+            for maker in sorted(self.makers.get(value, ())):
+                if maker != name:
+                    self.edges.setdefault((maker, name))
+
+
+def _wired(planned: Plan, block: WiredNode, shares: Mapping[str, float]) -> Wiring:
+    """The picture of a block: of the first of equal ones, with the shares of them all."""
+    graph, drawing, path = planned.graph, _Drawing(), block.path
+    inside = [op for op in graph.ops if op.part == "forward" and _is_in(op.module, path)]
+    made = {value for op in inside for value in op.outputs}
+    for op in inside:
+        for value in op.inputs:
+            if value not in made and graph.values[value].role not in ("weights", "buffer"):
+                drawing.makers[value] = frozenset({INPUT})
+    opened = _opened(graph, path, shares)
+    units = {op.id: _unit(op.module, path, opened) for op in inside}
+    drawing.alike = _alike(graph, inside, units)
+    kernels = _own_kernels(planned, opened)
+    for op in inside:
+        _draw(drawing, graph, op, units[op.id], kernels, shares)
+    _ends(drawing, graph, inside)
+    all_of_them = block.share / shares[path] if shares.get(path) else 1.0
+    places = {name: place for place, name in enumerate(drawing.nodes)}
+    return Wiring(
+        path=path,
+        kind=block.kind,
+        count=block.count,
+        nodes=tuple(
+            replace(node, share=node.share * all_of_them) for node in drawing.nodes.values()
+        ),
+        edges=tuple((places[a], places[b]) for a, b in drawing.edges),
+    )
+
+
+def _is_in(module: str, path: str) -> bool:
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def _opened(graph: OpGraph, path: str, shares: Mapping[str, float]) -> frozenset[str]:
+    """Modules that are looked into: the block, lists in it, and for a model what has most of it."""
+    opened = {path}
+    for module in graph.modules:
+        around = module.rpartition(".")[0]
+        if not module or around not in opened or module == path:
+            continue
+        large = not path and shares.get(module, 0.0) >= SPREAD
+        if graph.modules[module] in _LISTS or (
+            large and not _is_numbered(module) and _is_around(graph, module)
+        ):
+            opened.add(module)
+    return frozenset(opened)
+
+
+def _is_numbered(module: str) -> bool:
+    """Whether a module is one of a stack."""
+    return module.rpartition(".")[2].isdigit()
+
+
+def _own_kernels(planned: Plan, opened: frozenset[str]) -> dict[int, tuple[str, str]]:
+    """By op: the kernel that only code of the opened modules shares, as a key and a name."""
+    kernels: dict[int, tuple[str, str]] = {}
+    for number, group in enumerate(planned.groups):
+        ops = [planned.graph.ops[place] for place in group.ops]
+        if len(ops) > 1 and all(op.module in opened for op in ops):
+            kernels |= {op.id: (f"kernel {number}", group.name) for op in ops}
+    return kernels
+
+
+def _draw(
+    drawing: _Drawing,
+    graph: OpGraph,
+    op: Op,
+    unit: str | None,
+    kernels: Mapping[int, tuple[str, str]],
+    shares: Mapping[str, float],
+) -> None:
+    """Take up one op: as part of a module's node, as a node of its own, or looked through."""
+    if unit is None and op.kind != "kernel":
+        through = frozenset().union(
+            *(drawing.makers.get(value, frozenset()) for value in op.inputs)
+        )
+        for value in op.outputs:
+            drawing.makers[value] = through
+        return
+    if unit is None:
+        name, shown = kernels.get(op.id, (f"op {op.id}", op.name))
+        node = drawing.nodes.get(name) or WiredNode(path=shown, kind="", count=graph.times(op))
+    else:
+        name = drawing.alike.get(unit, unit)
+        node = drawing.nodes.get(name) or WiredNode(
+            path=name, kind=graph.modules.get(name, ""), count=0
+        )
+        counted = drawing.counted.get(unit, 0)
+        if not counted:
+            node = replace(node, share=node.share + shares.get(unit, 0.0))
+        drawing.counted[unit] = max(counted, _stands_for(graph, op, unit))
+        node = replace(node, count=node.count + drawing.counted[unit] - counted)
+    if op.outputs:
+        node = replace(node, output=graph.values[op.outputs[0]])
+    drawing.nodes[name] = node
+    drawing.read_by(name, op)
+    for value in op.outputs:
+        drawing.makers[value] = frozenset({name})
+
+
+def _stands_for(graph: OpGraph, op: Op, unit: str) -> int:
+    """How many modules of a stack the one at `unit` stands for, in which this op runs."""
+    repeats = (graph.repeats[number] for number in op.repeats)
+    return prod(repeat.count for repeat in repeats if repeat.path(unit, 1) != unit)
+
+
+def _alike(graph: OpGraph, inside: Sequence[Op], units: Mapping[int, str | None]) -> dict[str, str]:
+    """Modules after each other that run the same ops to the same shape: the first of them.
+
+    Their paths differ in numbers alone.
+    """
+    ran: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for op in inside:
+        unit = units[op.id]
+        if unit is not None:
+            ran[unit].append((op.module.removeprefix(unit), op.target))
+            if op.outputs:
+                shapes[unit] = graph.values[op.outputs[0]].shape
+    first: dict[str, str] = {}
+    before: tuple[object, str] = (None, "")
+    for unit, ops in ran.items():
+        look = (pattern_of(unit), graph.modules.get(unit), shapes.get(unit), tuple(ops))
+        first[unit] = before[1] if look == before[0] else unit
+        before = (look, first[unit])
+    return first
+
+
+def _unit(module: str, block: str, opened: frozenset[str]) -> str | None:
+    """The module whose node an op belongs to; None for the code of a module that is looked into."""
+    if module in opened:
+        return None
+    names = module.split(".")
+    for place in range(len(block.split(".")) if block else 0, len(names) + 1):
+        path = ".".join(names[:place])
+        if path and path not in opened:
+            return path
+    return None
+
+
+def _ends(drawing: _Drawing, graph: OpGraph, inside: Sequence[Op]) -> None:
+    """Put the input before all nodes and the output after them."""
+    read = {value for op in inside for value in op.inputs}
+    ends = [
+        maker
+        for op in inside
+        for value in op.outputs
+        if value not in read or value in graph.outputs
+        for maker in sorted(drawing.makers.get(value, ()))
+    ]
+    last = ends[-1] if ends else None
+    if last is not None and last != INPUT:
+        drawing.edges.setdefault((last, OUTPUT))
+    drawing.nodes = {
+        INPUT: WiredNode(path=INPUT, kind=""),
+        **drawing.nodes,
+        OUTPUT: WiredNode(path=OUTPUT, kind=""),
+    }

@@ -1,5 +1,0 @@
-"""How a step is run: attention, fusion, dispatch, and calibrated constants."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""The queue of a step written out, launch by launch."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Ends of intervals: how far off steps were that no fit had seen."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

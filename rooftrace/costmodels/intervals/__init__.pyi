@@ -1,1 +1,0 @@
-from rooftrace.costmodels.intervals import residuals as residuals

@@ -1,0 +1,553 @@
+"""PyTorch's CUDA caching allocator, as its rules say (c10/cuda/CUDACachingAllocator.cpp).
+
+It asks the driver for segments, hands out blocks of them, and keeps what is freed.  Sizes are
+rounded to 512 bytes.  Requests of at most 1 MiB share segments of 2 MiB; those below 10 MiB share
+segments of 20 MiB; larger ones get a segment of their own, rounded to 2 MiB.  The smallest free
+block that is large enough is taken, and what is left of it stays free where that is worth it.
+Neighbours that are both free become one block.  Each stream has blocks of its own.
+
+Not modelled: rounding to fractions of powers of two, garbage collection, pools of CUDA graphs, and
+events of blocks that other streams use.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rooftrace.costmodels.fusion import storage_sizes, traffic
+from rooftrace.costmodels.memory.lives import EDGE, Lives, Visits, bytes_of_weights, lifetimes
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.hardware.precisions import storage_bytes
+from rooftrace.tracer.graph import PARTS, Op, OpGraph, Ref, Tensor
+
+SMALLEST = 512
+SMALL = 2**20
+"""The largest request that is "small"."""
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+OWN_SEGMENT = 10 * 2**20
+"""The least request that has a segment of its own size."""
+GRANULARITY = 2 * 2**20
+
+
+def rounded(size: int) -> int:
+    """Bytes of the block that a request is looked for with: a multiple of 512, at least 512."""
+    return max(SMALLEST, -(-size // SMALLEST) * SMALLEST)
+
+
+def segment_size(size: int) -> int:
+    """Bytes that are asked of the driver for a block of `size` bytes where none is free."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return -(-size // GRANULARITY) * GRANULARITY
+
+
+class Piece:
+    """A piece of a segment: its bytes, where it lies, and the pieces beside it."""
+
+    __slots__ = ("address", "following", "free", "pool", "preceding", "size")
+
+    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+        self.pool, self.address, self.size = pool, address, size
+        self.free = False
+        self.preceding: Piece | None = None
+        self.following: Piece | None = None
+
+
+class _Pool:
+    """The free blocks of one stream, small or large, least first.
+
+    last: with expandable segments, the block at the end of the one segment there is.
+    """
+
+    __slots__ = ("at", "last", "sizes", "small")
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.sizes: list[tuple[int, int]] = []  # (bytes, address)
+        self.at: dict[int, Piece] = {}  # free blocks by address
+        self.last: Piece | None = None
+
+    def put(self, block: Piece) -> None:
+        block.free = True
+        insort(self.sizes, (block.size, block.address))
+        self.at[block.address] = block
+
+    def take(self, block: Piece) -> None:
+        block.free = False
+        del self.sizes[bisect_left(self.sizes, (block.size, block.address))]
+        del self.at[block.address]
+
+
+class CachingAllocator:
+    """Hands out blocks and takes them back; counts as `torch.cuda.memory_stats` does.
+
+    expandable: one segment for each stream and pool that grows by pages, as with
+    ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+    """
+
+    def __init__(self, expandable: bool = False) -> None:
+        self.expandable = expandable
+        self.allocated = self.most_allocated = self.reserved = 0
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._end = 0  # addresses from here on were never given out
+
+    def allocate(self, size: int, stream: str = "") -> Piece:
+        """A block for `size` > 0 bytes, which is used on `stream`."""
+        wanted = rounded(size)
+        small = wanted <= SMALL
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(small)
+        block = self._found(pool, wanted)
+        if block is None:
+            block = self._grown(pool, wanted) if self.expandable else self._segment(pool, wanted)
+        left = block.size - wanted
+        if left >= SMALLEST if small or self.expandable else left > SMALL:
+            self._split(block, wanted)
+        self.allocated += block.size
+        if self.allocated > self.most_allocated:
+            self.most_allocated = self.allocated
+        return block
+
+    def release(self, block: Piece) -> None:
+        """Take a block back; it becomes one with free neighbours."""
+        self.allocated -= block.size
+        pool = block.pool
+        before, after = block.preceding, block.following
+        if before is not None and before.free:
+            pool.take(before)
+            block = self._joined(before, block)
+        if after is not None and after.free:
+            pool.take(after)
+            block = self._joined(block, after)
+        pool.put(block)
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def _found(self, pool: _Pool, wanted: int) -> Piece | None:
+        """The smallest free block with room; of equal ones the first by address."""
+        place = bisect_left(pool.sizes, (wanted, -1))
+        tail = pool.last if self.expandable else None
+        while place < len(pool.sizes):
+            block = pool.at[pool.sizes[place][1]]
+            if block is not tail or place + 1 == len(pool.sizes):
+                break
+            place += 1  # the end of the segment counts as larger than any other block
+        else:
+            return None
+        pool.take(block)
+        return block
+
+    def _segment(self, pool: _Pool, wanted: int) -> Piece:
+        size = segment_size(wanted)
+        block = Piece(pool, self._end, size)
+        self._end += size
+        self.reserved += size
+        return block
+
+    def _grown(self, pool: _Pool, wanted: int) -> Piece:
+        """The free end of the expandable segment, with as many pages more as it takes."""
+        last = pool.last
+        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        there = last.size if last is not None and last.free else 0
+        more = -(-(wanted - there) // page) * page
+        self.reserved += more
+        if last is None:
+            # Far from each other, so that each can grow: addresses of the pools never meet.
+            last = pool.last = Piece(pool, len(self._pools) << 56, more)
+        elif last.free:
+            pool.take(last)
+            last.size += more
+        else:
+            block = Piece(pool, last.address + last.size, more)
+            block.preceding, last.following, pool.last = last, block, block
+            last = block
+        return last
+
+    def _split(self, block: Piece, size: int) -> None:
+        """Cut a block down to `size`; the rest becomes a free block behind it."""
+        rest = Piece(block.pool, block.address + size, block.size - size)
+        rest.preceding, rest.following = block, block.following
+        if rest.following is not None:
+            rest.following.preceding = rest
+        block.following, block.size = rest, size
+        if block.pool.last is block:
+            block.pool.last = rest
+        block.pool.put(rest)
+
+    def _joined(self, first: Piece, second: Piece) -> Piece:
+        """Two neighbours that are in no list as the first of them."""
+        first.size += second.size
+        first.following = second.following
+        if first.following is not None:
+            first.following.preceding = first
+        if first.pool.last is second:
+            first.pool.last = first
+        return first
+
+
+# -- The allocations of some steps one after another, in program order, through an allocator -------
+
+VISITED = 6000
+"""So many ops are visited at the most, beyond the least that a graph with repeats takes."""
+BLOCKS = 4096
+"""So many blocks come one by one where equal ones come together; the rest of them is one block."""
+STEPS = 4
+"""Steps after which what is reserved is taken as it is."""
+_BACKWARD = ("backward", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One thing that happens: `times` blocks of a storage come or go, or a library takes bytes.
+
+    what: "make", "drop", "scratch" (taken and given back at once), "unsure" (the same, and it may
+    be less), "BLAS" (a workspace that stays; number: of its thread and stream).
+    """
+
+    what: str
+    number: int
+    size: int = 0
+    stream: str = ""
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Program:
+    """All changes of one step, and what is there around it."""
+
+    before: list[Allocation] = field(default_factory=list)  # what comes from outside
+    states: list[Allocation] = field(default_factory=list)  # made as an optimizer first runs
+    step: list[Allocation] = field(default_factory=list)
+    updating: int = 0  # the place in `step` at which the optimizer begins; its end if there is none
+    threads: int = 0  # pairs of thread and stream with products
+    scratch: Counter[str] = field(default_factory=Counter)  # the most at once, by kind
+
+    def run(
+        self, allocator: CachingAllocator, blas: int, taken: Collection[str] = ("scratch", "unsure")
+    ) -> None:
+        """Steps until no more is reserved.
+
+        blas: bytes of one workspace.  taken: whether ops take what they take for sure, and whether
+        they take the most that they may.
+        """
+        held: dict[int, list[Piece]] = defaultdict(list)
+        outside = {change.number for change in (*self.before, *self.states)}
+        workspaces: set[int] = set()
+        _apply(self.before, allocator, held, workspaces, blas, taken)
+        for turn in range(STEPS):
+            reserved = allocator.reserved
+            _apply(self.step[: self.updating], allocator, held, workspaces, blas, taken)
+            if not turn:
+                _apply(self.states, allocator, held, workspaces, blas, taken)
+            _apply(self.step[self.updating :], allocator, held, workspaces, blas, taken)
+            if turn and allocator.reserved == reserved:
+                return
+            for number in [number for number in held if number not in outside]:
+                for block in held.pop(number):
+                    allocator.release(block)
+            gone = [change for change in self.before if change.number not in held]
+            _apply(gone, allocator, held, workspaces, blas, taken)
+
+
+def _apply(
+    changes: Iterable[Allocation],
+    allocator: CachingAllocator,
+    held: dict[int, list[Piece]],
+    workspaces: set[int],
+    blas: int,
+    taken: Collection[str],
+) -> None:
+    allocate, release = allocator.allocate, allocator.release
+    for change in changes:
+        what = change.what
+        if what == "make":
+            blocks = held[change.number]
+            rest = change.times - BLOCKS
+            if rest > 0:  # first, so that it goes last
+                blocks.insert(0, allocate(rest * rounded(change.size), change.stream))
+            for _ in range(min(change.times, BLOCKS)):
+                blocks.append(allocate(change.size, change.stream))
+        elif what == "drop":
+            blocks = held.get(change.number, [])
+            for _ in range(min(change.times, len(blocks))):
+                release(blocks.pop())
+            if not blocks:
+                held.pop(change.number, None)
+        elif what == "BLAS":
+            if blas and change.number not in workspaces:
+                workspaces.add(change.number)
+                allocate(blas, change.stream)
+        elif what in taken:
+            release(allocate(change.size, change.stream))
+
+
+def program(graph: OpGraph, unmade: Collection[int] = ()) -> Program:
+    """The allocations of a step of `graph`; unmade: storages that never are in memory."""
+    visits = Visits(graph, _edge(graph))
+    lives = lifetimes(visits)
+    return _Written(graph, visits, lives, unmade).program
+
+
+def _edge(graph: OpGraph) -> int:
+    """How many iterations at either end of repeats may be visited, for `VISITED` in all."""
+    counts = [repeat.count for repeat in graph.repeats]
+    # A repeat that no op is in adds no visit, however often it runs.
+    most = max((counts[r] for op in graph.ops for r in op.repeats), default=0)
+
+    def visited(edge: int) -> int:
+        return sum(math.prod(min(counts[r], 2 * edge + 1) for r in op.repeats) for op in graph.ops)
+
+    edge = EDGE
+    while 2 * edge + 1 < most and visited(edge + 1) <= VISITED:
+        edge += 1
+    return edge
+
+
+class _Written:
+    """Writes the program of a graph, visit by visit."""
+
+    def __init__(
+        self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
+    ) -> None:
+        self.graph, self.visits = graph, visits
+        self.sizes = storage_sizes(graph, unmade)
+        self.program = Program()
+        self.streams: dict[int, str] = {}
+        self.threads: dict[tuple[bool, str], int] = {}
+        self.taken: dict[int, Scratch | None] = {}
+        self.inside: list[Counter[int]] = []  # changes of iterations that stand for others
+        self._outside(lives)
+        updating = None
+        for moment, visit in enumerate(visits.order):
+            steps = self.program.step
+            if updating is None and visit.op.part == PARTS[3]:
+                updating = len(steps)
+            self.inside += [Counter() for _ in range(visit.begins)]
+            self._change(lives.replaced.get(moment, ()), -1)
+            self._change(lives.births.get(moment, ()), 1, visit.op.stream)
+            self._library(visit.op)
+            self._change(lives.deaths.get(moment, ()), -1)
+            for left_out in visit.ends:
+                self._left_out(left_out)
+        self.program.updating = len(self.program.step) if updating is None else updating
+        self.program.threads = len(self.threads)
+
+    def _outside(self, lives: Lives) -> None:
+        values, program = self.graph.values, self.program
+        weights = 0
+        for number, times in lives.births.get(-1, ()):
+            storage = self.visits.storage(number)
+            size, role = self.sizes[storage], values[storage].role
+            weights += times * size if role == "weights" else 0
+            if size:
+                change = Allocation("make", number, size, "", times)
+                (program.states if role == "optimizer" else program.before).append(change)
+        unread = bytes_of_weights(self.graph) - weights  # of these no sizes are known
+        if unread > 0:
+            program.before.append(Allocation("make", -1, unread))
+
+    def _change(self, lived: Iterable[tuple[int, int]], sign: int, stream: str = "") -> None:
+        for number, times in lived:
+            size = self.sizes[self.visits.storage(number)]
+            if not size:
+                continue
+            if sign > 0:
+                self.streams[number] = stream
+            self._put(number, sign * times)
+            for changed in self.inside:
+                changed[number] += sign * times
+
+    def _put(self, number: int, times: int) -> None:
+        size = self.sizes[self.visits.storage(number)]
+        what = "make" if times > 0 else "drop"
+        change = Allocation(what, number, size, self.streams.get(number, ""), abs(times))
+        self.program.step.append(change)
+
+    def _left_out(self, times: int) -> None:
+        """What the iterations that were left out keep, and what they free.
+
+        An iteration may free what the one before it made, and leave as much to the one after it.
+        """
+        changed = self.inside.pop()
+        grown: Counter[int] = Counter()
+        for number, count in changed.items():
+            grown[self.visits.storage(number)] += count
+        for number, count in changed.items():
+            net = grown[self.visits.storage(number)]
+            if net * count <= 0:
+                continue  # nothing of this kind is left, or it is the other of two
+            grown[self.visits.storage(number)] = 0
+            self._put(number, times * net)
+            for outer in self.inside:
+                outer[number] += times * net
+
+    def _library(self, op: Op) -> None:
+        if is_product(op):
+            thread = (op.part in _BACKWARD, op.stream)
+            number = self.threads.setdefault(thread, len(self.threads))
+            self.program.step.append(Allocation("BLAS", number, stream=op.stream))
+            return
+        if op.id not in self.taken:
+            self.taken[op.id] = scratch(op, self.graph)
+        taken = self.taken[op.id]
+        if taken is not None and taken.bytes:
+            what = "scratch" if taken.sure else "unsure"
+            self.program.step.append(Allocation(what, -1, taken.bytes, op.stream))
+            most = self.program.scratch
+            most[taken.kind] = max(most[taken.kind], taken.bytes)
+
+
+# -- workspaces ------------------------------------------------------------------------------------
+# Bytes that libraries take inside of ops, from the same allocator as tensors.
+#
+# They are no tensors of the graph, and `torch.cuda.max_memory_allocated` counts them.  What eager
+# ops make for themselves by kernels of their own, such as copies in order, are tensors of the graph
+# that is priced (costmodels/rewriting/eager_kernels).
+#
+# BLAS: cuBLAS gets one workspace for each pair of a thread's handle and a stream, at the first
+# product, and keeps it (aten/src/ATen/cuda/CublasHandlePool.cpp).  Backward runs in a thread of
+# autograd's own, so a training step has two.
+#
+# Attention: the backward of FlashAttention 2 sums the gradient of the queries in fp32, and keeps a
+# number for each row (`mha_bwd`, flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`).
+#
+# Norms: the backward of a group norm keeps three numbers for each sample and channel and two for
+# each group, in fp32 (group_norm_kernel.cu, `ds`, `db`, `c1` to `c3`).
+#
+# Sorting rows of more than 4,096: by segments, with indices made first and a second buffer for keys
+# and indices; few rows are sorted as one, with pairs of row and place (SortStable.cu).
+#
+# Convolutions: kernels for tensor cores want channels last.  Where channels come first, cuDNN
+# copies what it reads and writes into its workspace (cuDNN developer guide, "Tensor
+# Transformations").  Which engine it takes is its own choice, so this is the most; it may be
+# nothing.  Beside the copies an engine may take about a mebibyte for any size, which is nearly all
+# that tiny ones take: measured, 0.97 MiB on an RTX 3090, 0.7 to 1.1 for the smallest
+# (Liger-Kernel's peaks of `multi_token_attention`).  Other algorithms (FFT, Winograd with
+# transformed tiles) may take more, and are not counted.
+
+
+Kind = Literal["BLAS", "attention", "norms", "sorting", "convolutions"]
+
+HALF = ("fp16", "bf16")
+_ROWS = 128
+"""FlashAttention's backward rounds sequences up to this, and heads' widths to 32."""
+_WIDTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Bytes that an op takes beside its tensors while it runs."""
+
+    kind: Kind
+    bytes: int
+    sure: bool  # else the most: the library may take less
+
+
+_ENGINE = 994 * 2**10
+"""Bytes that an engine of cuDNN may take beside copies, whatever the size; measured."""
+
+
+def is_product(op: Op) -> bool:
+    """Whether BLAS runs the op: a matrix product that is no grouped one."""
+    rule = find_rule(op.target) if op.kind == "kernel" else None
+    return rule is not None and rule.kind in ("mm", "bmm") and "grouped" not in op.name
+
+
+def scratch(op: Op, graph: OpGraph) -> Scratch | None:
+    """What an op takes while it runs, None where it takes nothing that we know of."""
+    rule = find_rule(op.target) if op.kind == "kernel" else None
+    if rule is None:
+        return None
+    if rule.kind == "attention" and "backward" in op.name:
+        query = _named(op, graph, "query")
+        return _attention(query) if query is not None else None
+    if rule.kind == "conv":
+        return _convolution(op, graph)
+    if rule.kind == "sort":
+        return _sort(op, graph)
+    return _group_norm(op) if op.name == "aten.native_group_norm_backward" else None
+
+
+_SMALL_SORT = 4096
+"""Rows of so many elements are sorted in place (Sort.cpp, `should_use_small_sort`)."""
+
+
+def _sort(op: Op, graph: OpGraph) -> Scratch | None:
+    """n rows of keys of e bytes: indices of 8 bytes, and a second buffer of e + 8."""
+    data = _named(op, graph, "self")
+    if data is None or not data.shape or op.name not in ("aten.sort", "aten.argsort"):
+        return None
+    dimension = op.arguments.get("dim", -1)
+    if data.shape[dimension] <= _SMALL_SORT:
+        return None
+    size = 16 * data.elements + storage_bytes(data.dtype, data.elements)
+    return Scratch("sorting", size, sure=True)
+
+
+def _group_norm(op: Op) -> Scratch | None:
+    """Sums of its backward by sample and channel."""
+    samples, channels, groups = (op.arguments.get(name) for name in ("N", "C", "group"))
+    if not (samples and channels and groups):
+        return None
+    return Scratch("norms", 4 * samples * (3 * channels + 2 * groups), sure=True)
+
+
+def _named(op: Op, graph: OpGraph, name: str) -> Tensor | None:
+    reference = op.arguments.get(name)
+    return graph.values[reference.id] if isinstance(reference, Ref) else None
+
+
+def _attention(query: Tensor) -> Scratch | None:
+    """query[B, H, S, E]: fp32 [B, H, S', E'] and fp32 [B, H, S'], sizes rounded up.
+
+    Kernels for fp32 sum in the gradient itself.
+    """
+    if query.dtype not in HALF or len(query.shape) != 4:
+        return None
+    batch, heads, rows, width = query.shape
+    rows, width = _up(rows, _ROWS), _up(width, _WIDTH)
+    return Scratch("attention", 4 * batch * heads * rows * (width + 1), sure=True)
+
+
+def _convolution(op: Op, graph: OpGraph) -> Scratch | None:
+    """What an engine takes, and copies with channels last of the largest product: forward, or one
+    of the two of backward."""
+    weight = _named(op, graph, "weight")
+    data = _named(op, graph, "input")
+    if weight is None or data is None or data.dtype not in (*HALF, "fp32", "tf32"):
+        return None
+    groups = op.arguments.get("groups", 1)
+    if groups == data.shape[1] > 1:
+        return None  # depthwise convolutions have kernels of PyTorch's own
+    if len(data.shape) < 4 or traffic.has_channels_last(data):
+        return Scratch("convolutions", _ENGINE, sure=False)
+    copied = _copied((data, weight))
+    gradient = _named(op, graph, "grad_output")
+    if gradient is None:
+        copied += _copied(graph.values[value] for value in op.outputs)
+    else:
+        copied += _copied((gradient,))  # either product reads two of three, and makes the third
+    return Scratch("convolutions", _ENGINE + copied, sure=False)
+
+
+def _copied(tensors: Iterable[Tensor]) -> int:
+    """Bytes of copies with channels last: whole vectors of 16 bytes of channels."""
+    total = 0
+    for tensor in tensors:
+        vector = max(1, 16 // storage_bytes(tensor.dtype, 1))
+        places = math.prod((tensor.shape[0], *tensor.shape[2:]))
+        total += storage_bytes(tensor.dtype, places * _up(tensor.shape[1], vector))
+    return total
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step

@@ -1,0 +1,32 @@
+from rooftrace.costmodels.ops import cost as cost
+from rooftrace.costmodels.ops.bytefactors import (
+    BYTE_KINDS as BYTE_KINDS,
+    WEIGHTS as WEIGHTS,
+    ByteFactor as ByteFactor,
+    ByteFactors as ByteFactors,
+    bytes_by_kind as bytes_by_kind,
+    kinds_of as kinds_of,
+)
+from rooftrace.costmodels.ops.cost import (
+    COMPUTED as COMPUTED,
+    KINDS as KINDS,
+    MATRIX as MATRIX,
+    Access as Access,
+    AttentionSizes as AttentionSizes,
+    Cost as Cost,
+    Work as Work,
+)
+from rooftrace.costmodels.ops.families import with_families as with_families
+from rooftrace.costmodels.ops.opview import OpView as OpView, TensorView as TensorView
+from rooftrace.costmodels.ops.price import (
+    op_cost as op_cost,
+    price_ops as price_ops,
+    unknown_bytes as unknown_bytes,
+)
+from rooftrace.costmodels.ops.rulebook import (
+    builtin as builtin,
+    find_rule as find_rule,
+    own_rules as own_rules,
+    rule as rule,
+    users_rules as users_rules,
+)

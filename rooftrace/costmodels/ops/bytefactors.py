@@ -1,0 +1,176 @@
+"""The kinds of bytes that a run can tell apart: roles, with weights by the family that reads them.
+
+What an optimizer's kernels move is one kind: they always move states, weights and gradients in the
+same proportions, so no measurement tells these apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from rooftrace.costmodels.ops.cost import Access, Cost
+from rooftrace.tracer.graph import OpGraph
+
+WEIGHTS = {name: f"{name} weights" for name in ("attention", "dense", "moe")}
+"""The kinds of weights by family; families other than attention and moe are dense."""
+BYTE_KINDS = (
+    *WEIGHTS.values(), "activations", "temporary", "kv", "gradients", "optimizer", "constants"
+)  # fmt: skip
+"""Every kind, in the order in which reports list them."""
+
+
+def kinds_of(
+    graph: OpGraph, ops: Sequence[int], op_costs: Sequence[Cost]
+) -> Callable[[Access], str]:
+    """The kind of each access of a kernel that has these ops.
+
+    Its family is that of the op that moves most.
+    """
+    lead = graph.ops[max(ops, key=lambda op: op_costs[op].bytes())]
+    if lead.part == "optimizer":
+        return lambda access: "optimizer"
+    weights = WEIGHTS.get(lead.family, WEIGHTS["dense"])
+
+    def kind(access: Access) -> str:
+        role = graph.values[access.storage].role
+        return weights if role == "weights" else role
+
+    return kind
+
+
+def bytes_by_kind(
+    amounts: Mapping[Access, float], kind: Callable[[Access], str]
+) -> dict[str, float]:
+    """HBM bytes by kind; a kind of which there are none is left out."""
+    sums: dict[str, float] = {}
+    for access, size in amounts.items():
+        if access.wire == "hbm" and size:
+            name = kind(access)
+            sums[name] = sums.get(name, 0.0) + size
+    return sums
+
+
+# -- Measured bytes over those that rules count, kind by kind, and what is behind a difference -----
+
+FUSIONS = ("none", "detected")
+SOURCES = ("counters", "seconds")
+_LARGEST = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteFactor:
+    """How many bytes of one kind a run moved for each byte that rules count.
+
+    Raises ValueError for a number that is none, negative or without end.
+
+    rows, experts, precision and cache are known causes of a difference, each the bytes without it
+    over the bytes with it.  The first three are in what rules count already; `cache` is in
+    `unfused`.
+    """
+
+    factor: float = 1.0  # measured bytes over those by rule, in the kernels that ran
+    error: float = 0.0  # standard error of `factor`; 0 where it is not identified
+    kernels: int = 0  # how many measured kernels it rests on
+    by: str = "seconds"  # or "counters": where the measured bytes are from
+    why: str = ""  # why the measurements do not identify `factor`, which is 1 then
+    grouping: float = 1.0  # bytes by rule in the kernels that ran, over those we detect
+    unfused: float = 1.0  # measured bytes over those by rule with a kernel for each op
+    rows: float = 1.0  # whole tables over the rows that were looked up
+    experts: float = 1.0  # all experts over those that tokens were sent to
+    precision: float = 1.0  # weights as wide as what they are multiplied with, over as stored
+    cache: float = 1.0  # bytes read over those that a cache of the chip's size does not hold
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "why":
+                continue
+            if item.name == "by":
+                if value not in SOURCES:
+                    raise ValueError(f"by={value!r:.60}: expected {' or '.join(SOURCES)}")
+                continue
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not 0 <= value <= _LARGEST:
+                raise ValueError(
+                    f"{item.name}={value!r:.60}: expected a number of at least 0, "
+                    f"{_LARGEST:g} at most"
+                )
+
+    @property
+    def identified(self) -> bool:
+        """Whether the measurements tell `factor`."""
+        return not self.why
+
+    @property
+    def applied(self) -> float:
+        """What bytes by rule are multiplied with, kernel by kernel.
+
+        A kernel that took longer than its bytes may have moved more of them, or moved them at a
+        lower rate; seconds do not tell.  So a factor by seconds above 1 is left to the rates.
+        """
+        return min(self.factor, 1.0) if self.by == "seconds" else self.factor
+
+    @property
+    def residency(self) -> float:
+        """The seed's weight residency factor (WRF): bytes as used over bytes as read.
+
+        As used are whole matrices and tables, with all experts, as wide as what they are
+        multiplied with, once for each op that uses them.
+        """
+        known = self.rows * self.experts * self.precision
+        return known / self.unfused if self.unfused else math.inf
+
+    @property
+    def residency_error(self) -> float:
+        """The standard error of `residency`."""
+        return self.residency * self.error / self.factor if self.factor else math.inf
+
+    @property
+    def unfused_error(self) -> float:
+        """The standard error of `unfused`."""
+        return self.unfused * self.error / self.factor if self.factor else self.error
+
+    @property
+    def unexplained(self) -> float:
+        """What no known cause accounts for in `residency`; 1 where they account for all."""
+        return 1 / (self.unfused * self.cache) if self.unfused * self.cache else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteFactors:
+    """Factors by kind of bytes, from runs on one device."""
+
+    fusion: str = "detected"  # which executions they are for: those whose `fusion` is this
+    measured: str = ""  # the device, and when: "L4, 2026-11-20"
+    factors: Mapping[str, ByteFactor] = field(default_factory=dict, hash=False)  # by kind
+
+    def __post_init__(self) -> None:
+        if self.fusion not in FUSIONS:
+            raise ValueError(f"fusion={self.fusion!r:.60}: expected {' or '.join(FUSIONS)}")
+        for kind in self.factors:
+            if kind not in BYTE_KINDS:
+                raise ValueError(f"kind {kind!r:.60}: expected one of {', '.join(BYTE_KINDS)}")
+
+    def scale(self, kind: str) -> float:
+        """What the bytes of a kind are multiplied with; 1 where nothing is known of it."""
+        known = self.factors.get(kind)
+        return known.applied * known.grouping if known else 1.0
+
+    @property
+    def identified(self) -> Mapping[str, ByteFactor]:
+        """The factors that the measurements tell."""
+        return {kind: factor for kind, factor in self.factors.items() if factor.identified}
+
+    @property
+    def unknown(self) -> Mapping[str, str]:
+        """Why a factor is not told, by kind of bytes."""
+        return {kind: factor.why for kind, factor in self.factors.items() if factor.why}
+
+    def unfused(self, kind: str) -> float:
+        """Bytes of a kind, as applied, over those with a kernel for each op; 1 if not known."""
+        known = self.factors.get(kind)
+        if known is None or not known.factor:
+            return 1.0
+        return known.unfused * known.applied / known.factor

@@ -1,0 +1,232 @@
+"""What a step over a mesh reaches, in one row; rows beside each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftrace._plain import Plain
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.timing import Pipe, StageCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshRow(Plain):
+    """A step over one mesh."""
+
+    mesh: Mapping[str, int]  # processes along each axis
+    chips: int
+    checkpoint: str  # which activations are made again
+    batch: int  # of one replica, or of one of its microbatches
+    microbatches: int  # of a step of a replica
+    item: str  # "token", "sample"
+    items: int  # of a step of all replicas
+    seconds: float  # of a step
+    once: float  # of these, what is done once however many microbatches there are
+    mfu: float | None
+    exposed: float  # share of the step for which computing waits for others
+    bubble: float | None  # share of the step for which stages of a pipeline wait; None: no pipeline
+    limited_by: str  # "compute", "network (tp)"
+    peak: int  # bytes of the process that needs most
+    capacity: float  # bytes of one chip that may be used
+    price: float | None  # dollar/hour of one chip
+    beyond: str  # what of its exchanges lies outside of measurements; "" for nothing
+
+    KEYS = "* fits items_per_s items_per_s_per_chip dollars_per_million_items=dollars"
+
+    @property
+    def fits(self) -> bool:
+        """Whether each chip holds its part."""
+        return self.peak <= self.capacity
+
+    @property
+    def items_per_s(self) -> float:
+        """Items per second of all chips."""
+        return self.items / self.seconds
+
+    @property
+    def items_per_s_per_chip(self) -> float:
+        """Items per second of one chip."""
+        return self.items_per_s / self.chips
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars for a million items; None without a price."""
+        if self.price is None:
+            return None
+        return 1e6 * self.price / 3600 / self.items_per_s_per_chip
+
+    def seconds_of(self, microbatches: float) -> float:
+        """Seconds of a step of so many microbatches of a replica, of which gradients add up."""
+        own = self.seconds - self.once
+        return own * microbatches / self.microbatches + self.once
+
+
+def row_of(
+    estimates: Mapping[str, Estimate], asked: Mapping[str, int], checkpoint: str, free: float
+) -> MeshRow:
+    """The row of a step: of its estimate, or of those of the stages of a pipeline, by phase.
+
+    asked: the mesh as it was asked for.  free: the share of the memory that is kept free.
+    """
+    stages = {
+        int(stage): estimate
+        for estimate in estimates.values()
+        for stage in estimate.graph.workload.get("stages", ())
+    }
+    first = next(iter(estimates.values()))
+    pipe = Pipe.of(stages) if stages else None
+    chips = first.processes
+    replicas = first.replicas or 1
+    microbatches = pipe.made.microbatches if pipe else 1
+    exposed = sum(e.times.t_exposed for e in estimates.values())
+    seconds = sum(e.t_est for e in estimates.values())
+    capacity = first.chip.room(free)
+    longest = max(estimates.values(), key=lambda estimate: estimate.t_est)
+    return MeshRow(
+        mesh=dict(asked),
+        chips=chips,
+        checkpoint=checkpoint,
+        batch=int(first.graph.workload.get("batch") or 1),
+        microbatches=microbatches,
+        item=str(first.graph.workload.get("item") or "sample"),
+        items=first.items * microbatches * replicas,
+        seconds=pipe.made.seconds if pipe else first.t_est,
+        once=pipe.made.once if pipe else StageCost.of(first).once,
+        mfu=pipe.mfu if pipe else first.mfu,
+        exposed=exposed / seconds if seconds else 0.0,
+        bubble=pipe.made.bubble if pipe else None,
+        limited_by=_limit(longest),
+        peak=max(pipe.made.peaks) if pipe else first.memory.peak,
+        capacity=capacity,
+        price=None if first.chip.price is None else first.chip.price.value,
+        beyond="; ".join(
+            dict.fromkeys(r.beyond for e in estimates.values() for r in e.communication if r.beyond)
+        ),
+    )
+
+
+def _limit(estimate: Estimate) -> str:
+    regime = estimate.times.regime
+    axis = estimate.exposed_axis
+    return f"{regime} ({axis})" if regime == "network" and axis else str(regime)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeshAnswer(Plain, Shown):
+    """Meshes beside each other: what fits and holds the limits first, most items per chip first."""
+
+    title: str
+    question: str
+    item: str
+    system: str
+    rows: tuple[MeshRow, ...]  # within all limits, the best first
+    others: tuple[MeshRow, ...]  # outside of a limit, the least memory first
+    left_out: tuple[str, ...]  # meshes that cannot be, and why
+    rests: tuple[str, ...]
+
+    KEYS = "title question item system best rows others needed_chips=needed left_out rests_on=rests"
+
+    @property
+    def best(self) -> MeshRow | None:
+        """The best mesh; None where none is within the limits."""
+        return self.rows[0] if self.rows else None
+
+    @property
+    def needed(self) -> int | None:
+        """How many chips hold the step that takes least of all, by capacity alone.
+
+        None where one fits already, or nothing was traced.
+        """
+        if any(row.fits for row in (*self.rows, *self.others)) or not self.others:
+            return None
+        return min(math.ceil(row.chips * row.peak / row.capacity) for row in self.others)
+
+    def __repr__(self) -> str:
+        best = self.best
+        answer = "no mesh" if best is None else mesh_words(best.mesh)
+        return short(self, f"{self.question}: {answer}, of {len(self.rows) + len(self.others)}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScalingAnswer(Plain, Shown):
+    """One step on more and more chips: the batch of a chip kept (weak), or that of all (strong)."""
+
+    title: str
+    item: str
+    system: str
+    rows: tuple[MeshRow, ...]  # fewest chips first; batches of one size for each replica
+    left_out: tuple[str, ...]
+    rests: tuple[str, ...]
+
+    def weak(self, row: MeshRow) -> float:
+        """Items per second of a chip, as a share of what it is on the fewest chips."""
+        return row.items_per_s_per_chip / self.rows[0].items_per_s_per_chip
+
+    def microbatches(self, row: MeshRow) -> float:
+        """Microbatches of a replica, where all do together what the most chips do in one step."""
+        last = self.rows[-1]
+        return row.microbatches * last.items / row.items
+
+    def strong_seconds(self, row: MeshRow) -> float:
+        """Seconds of a step of that many items."""
+        return row.seconds_of(self.microbatches(row))
+
+    def strong(self, row: MeshRow) -> float:
+        """How much of the added chips is won: speed-up over that of the fewest, by their ratio."""
+        first = self.rows[0]
+        gain = self.strong_seconds(first) / self.strong_seconds(row)
+        return gain * first.chips / row.chips
+
+    def __repr__(self) -> str:
+        counts = f"{self.rows[0].chips} to {self.rows[-1].chips:,} chips"
+        return short(self, f"{self.title}, {counts}: weak {self.weak(self.rows[-1]):.0%}")
+
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                **row.to_dict(),
+                "weak_efficiency": self.weak(row),
+                "strong_microbatches": self.microbatches(row),
+                "strong_seconds": self.strong_seconds(row),
+                "strong_efficiency": self.strong(row),
+            }
+            for row in self.rows
+        ]
+
+    KEYS = "title item system rows=_rows left_out rests_on=rests"
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+
+def meshes_of(chips: int, axes: Sequence[str], most: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Every way to write `chips` as a product of a size for each axis, in the order of the axes.
+
+    most: the largest size of an axis, where it has one (tensor parallelism within a node).  Axes
+    of size 1 are left out, but for the first one of all.
+    """
+    for sizes in _products(chips, len(axes)):
+        mesh = dict(zip(axes, sizes, strict=True))
+        if all(size <= most.get(axis, size) for axis, size in mesh.items()):
+            yield {axis: size for axis, size in mesh.items() if size > 1} or {axes[0]: 1}
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """The tuples of so many whole numbers whose product is `number`."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _products(number // first, factors - 1):
+                yield (first, *rest)
+
+
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """ "dp=32, tp=8"."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())

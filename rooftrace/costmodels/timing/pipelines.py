@@ -1,0 +1,366 @@
+"""A pipeline as it is priced: its stages' estimates, its step, and what all processes reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rooftrace.costmodels.estimates import Estimate, Row
+from rooftrace.costmodels.timing.collectives import collective_seconds
+from rooftrace.hardware.systems import System
+from rooftrace.tracer.sharding import SCHEDULES, Action, table_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """A pipeline on one chip, with the estimates of its stages."""
+
+    phase: str
+    made: Pipelined
+    stages: Mapping[int, Estimate]  # by number; alike ones share an estimate
+
+    @staticmethod
+    def of(stages: Mapping[int, Estimate]) -> Pipe:
+        """The pipeline of these stages, as their graphs say that it is run."""
+        facts = stages[0].graph.workload
+        chip, mesh = stages[0].chip, stages[0].graph.mesh
+        axes = list(mesh)
+        apart = 1
+        for axis in axes[axes.index("pp") + 1 :] if "pp" in axes else ():
+            apart *= mesh[axis]
+        made = pipelined(
+            {number: StageCost.of(estimate) for number, estimate in sorted(stages.items())},
+            str(facts["schedule"]),
+            int(facts["microbatches"]),
+            int(facts["handed"]),
+            chip.system or System.of_chip(chip),
+            apart,
+        )
+        return Pipe(stages[0].phase, made, stages)
+
+    @property
+    def first(self) -> Estimate:
+        """The first stage."""
+        return self.stages[0]
+
+    @property
+    def items_per_s_per_chip(self) -> float | None:
+        """Items of all microbatches and replicas per second and chip."""
+        estimate = self.first
+        if estimate.replicas is None:
+            return None
+        items = estimate.items * self.made.microbatches * estimate.replicas
+        return items / (self.made.seconds * estimate.processes)
+
+    @property
+    def mfu(self) -> float | None:
+        """The mean of the stages' own MFU, by the share of the step in which they work."""
+        flops = sum((e.mfu or 0.0) * e.t_est * e.peak for e in self.stages.values())
+        total = flops * self.made.microbatches
+        ranks = self.made.ranks
+        return total / (ranks * self.made.seconds * self.first.peak) if self.made.seconds else None
+
+
+# -- The table of a pipeline walked: when each action runs, what is idle, what is alive ------------
+
+Table = Mapping[int, Sequence[Action]]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """One action, and when it runs."""
+
+    rank: int
+    action: Action
+    start: float  # seconds
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTimes:
+    """When the processes of a pipeline work, in seconds."""
+
+    seconds: float  # of the whole table
+    busy: tuple[float, ...]  # by rank
+    runs: tuple[TimedAction, ...]  # in the order of their starts
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which processes wait, over all of them."""
+        if not self.seconds:
+            return 0.0
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
+
+    @property
+    def imbalance(self) -> float:
+        """How much longer the busiest process works than the mean one, as a share of the latter."""
+        mean = sum(self.busy) / len(self.busy) if self.busy else 0.0
+        return max(self.busy) / mean - 1 if mean else 0.0
+
+
+def walk_table(
+    table: Table, seconds: Callable[[int, str], float], transfer: float = 0.0
+) -> PipelineTimes:
+    """Walk the actions of all processes.
+
+    seconds: what an action of a stage and a kind takes.  transfer: what is handed to another
+    process arrives so many seconds later.  Actions that run together take the time of both: they
+    share the engines of one chip, and hide each other's communication only.
+    Raises ValueError for a table in which nobody can go on.
+    """
+    home = {action.stage: rank for rank, actions in table.items() for action in actions}
+    last = max(home, default=0)
+    ends: dict[tuple[int, str, int], float] = {}
+    clocks = dict.fromkeys(table, 0.0)
+    busy = dict.fromkeys(table, 0.0)
+    places = dict.fromkeys(table, 0)
+    runs: list[TimedAction] = []
+    left = sum(map(len, table.values()))
+    while left:
+        before = left
+        for rank, actions in table.items():
+            while places[rank] < len(actions):
+                group = _together(actions, places[rank])
+                ready = [_ready(action, ends, home, last, transfer) for action in group]
+                if any(time is None for time in ready):
+                    break
+                start = max(clocks[rank], *(time or 0.0 for time in ready))
+                took = sum(seconds(action.stage, action.kind) for action in group)
+                for action in group:
+                    ends[action.stage, action.kind, action.microbatch] = start + took
+                    runs.append(TimedAction(rank, action, start, start + took))
+                clocks[rank], busy[rank] = start + took, busy[rank] + took
+                places[rank] += len(group)
+                left -= len(group)
+        if left == before:
+            rank = next(r for r, actions in table.items() if places[r] < len(actions))
+            action = table[rank][places[rank]]
+            raise ValueError(f"the pipeline cannot go on: process {rank} waits with {action}")
+    runs.sort(key=lambda run: (run.start, run.rank))
+    return PipelineTimes(max(clocks.values(), default=0.0), tuple(busy.values()), tuple(runs))
+
+
+def _together(actions: Sequence[Action], place: int) -> Sequence[Action]:
+    """The actions that run at the same time, from this place on."""
+    end = place
+    while actions[end].together and end + 1 < len(actions):
+        end += 1
+    return actions[place : end + 1]
+
+
+def _ready(
+    action: Action,
+    ends: Mapping[tuple[int, str, int], float],
+    home: Mapping[int, int],
+    last: int,
+    transfer: float,
+) -> float | None:
+    """When what an action needs is there; None: not yet known."""
+    stage, number = action.stage, action.microbatch
+    if action.kind == "forward":
+        if stage == 0:
+            return 0.0
+        return _arrives(ends, home, stage, stage - 1, action.kind, number, transfer)
+    own = ends.get((stage, "forward", number))
+    if own is None:
+        return None
+    if action.kind == "backward_weight":
+        return ends.get((stage, "backward_input", number))
+    if stage == last:
+        return own
+    for kind in ("backward", "backward_input"):
+        arrived = _arrives(ends, home, stage, stage + 1, kind, number, transfer)
+        if arrived is not None:
+            return max(own, arrived)
+    return None
+
+
+def _arrives(
+    ends: Mapping[tuple[int, str, int], float],
+    home: Mapping[int, int],
+    stage: int,
+    source: int,
+    kind: str,
+    number: int,
+    transfer: float,
+) -> float | None:
+    end = ends.get((source, kind, number))
+    if end is None:
+        return None
+    return end + (transfer if home[source] != home[stage] else 0.0)
+
+
+FREED = {"backward": 1.0, "backward_input": 0.5, "backward_weight": 0.5}
+"""The share of a microbatch's activations that each action lets go."""
+
+
+def live_microbatches(times: PipelineTimes) -> dict[int, dict[int, float]]:
+    """By rank and stage, the most microbatches whose activations are alive at once.
+
+    A forward makes them, and the backward frees them; where that has two parts, each frees half.
+    """
+    most: dict[int, dict[int, float]] = {}
+    for rank, stages in moments(times):
+        seen = most.setdefault(rank, {})
+        for stage, count in stages.items():
+            seen[stage] = max(seen.get(stage, 0.0), count)
+    return most
+
+
+def moments(times: PipelineTimes) -> Iterator[tuple[int, dict[int, float]]]:
+    """The processes as they do their actions: the microbatches alive in each stage meanwhile."""
+    alive: dict[int, dict[int, float]] = {}
+    for run in times.runs:
+        stages = alive.setdefault(run.rank, {})
+        stage = run.action.stage
+        if run.action.kind == "forward":
+            stages[stage] = stages.get(stage, 0.0) + 1
+        yield run.rank, stages
+        if run.action.kind != "forward":
+            stages[stage] -= FREED[run.action.kind]
+
+
+# -- What the stages of a pipeline cost, and the pipeline that they make ---------------------------
+
+SAVED = "saved"
+"""The kind of memory that forward makes and backward reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One stage with one microbatch: seconds and bytes."""
+
+    forward: float
+    backward: float  # with what is computed again
+    weights: float  # of the backward, what only gradients of weights need
+    once: float  # what is done once a step: the optimizer
+    saved: int  # bytes of a microbatch that forward makes and backward reads
+    peak: int  # bytes with one microbatch
+
+    @staticmethod
+    def of(estimate: Estimate) -> StageCost:
+        """The cost of a stage, from the estimate of a training step of it."""
+        parts = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
+        for row in estimate.rows:
+            if not (estimate.graph.ops[row.ops[0]].stream or row.bytes_net):
+                parts[row.part] += row.timing.t_device
+        weights = sum(row.timing.t_device for row in rows_for_weights(estimate))
+        alone = sum(parts.values())
+        scale = estimate.t_est / alone if alone else 0.0  # what is exposed belongs to all parts
+        timeline = estimate.memory.timeline
+        return StageCost(
+            forward=scale * parts["forward"],
+            backward=scale * (parts["backward"] + parts["recompute"]),
+            weights=scale * weights,
+            once=scale * parts["optimizer"],
+            saved=max((moment.by_kind[SAVED] for moment in timeline.moments), default=0),
+            peak=estimate.memory.peak,
+        )
+
+    def seconds(self, kind: str) -> float:
+        """Seconds of an action of this kind."""
+        return {
+            "forward": self.forward,
+            "backward": self.backward,
+            "backward_input": self.backward - self.weights,
+            "backward_weight": self.weights,
+        }[kind]
+
+
+def rows_for_weights(estimate: Estimate) -> list[Row]:
+    """The kernels of backward that only gradients of weights need: products that read no weight
+    and make something of the shape of one.
+
+    A kernel that makes the gradients of its input as well (a convolution's) is none of them.
+    """
+    graph = estimate.graph
+    shapes = {
+        tuple(sorted(value.shape))
+        for value in graph.values
+        if value.role == "weights" and len(value.shape) > 1
+    }
+    made = {
+        row.index: {
+            tuple(sorted(graph.values[value].shape))
+            for op in row.ops
+            for value in graph.ops[op].outputs
+        }
+        for row in estimate.rows
+        if row.part == "backward" and row.flops and not row.bytes_by_role.get("weights")
+    }
+    return [row for row in estimate.rows if shapes & made.get(row.index, set())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A step of a pipeline."""
+
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+    times: PipelineTimes
+    once: float  # seconds of the optimizer, of the slowest process
+    transfer: float  # seconds of one transfer between stages
+    live: Mapping[int, Mapping[int, float]]  # microbatches alive at most, by rank and stage
+    peaks: tuple[int, ...]  # bytes of each process at its peak
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.times.seconds + self.once
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which processes wait for each other."""
+        return self.times.bubble
+
+
+def pipelined(
+    stages: Mapping[int, StageCost],
+    schedule: str,
+    microbatches: int,
+    handed: int,
+    system: System,
+    apart: int = 1,
+) -> Pipelined:
+    """The pipeline of these stages, by their number.
+
+    handed: bytes of one microbatch that a stage hands to the next.  apart: how far the ranks of
+    neighbouring processes are from each other.  Raises RequestError for a schedule that there is
+    not, or that refuses so many microbatches.
+    """
+    ranks = len(stages) // SCHEDULES[schedule][1]
+    table = table_of(schedule, ranks, microbatches)
+    transfer = 0.0
+    if ranks > 1:
+        transfer = collective_seconds(system, "send", handed, (0, apart)).seconds
+    times = walk_table(table, lambda stage, kind: stages[stage].seconds(kind), transfer)
+    own = {rank: sorted({a.stage for a in actions}) for rank, actions in table.items()}
+    return Pipelined(
+        schedule=schedule,
+        ranks=ranks,
+        stages=len(stages),
+        microbatches=microbatches,
+        times=times,
+        once=max(sum(stages[s].once for s in some) for some in own.values()),
+        transfer=transfer,
+        live=live_microbatches(times),
+        peaks=_peaks(times, stages, own),
+    )
+
+
+def _peaks(
+    times: PipelineTimes, stages: Mapping[int, StageCost], own: Mapping[int, Sequence[int]]
+) -> tuple[int, ...]:
+    """Bytes of each process at its peak: what a step of one microbatch takes, and those saved."""
+    fixed = {}
+    for rank, some in own.items():
+        working = max(stages[s].peak for s in some)
+        others = sum(stages[s].peak for s in some) - working
+        fixed[rank] = working + others - sum(stages[s].saved for s in some)
+    most = dict.fromkeys(own, 0.0)
+    for rank, alive in moments(times):
+        held = sum(count * stages[stage].saved for stage, count in alive.items())
+        most[rank] = max(most[rank], held)
+    return tuple(fixed[rank] + round(most[rank]) for rank in own)

@@ -1,0 +1,384 @@
+"""What a compiler was given and what it made of it: ops in order, kernels in launch order."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.profiles import records
+from rooftrace.tracer.graph import Op, OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOp:
+    """An op of the program, as it was before the compiler took it apart."""
+
+    name: str  # "aten::native_layer_norm"
+    module: str = ""  # "layers.0.norm"; "" of the root, or where the compiler does not know
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One call of a kernel, which the compiler wrote or took from a library."""
+
+    name: str  # "cpp_fused_gelu_view_1", "triton_poi_fused_add_0", "aten::addmm"
+    # how many nodes of an op it computes, by the op's position in `CompiledGraph.ops`
+    parts: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is a call into a library, and not one that the compiler wrote."""
+        return "::" in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """One graph that was compiled."""
+
+    ops: tuple[ProgramOp, ...]  # in the order of the program
+    kernels: tuple[CompiledKernel, ...]  # in launch order
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is the backward of another one."""
+        return any(op.backward for op in self.ops)
+
+    def homes(self) -> dict[int, int]:
+        """The kernel that each op belongs to, by position.
+
+        A library's kernel has the op that it is called for; what is written for it beside that
+        only prepares its operands.  Of other kernels it is the first that has most of its nodes: a
+        compiler computes cheap ops again in each kernel that reads them.
+        """
+        homes: dict[int, int] = {}
+        most: dict[int, tuple[bool, int]] = {}
+        for number, kernel in enumerate(self.kernels):
+            for op, nodes in kernel.parts.items():
+                share = kernel.is_library, nodes
+                if share > most.get(op, (False, 0)):
+                    homes[op], most[op] = number, share
+        return homes
+
+
+def call_name(name: str) -> str:
+    """The name under which a profiler shows a kernel call of Inductor's.
+
+    "aten::addmm" for "extern_kernels.addmm:3", "mkldnn::_linear_pointwise" for
+    "torch.ops.mkldnn._linear_pointwise.default"; generated kernels keep theirs.
+    """
+    name = name.partition(":")[0]
+    words = name.split(".")
+    if words[0] == "extern_kernels":
+        return f"aten::{words[1]}"
+    if words[:2] == ["torch", "ops"]:
+        words = words[2:]
+    return f"{words[0]}::{words[1]}" if len(words) > 1 else name
+
+
+# -- The measured time of one kernel of a compiled step, and the ops that it computes --------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """The time of one kernel of a compiled step, launched once; or of a call beside it.
+
+    Ops are those of the graph of that step, written out, as the execution model `compiled` runs it.
+    """
+
+    name: str  # "triton_poi_fused_add_0", "cpp_fused_gelu_view_1", "aten::addmm"
+    seconds: float  # s
+    ops: tuple[int, ...] = ()  # ids of the ops that it computes
+    targets: tuple[str, ...] = ()  # their full names, "aten.gelu.default"
+    parts: tuple[int, ...] = ()  # ids of ops of which it computes a part, for another kernel
+    compiled: bool = False  # whether it is in a graph that was compiled
+
+    @property
+    def generated(self) -> bool:
+        """Whether the compiler wrote it; others are calls into a library."""
+        return self.compiled and "::" not in self.name
+
+
+# -- Calls into libraries and the ops that they are for: in order, by name and sizes of operands ---
+
+_PRODUCTS = frozenset(
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "linear_pointwise",
+        "mkl_linear",
+        "addmm_activation",
+        "int_mm",
+    ]
+)
+_WITH_BIAS = frozenset({"addmm", "baddbmm", "addmm_activation"})
+_OPERANDS = {"convolution": 2, "convolution_backward": 3}
+"""How many tensors tell two calls of one name apart; of other names it is the first."""
+_FAMILIES = {
+    "convolution_pointwise": "convolution",
+    "cudnn_convolution": "convolution",
+    "miopen_convolution": "convolution",
+    "cudnn_convolution_add_relu": "convolution",
+    "cudnn_convolution_relu": "convolution",
+    "convolution_overrideable": "convolution",
+    "convolution_backward_overrideable": "convolution_backward",
+}
+_KERNELS = (
+    ("attention_backward", re.compile(r"(flash|fmha|attention|sdp).*(bwd|backward)", re.I)),
+    ("attention", re.compile(r"flash|fmha|attention|_sdp", re.I)),
+    ("convolution_backward", re.compile(r"dgrad|wgrad|bwd_(data|weight)", re.I)),
+    ("convolution", re.compile(r"fprop|conv", re.I)),
+    ("product", re.compile(r"gemm|cutlass|cublas|cijk|nvjet|xmma|matmul|gemv", re.I)),
+)
+"""The family of a kernel of a library by its own name, where no op of the host names it."""
+
+
+def family(name: str) -> str:
+    """One name for ops that stand for each other: "product" for "aten::mm" and "aten::addmm"."""
+    plain = keys.common_name(name).rpartition("::")[2].strip("_")
+    return "product" if plain in _PRODUCTS else _FAMILIES.get(plain, plain)
+
+
+def kernel_family(name: str) -> str:
+    """The family of a library's kernel by its own name; "" where that does not say."""
+    if "::" in name and "(" not in name and "<" not in name:
+        return family(name)
+    return next((known for known, pattern in _KERNELS if pattern.search(name)), "")
+
+
+def operands(name: str, shapes: Sequence[records.Shape]) -> keys.Key:
+    """A key by which calls and ops of one family with equal operands are equal."""
+    group = family(name)
+    plain = keys.common_name(name).rpartition("::")[2].strip("_")
+    if group == "product":
+        left = shapes[plain in _WITH_BIAS :]
+        if len(left) < 2 or not left[0] or not left[1]:
+            return group, ()
+        a, b = left[0], left[1]
+        columns = b[0] if plain.startswith(("linear", "mkl_linear")) else b[-1]
+        return group, ((math.prod(a[:-1]), a[-1], columns),)
+    return group, tuple(shapes[: _OPERANDS.get(group, 1)])
+
+
+def paired(
+    called: Sequence[tuple[int, keys.Key]], ops: Sequence[tuple[int, keys.Key]]
+) -> dict[int, int]:
+    """The op of each call by its place.
+
+    In order by family and operands; between two pairs by family alone; what is left by family and
+    operands in any order.
+    """
+    have, wanted = [key for _, key in called], [key for _, key in ops]
+    pairs = keys.common(have, wanted)
+    names, own_names = [key[0] for key in have], [key[0] for key in wanted]
+    swapped = list(_in_any_order(pairs, have, wanted))
+    taken = {b for _, b in swapped}
+    placed = {a for a, _ in swapped}
+    more = [
+        (a, b)
+        for a, b in keys.between(pairs, names, own_names)
+        if a not in placed and b not in taken
+    ]
+    return {called[a][0]: ops[b][0] for a, b in (*pairs, *swapped, *more)}
+
+
+def _in_any_order(
+    pairs: Iterable[tuple[int, int]], have: Sequence[keys.Key], wanted: Sequence[keys.Key]
+) -> Iterable[tuple[int, int]]:
+    """More pairs of equal keys with operands, the first of those that are left each time."""
+    pairs = list(pairs)
+    done, taken = {a for a, _ in pairs}, {b for _, b in pairs}
+    left: dict[keys.Key, deque[int]] = defaultdict(deque)
+    for number, key in enumerate(wanted):
+        if number not in taken and key[1]:
+            left[key].append(number)
+    for place, key in enumerate(have):
+        if place not in done and left[key]:
+            yield place, left[key].popleft()
+
+
+# -- Which op of our graph each op is that a compiler was given ------------------------------------
+
+_TURNS = (
+    ("forward", False, False),
+    ("backward", True, True),
+    ("recompute", True, False),
+    ("forward", True, False),
+)
+"""Parts of our graph in turn: whether theirs is looked for in graphs with a backward, and among
+ops of a backward."""
+
+
+def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, int]]:
+    """For each compiled graph: our op by the position of theirs.
+
+    What a backward graph computes of the forward is looked for among ops of checkpoints that run
+    again, then among those that no forward graph has.
+    """
+    result: list[dict[int, int]] = [{} for _ in graphs]
+    taken: set[int] = set()
+    for part, in_backward, backward in _TURNS:
+        theirs = [
+            (number, place)
+            for number, compiled in enumerate(graphs)
+            if compiled.backward == in_backward
+            for place, op in enumerate(compiled.ops)
+            if op.backward == backward and place not in result[number] and not keys.on_host(op.name)
+        ]
+        ours = [
+            op for op in graph.ops if op.part == part and op.id not in taken and is_launched(op)
+        ]
+        program = [graphs[number].ops[place] for number, place in theirs]
+        for i, op in _pairs(program, ours):
+            number, place = theirs[i]
+            result[number][place] = op.id
+            taken.add(op.id)
+    return result
+
+
+def is_launched(op: Op) -> bool:
+    """Whether an op of our graph launches anything."""
+    rule = find_rule(op.target)
+    return op.kind == "kernel" and (rule is None or rule.fusion != "free")
+
+
+def _pairs(theirs: Sequence[ProgramOp], ours: Sequence[Op]) -> Iterator[tuple[int, Op]]:
+    """(position of theirs, our op); several of theirs may be one of ours."""
+    names = [keys.common_name(op.name) for op in theirs]
+    own_names = [keys.common_name(op.name.replace(".", "::", 1)) for op in ours]
+    exact = keys.common(
+        [(f"{name} in {op.module}", ()) for name, op in zip(names, theirs, strict=True)],
+        [(f"{name} in {op.module}", ()) for name, op in zip(own_names, ours, strict=True)],
+    )
+    pairs = sorted((*exact, *keys.between(exact, names, own_names)))
+    swapped = _swapped(theirs, ours, names, own_names, pairs)
+    yield from ((a, ours[b]) for a, b in (*pairs, *swapped))
+    placed, taken = {a for a, _ in swapped}, {b for _, b in swapped}
+    for mine, other in keys.gaps(pairs, len(theirs), len(ours)):
+        left = [ours[number] for number in other if number not in taken]
+        for place in mine:
+            whole = next((op for op in left if _is_inside(theirs[place], op)), None)
+            if whole is not None and place not in placed:
+                yield place, whole
+
+
+def _swapped(
+    theirs: Sequence[ProgramOp],
+    ours: Sequence[Op],
+    names: Sequence[str],
+    own_names: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """More pairs: ops of one name in one module that stand in another order, as the two products
+    in the backward of a linear layer."""
+    done, taken = {a for a, _ in pairs}, {b for _, b in pairs}
+    left: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+    for number, op in enumerate(ours):
+        if number not in taken:
+            left[own_names[number], op.module].append(number)
+    return [
+        (place, left[names[place], op.module].popleft())
+        for place, op in enumerate(theirs)
+        if place not in done and left[names[place], op.module]
+    ]
+
+
+def _is_inside(part: ProgramOp, op: Op) -> bool:
+    """Whether a part of an op may be of this one: both run in the same module."""
+    return part.module == op.module or part.module.startswith(f"{op.module}.")
+
+
+# -- Which op waits for which, and between which kernels of a step it can run therefore ------------
+
+_FEW = 16
+"""Ops that read one tensor with more readers than this are no neighbours by that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """The ops of a graph that launch something, in order, and what each reads from others."""
+
+    ops: tuple[int, ...]  # ids
+    makers: Mapping[int, frozenset[int]]  # of what an op reads
+    readers: Mapping[int, frozenset[int]]  # of what it writes
+    kin: Mapping[int, frozenset[int]]  # that read a tensor which it reads too
+
+    @staticmethod
+    def of(graph: OpGraph) -> Dataflow:
+        """The flow of tensors, by who wrote their storage last."""
+        writer: dict[int, int] = {}
+        version: dict[int, int] = {}  # of a storage: by the op that wrote it last
+        makers: dict[int, set[int]] = {}
+        readers: dict[int, set[int]] = defaultdict(set)
+        shared: dict[tuple[int, int], list[int]] = defaultdict(list)
+        launched = tuple(op.id for op in graph.ops if is_launched(op))
+        for number in launched:
+            op = graph.ops[number]
+            makers[number] = set()
+            for storage in {graph.values[value].storage for value in op.inputs}:
+                shared[storage, version.get(storage, -1)].append(number)
+                if storage in writer:
+                    makers[number].add(writer[storage])
+                    readers[writer[storage]].add(number)
+            for value in op.outputs:
+                writer[graph.values[value].storage] = number
+                version[graph.values[value].storage] = number
+        kin: dict[int, set[int]] = defaultdict(set)
+        for together in shared.values():
+            if len(together) <= _FEW:
+                for number in together:
+                    kin[number].update(together)
+        return Dataflow(
+            launched,
+            {op: frozenset(makers[op]) for op in launched},
+            {op: frozenset(readers[op]) for op in launched},
+            {op: frozenset(kin[op] - {op}) for op in launched},
+        )
+
+
+@dataclass(slots=True)
+class Windows:
+    """The first and the last kernel of a step in which each op can run: it waits for what it reads,
+    and what reads it waits for it."""
+
+    first: dict[int, int]
+    last: dict[int, int]
+
+    @staticmethod
+    def of(
+        flow: Dataflow,
+        home: Mapping[int, int],
+        library: Sequence[bool],
+        limits: Mapping[int, tuple[int, int]],
+    ) -> Windows:
+        """Windows by the kernels of ops that are known.
+
+        home: known kernels by op.  library: whether each kernel of the step is a call into a
+        library, which shares its kernel with no other op.  limits: windows of ops by themselves.
+        """
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for op in flow.ops:
+            if op in home:
+                first[op] = home[op] + library[home[op]]
+                continue
+            first[op] = max((limits[op][0], *(first[maker] for maker in flow.makers[op])))
+        for op in reversed(flow.ops):
+            if op in home:
+                last[op] = home[op] - library[home[op]]
+                continue
+            last[op] = min((limits[op][1], *(last[reader] for reader in flow.readers[op])))
+        return Windows(first, last)
+
+    def around(self, op: int) -> tuple[int, int]:
+        """The window of an op; where what is known contradicts itself, all between."""
+        ends = self.first[op], self.last[op]
+        return min(ends), max(ends)

@@ -1,0 +1,457 @@
+"""A compiled step beside its graph: the kernels that were measured, and those that we detect."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import comb
+from pathlib import Path
+from typing import Protocol
+
+from rooftrace._shown import short
+from rooftrace.costmodels.fusion import FusionGroup, bytes_by_role
+from rooftrace.costmodels.planning import Plan, execution_model, plan
+from rooftrace.errors import ProfileError
+from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.alignment.compiled import KernelTime, is_launched
+from rooftrace.measured.alignment.naming import times_by_names
+from rooftrace.measured.profiles import KernelCounters, Trace, read_trace
+from rooftrace.tracer.graph import OpGraph
+
+_BY = {"provenance": "as the compiler noted", "names": "inferred by the names of kernels"}
+"""How the ops of each kernel are known, in words."""
+
+
+class _Row(Protocol):
+    """A measured step with the times of its kernels."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def note(self) -> str: ...
+
+    @property
+    def kernels(self) -> tuple[KernelTime, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusionDifference:
+    """Ops that a compiler has put into other kernels than we do."""
+
+    kind: str  # "more": it fused more than we do; "less"; "otherwise": neither holds the other
+    ops: tuple[int, ...]  # ids in the plan's graph
+    names: tuple[str, ...]  # of the measured kernels
+    detected: int  # how many kernels we make of them
+    measured: int  # how many it made
+    bytes_detected: int  # byte through HBM by our kernels
+    bytes_measured: int  # byte through HBM by its kernels, by the same rules
+    seconds: float  # s that its kernels took
+
+    def __str__(self) -> str:
+        saved = self.bytes_measured - self.bytes_detected
+        return (
+            f"fused {self.kind}: {plural(len(self.ops), 'op')} in "
+            f"{plural(self.measured, 'kernel')}, not {self.detected}; "
+            f"{'+' if saved > 0 else '-' if saved < 0 else ''}{format_traffic(abs(saved))}, "
+            f"{format_time(self.seconds)}: {', '.join(self.names[:2])}"
+            f"{', ...' if len(self.names) > 2 else ''}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedStep:
+    """A compiled step that was measured, beside the kernels that are detected in its graph."""
+
+    detected: Plan  # as the execution model `compiled` groups it
+    kernels: tuple[KernelTime, ...]  # in launch order
+    by: str = "provenance"  # what the compiler noted; "names": by the names of kernels alone
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all calls of the step."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def coverage(self) -> float:
+        """Share of these seconds that belongs to ops of the graph."""
+        own = sum(kernel.seconds for kernel in self.kernels if kernel.ops or kernel.parts)
+        return own / self.seconds if self.seconds else 0.0
+
+    @property
+    def unplaced(self) -> tuple[int, ...]:
+        """Ids of ops that launch something by our rules, and are in no kernel of the step."""
+        placed = {op for kernel in self.kernels for op in kernel.ops}
+        return tuple(
+            op.id for op in self.detected.graph.ops if is_launched(op) and op.id not in placed
+        )
+
+    @cached_property
+    def measured(self) -> Plan:
+        """The plan of the step in the measured kernels; ops without a kernel stand alone."""
+        graph = self.detected.graph
+        groups = [FusionGroup.of(graph, kernel.ops) for kernel in self.kernels if kernel.ops]
+        groups += [FusionGroup.of(graph, (op,)) for op in self.unplaced]
+        regrouped = self.detected.regrouped(tuple(_in_order(graph, groups)))
+        return replace(regrouped, execution=replace(self.detected.execution, name="measured"))
+
+    @property
+    def unfused(self) -> Plan:
+        """The plan of the step with a kernel for each op."""
+        return self.detected.unfused
+
+    @property
+    def group_seconds(self) -> list[float | None]:
+        """Seconds of each group of `measured`; None of one that no kernel of the step computes.
+
+        The pieces of an op that a compiler took apart count for the group that has the op.
+        """
+        sums: dict[int, float] = defaultdict(float)
+        for kernel, group in zip(self.kernels, self._places, strict=True):
+            if group is not None:
+                sums[group] += kernel.seconds
+        return [sums.get(number) for number in range(len(self.measured.groups))]
+
+    @cached_property
+    def _places(self) -> list[int | None]:
+        """The group of `measured` that each kernel belongs to; None of a call without ops."""
+        groups = enumerate(self.measured.groups)
+        group_of = {op: number for number, group in groups for op in group.ops}
+        firsts = (next(iter(kernel.ops or kernel.parts), None) for kernel in self.kernels)
+        return [None if op is None else group_of[op] for op in firsts]
+
+    def counted(
+        self, counters: Sequence[KernelCounters], source: str = "the counters"
+    ) -> list[float | None]:
+        """DRAM bytes of each group of `measured`, by a profiler's counters of the same step.
+
+        None of a group with a kernel that was not counted.  Raises ProfileError for counters in
+        which less than half of the compiler's kernels are.
+        """
+        moved = counted_kernels(self.kernels, counters, source)
+        sums: dict[int, float] = defaultdict(float)
+        for number, group in enumerate(self._places):
+            if group is not None:  # not a number where a kernel of the group was not counted
+                sums[group] += moved.get(number, math.nan)
+        known = {group: size for group, size in sums.items() if not math.isnan(size)}
+        return [known.get(number) for number in range(len(self.measured.groups))]
+
+    @property
+    def activation_fusion(self) -> float:
+        """Bytes of activations through HBM in the measured kernels, over those of the unfused step.
+
+        It is the factor `ExecutionModel.activation_fusion`, of this step on this device, without
+        its optimizer, which runs beside what is compiled.
+        """
+        return self._share("activations")
+
+    @property
+    def elementwise(self) -> float:
+        """Bytes of temporaries in the measured kernels, over those of the unfused step.
+
+        It is the factor `ExecutionModel.elementwise`, of this step on this device, without its
+        optimizer.
+        """
+        return self._share("temporary")
+
+    def _share(self, role: str) -> float:
+        part, whole = (_bytes_of(role, made) for made in (self.measured, self.unfused))
+        return part / whole if whole else 1.0
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Of the kernels that we detect with those that the compiler wrote."""
+        return Agreement.of(*self._partitions())
+
+    @cached_property
+    def differences(self) -> tuple[FusionDifference, ...]:
+        """Where the two differ, most seconds first."""
+        ours, theirs = self._partitions()
+        measured = self.measured
+        size_of = {
+            group.ops: cost.bytes()
+            for group, cost in zip(measured.groups, measured.costs, strict=True)
+        }
+        both = [
+            FusionDifference(
+                kind=_kind(len(left), len(right)),
+                ops=tuple(sorted(op for kernel in right for op in self.kernels[kernel].ops)),
+                names=tuple(self.kernels[kernel].name for kernel in right),
+                detected=len(left),
+                measured=len(right),
+                bytes_detected=sum(self.detected.costs[kernel].bytes() for kernel in left),
+                bytes_measured=sum(size_of[self.kernels[kernel].ops] for kernel in right),
+                seconds=sum(self.kernels[kernel].seconds for kernel in right),
+            )
+            for left, right in tangles(ours, theirs)
+            if len(left) > 1 or len(right) > 1
+        ]
+        return tuple(sorted(both, key=lambda difference: -difference.seconds))
+
+    @cached_property
+    def joins(self) -> tuple[JoinCheck, ...]:
+        """The joins by which detected kernels grew, and how often the compiler made the same step.
+
+        Those that it makes least often are first.
+        """
+        return join_checks(self.detected.groups, self._partitions()[1])
+
+    def _partitions(self) -> tuple[dict[int, int], dict[int, int]]:
+        """(our kernel, their kernel) by op, of the ops in kernels that the compiler wrote."""
+        ours = {op: place for place, group in enumerate(self.detected.groups) for op in group.ops}
+        theirs = {
+            op: place
+            for place, kernel in enumerate(self.kernels)
+            if kernel.generated
+            for op in kernel.ops
+            if op in ours
+        }
+        return ours, theirs
+
+    def __repr__(self) -> str:
+        return short(self, self._verdict())
+
+    def __str__(self) -> str:
+        unlike = [check for check in self.joins if check.made < check.ours]
+        return "\n".join((self._verdict(), *map(str, self.differences[:10]), *map(str, unlike)))
+
+    def _verdict(self) -> str:
+        score, written = self.agreement, sum(kernel.generated for kernel in self.kernels)
+        return (
+            f"{self.detected.source.title}, compiled: {plural(len(self.kernels), 'call')} "
+            f"({written} of kernels that the compiler wrote) in {format_time(self.seconds)}, "
+            f"{format_share(self.coverage)} of it in ops of the graph, {_BY[self.by]}; detected "
+            f"kernels agree by F1 {score.f1:.2f}, adjusted Rand index {score.rand:.2f} over "
+            f"{plural(score.ops, 'op')}; {format_traffic(self.measured.bytes.total)} of HBM in the "
+            f"measured kernels, {format_traffic(self.detected.bytes.total)} in the detected ones, "
+            f"{format_traffic(self.unfused.bytes.total)} unfused (activations "
+            f"{self.activation_fusion:.2f}, temporaries {self.elementwise:.2f})"
+        )
+
+
+def fused(step: _Row | Trace | str | Path, graph: OpGraph) -> FusedStep:
+    """The kernels of a compiled step that was measured, beside the graph of the same step.
+
+    step: a row of `rooftrace.measure(..., compiled=True)`, for which the compiler noted which ops
+    are in each kernel; or a trace of torch.profiler, or the path of its file: ops are then told by
+    the names and the order of kernels, and what these cannot tell has no ops.  graph: of
+    `rooftrace.trace` with the same arguments.  Raises ProfileError for a row without kernels, for
+    the graph of another step, and for a trace in which no kernel has an op of the graph.
+    """
+    detected = plan(graph.expand(), execution_model("compiled"))
+    if isinstance(step, (str, Path)):
+        step = read_trace(step)
+    if isinstance(step, Trace):
+        return FusedStep(detected=detected, kernels=times_by_names(step, detected), by="names")
+    _check(step, detected)
+    return FusedStep(detected=detected, kernels=step.kernels)
+
+
+def _check(row: _Row, detected: Plan) -> None:
+    """Raise ProfileError for a row without kernels, or of another graph."""
+    if not row.kernels:
+        raise ProfileError(
+            f"{row.key}: {row.note or 'no kernels were measured'}; measure with "
+            "rooftrace.measure(module, ..., compiled=True), under torch 2.11 or later"
+        )
+    ops = detected.graph.ops
+    for kernel in row.kernels:
+        for op, target in zip(kernel.ops, kernel.targets, strict=True):
+            there = ops[op].target if op < len(ops) else "no op"
+            if there != target:
+                raise ProfileError(
+                    f"{row.key}: not a run of this graph: op {op} is {target} in the run and "
+                    f"{there} in the graph; trace the module, the sizes and the phase that were "
+                    "measured, with the same release of rooftrace"
+                )
+
+
+def _bytes_of(role: str, planned: Plan) -> int:
+    """Bytes through HBM of one role, without those of the optimizer's kernels."""
+    graph, total = planned.graph, 0
+    for group, cost in zip(planned.groups, planned.costs, strict=True):
+        if graph.ops[group.ops[0]].part != "optimizer":
+            total += group.times * bytes_by_role(graph, cost).get(role, 0)
+    return total
+
+
+def _kind(ours: int, theirs: int) -> str:
+    return "more" if theirs == 1 else "less" if ours == 1 else "otherwise"
+
+
+def _in_order(graph: OpGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
+    """Groups in an order in which each stands after those that it reads from.
+
+    A compiler may run an op before one that is earlier in the graph.  Where kernels read from each
+    other in a circle, as parts of ops were computed twice, the order of first ops decides.
+    """
+    group_of = {op: number for number, group in enumerate(groups) for op in group.ops}
+    writer: dict[int, int] = {}
+    waits: dict[int, set[int]] = defaultdict(set)
+    for op in graph.ops:
+        number = group_of.get(op.id)
+        for value in (*op.inputs, *op.outputs):
+            storage = graph.values[value].storage
+            before = writer.get(storage)
+            if number is not None and before is not None and before != number:
+                waits[number].add(before)
+        if number is not None:
+            writer.update((graph.values[value].storage, number) for value in op.outputs)
+    done: list[FusionGroup] = []
+    left = sorted(range(len(groups)), key=lambda number: groups[number].ops[0])
+    placed: set[int] = set()
+    while left:
+        ready = next((n for n in left if waits[n] <= placed), left[0])
+        left.remove(ready)
+        placed.add(ready)
+        done.append(groups[ready])
+    return done
+
+
+# -- joinchecks ------------------------------------------------------------------------------------
+# Which joins of ours a compiler made too: each step by which a detected kernel grew.
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCheck:
+    """How often one join of the table in docs/fusion.md was made by us, and by a compiler."""
+
+    join: str  # its name; its limit and the option of Inductor stand in the table
+    ours: int  # steps by which our kernels grew, of ops in kernels that the compiler wrote
+    made: int  # of these steps: how many it made too
+
+    def __str__(self) -> str:
+        return f"{self.join}: the compiler made {self.made:,} of {plural(self.ours, 'step')}"
+
+
+def join_checks(groups: Iterable[FusionGroup], theirs: Mapping[int, int]) -> tuple[JoinCheck, ...]:
+    """The joins that made `groups`, most steps that the compiler did not make first.
+
+    theirs: the compiler's kernel by op.  A step is made too if some op that came to a kernel by it
+    is in one kernel of the compiler with an op that was there before.
+    """
+    ours: dict[str, int] = {}
+    made: dict[str, int] = {}
+    for group in groups:
+        came = {op for merge in group.merges for op in merge.ops}
+        there = {theirs[op] for op in group.ops if op not in came and op in theirs}
+        for merge in group.merges:
+            kernels = {theirs[op] for op in merge.ops if op in theirs}
+            if kernels and there:
+                ours[merge.join] = ours.get(merge.join, 0) + 1
+                made[merge.join] = made.get(merge.join, 0) + (not kernels.isdisjoint(there))
+            there |= kernels
+    checks = (JoinCheck(name, count, made[name]) for name, count in ours.items())
+    return tuple(sorted(checks, key=lambda check: (check.made - check.ours, check.join)))
+
+
+# -- counting --------------------------------------------------------------------------------------
+# Counted bytes of the kernels of a compiled step: launches of a profiler beside its row.
+
+
+_LEAST = 0.5
+"""Share of the kernels that the compiler wrote that must have counters."""
+
+
+def counted_kernels(
+    calls: Sequence[KernelTime], counters: Sequence[KernelCounters], source: str
+) -> dict[int, float]:
+    """The bytes of each call of a step by its number; one without counters is not there.
+
+    source: the file of the counters.  Kernels that the compiler wrote are matched in order by name.
+    A call of a library has what was launched between two of them, if it is the only one there, or
+    if there are as many launches as calls.  Raises ProfileError where less than half of the
+    compiler's kernels have counters.
+    """
+    have = [(keys.base_name(kernel.name), ()) for kernel in calls]
+    wanted = [(keys.base_name(launch.name), ()) for launch in counters]
+    pairs = keys.common(have, wanted)
+    written = [number for number, kernel in enumerate(calls) if kernel.generated]
+    known = {a for a, _ in pairs} & set(written)
+    if len(known) < _LEAST * len(written):
+        first = next(calls[number].name for number in written if number not in known)
+        raise ProfileError(
+            f"{source}: {format_share(len(known) / len(written))} of the {len(written):,} kernels "
+            f"that the compiler wrote are there in order; the first that is not: {first}: count "
+            "the step that was measured"
+        )
+    moved: dict[int, float] = {a: float(counters[b].bytes) for a, b in pairs}
+    for mine, other in keys.gaps(pairs, len(calls), len(counters)):
+        sizes = [float(counters[j].bytes) for j in other]
+        if len(mine) == 1:
+            moved[mine[0]] = sum(sizes)
+        elif len(mine) == len(sizes):
+            moved.update(zip(mine, sizes, strict=True))
+    return moved
+
+
+# -- agreement -------------------------------------------------------------------------------------
+# How far two ways to put the ops of a graph into kernels agree, and where they differ.
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two partitions of the same ops into kernels, ours beside theirs.
+
+    precision, recall: of pairs of ops in one kernel; theirs are the truth.  rand: the adjusted Rand
+    index (Hubert and Arabie 1985), 1 for equal partitions and about 0 for independent ones.
+    """
+
+    ops: int  # how many ops both have
+    precision: float
+    recall: float
+    rand: float
+
+    @property
+    def f1(self) -> float:
+        """The harmonic mean of precision and recall."""
+        both = self.precision + self.recall
+        return 2 * self.precision * self.recall / both if both else 0.0
+
+    @staticmethod
+    def of(ours: Mapping[int, int], theirs: Mapping[int, int]) -> Agreement:
+        """Of two kernels by op, over the ops of `theirs`, all of which `ours` has."""
+        both = Counter((ours[op], theirs[op]) for op in theirs)
+        same = sum(comb(n, 2) for n in both.values())
+        a = sum(comb(n, 2) for n in Counter(ours[op] for op in theirs).values())
+        b = sum(comb(n, 2) for n in Counter(theirs.values()).values())
+        expected = a * b / max(comb(len(theirs), 2), 1)
+        spread = (a + b) / 2 - expected
+        return Agreement(
+            len(theirs),
+            same / a if a else 1.0,
+            same / b if b else 1.0,
+            (same - expected) / spread if spread else 1.0,
+        )
+
+
+def tangles(
+    ours: Mapping[int, int], theirs: Mapping[int, int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(kernels of ours, kernels of theirs) that share ops with each other and with no others.
+
+    One of each where the two agree; (1, n) where theirs fused less, (n, 1) where it fused more.
+    """
+    joined: dict[int, set[int]] = defaultdict(set)
+    back: dict[int, set[int]] = defaultdict(set)
+    for op, kernel in theirs.items():
+        joined[kernel].add(ours[op])
+        back[ours[op]].add(kernel)
+    seen: set[int] = set()
+    for first in joined:
+        if first in seen:
+            continue
+        left: set[int] = set()
+        right, waiting = {first}, [first]
+        while waiting:
+            for kernel in joined[waiting.pop()] - left:
+                left.add(kernel)
+                new = back[kernel] - right
+                right |= new
+                waiting += new
+        seen |= right
+        yield tuple(sorted(left)), tuple(sorted(right))

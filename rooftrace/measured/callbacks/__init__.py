@@ -1,5 +1,0 @@
-"""Callbacks of training libraries that watch the loop: transformers' Trainer, Lightning's."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

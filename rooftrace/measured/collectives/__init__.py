@@ -1,5 +1,0 @@
-"""Measured collectives: tables of nccl-tests and CSV files, and constants fitted to them."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

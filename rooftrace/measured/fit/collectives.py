@@ -1,0 +1,361 @@
+"""Reads measured collectives: the text that nccl-tests print, and a CSV of one row for each point.
+
+CSV: the columns op, ranks, bytes, seconds; where they matter dtype and library.  Bytes count the
+whole buffer, like the size of nccl-tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rooftrace.costmodels.timing import per_rank_link_bytes, steps_of
+from rooftrace.errors import ProfileError, hint
+from rooftrace.hardware.systems import System
+from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
+from rooftrace.hardware.units import listed, plural
+from rooftrace.measured.profiles import tables
+
+SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
+COLUMNS = ("op", "dtype", "ranks", "bytes", "seconds", "library")
+NEEDED = ("op", "ranks", "bytes", "seconds")
+_PROGRAM = re.compile(r"\b(\w+)_perf(?:_mpi)?\b")
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\b")
+_THREADS = re.compile(r"^#\s+nThread\s+(\d+)\s+nGpus\s+(\d+)")
+_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([a-z]\w*)\s+(\w+)\s+(.*)$")
+
+
+def read_collectives(path: str | os.PathLike[str]) -> tuple[TimedCollective, ...]:
+    """The measured collectives of a file; its contents tell what it is.
+
+    Raises OSError, or ProfileError for a file that holds none.
+    """
+    path = Path(path)
+    rows = list(tables.texts(path))
+    if not rows:
+        raise ProfileError(f"{path}: the file is empty; {EXPECTED}")
+    first = [cell.strip().lower() for cell in rows[0][1].split(",")]
+    if len(first) > 1 and "op" in first:
+        points = tuple(_csv_points(path))
+    else:
+        points = tuple(_printed_points(path, rows))
+    if not points:
+        raise ProfileError(f"{path}: no measured collective in it; {EXPECTED}")
+    return points
+
+
+EXPECTED = (
+    "expected what all_reduce_perf and its like of nccl-tests print, or a CSV with the columns "
+    f"{','.join(NEEDED)}"
+)
+
+
+def _op(path: Path, line: int, text: str) -> str:
+    name = SPELLINGS.get(text.lower(), text.lower())
+    if name not in COLLECTIVES:
+        raise ProfileError(
+            f"{path}: line {line}: op {text!r:.60}: expected one of {', '.join(COLLECTIVES)}"
+            f"{hint(name, COLLECTIVES)}"
+        )
+    return name
+
+
+def _csv_points(path: Path) -> Iterator[TimedCollective]:
+    table = tables.lines(path)
+    number, header = next(table)
+    header = [name.strip().lower() for name in header]
+    tables.check_header(path, number, header)
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise ProfileError(f"{path}: line {number}: no column {', '.join(missing)}; {EXPECTED}")
+    for line, row in table:
+        cells = tables.cells(path, line, header, row)
+        ranks = tables.exact(path, line, "ranks", cells["ranks"])
+        if ranks < 2:
+            raise ProfileError(f"{path}: line {line}: {ranks} ranks: expected 2 or more")
+        library = cells.get("library", "") or "nccl"
+        if library not in LIBRARIES:
+            raise ProfileError(
+                f"{path}: line {line}: library {library!r:.60}: expected one of "
+                f"{', '.join(LIBRARIES)}"
+            )
+        yield TimedCollective(
+            op=_op(path, line, cells["op"]),
+            ranks=ranks,
+            nbytes=tables.number(path, line, "bytes", cells["bytes"], most=tables.MOST_SIZE),
+            seconds=tables.number(path, line, "seconds", cells["seconds"]),
+            dtype=cells.get("dtype", ""),
+            library=library,
+        )
+
+
+def _printed_points(path: Path, rows: list[tuple[int, str]]) -> Iterator[TimedCollective]:
+    """The rows of tables that nccl-tests print; one file may hold several runs."""
+    op, ranks, listed = "", 0, 0
+    for line, text in rows:
+        program, rank, threads = _PROGRAM.search(text), _RANK.match(text), _THREADS.match(text)
+        if program is not None:
+            op = _op(path, line, program[1])
+        if threads is not None:
+            ranks, listed = int(threads[1]) * int(threads[2]), 0
+        if rank is not None:
+            listed += 1
+        row = _ROW.match(text)
+        if row is None or int(row[1]) == 0:  # sizes too small to be shared out
+            continue
+        if not op:
+            op = _op_of_name(path, line)
+        yield _printed_point(path, line, op, listed or ranks, row)
+
+
+def _op_of_name(path: Path, line: int) -> str:
+    """The op by the file's name, where the output does not say what ran."""
+    for name in (*COLLECTIVES, *SPELLINGS):
+        if path.stem.lower().startswith(name):
+            return SPELLINGS.get(name, name)
+    raise ProfileError(
+        f"{path}: line {line}: it does not say which collective ran; keep the line with the "
+        "command, or call the file all_reduce.txt or its like"
+    )
+
+
+def _printed_point(
+    path: Path, line: int, op: str, ranks: int, row: re.Match[str]
+) -> TimedCollective:
+    """One row: size, count, type, redop, perhaps root, then time, algbw, busbw out of place."""
+    if ranks < 2:
+        raise ProfileError(
+            f"{path}: line {line}: {ranks} ranks: expected the lines '#  Rank  0 ...' or "
+            "'# nThread 1 nGpus 8' of nccl-tests above the table, with 2 ranks or more"
+        )
+    numbers = row[5].split()
+    if len(numbers) % 4 == 1:  # the root stands first, which old releases do not print
+        numbers = numbers[1:]
+    if not numbers:
+        raise ProfileError(f"{path}: line {line}: no time in the row {row[0].strip()[:60]!r}")
+    return TimedCollective(
+        op=op,
+        ranks=ranks,
+        nbytes=tables.number(path, line, "size", row[1], most=tables.MOST_SIZE),
+        seconds=tables.number(path, line, "time", numbers[0], unit=1e-6),
+        dtype=row[3],
+        library="nccl",
+    )
+
+
+# -- Fits the constants of a collective to measured times: the form that systems hold --------------
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCollective:
+    """One measured collective."""
+
+    op: str
+    ranks: int
+    nbytes: float  # the whole buffer, counted like nccl-tests do
+    seconds: float
+    dtype: str = ""
+    library: str = "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class FitScore:
+    """How far predictions are from measurements: |predicted / measured - 1|."""
+
+    mean: float
+    p90: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.1%}, p90 {self.p90:.1%} of {self.count}"
+
+
+def score_of(predicted: Any, measured: Any) -> FitScore:
+    """The score of predicted seconds beside measured ones."""
+    errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
+    if not len(errors):
+        return FitScore(float("nan"), float("nan"), 0)
+    return FitScore(float(errors.mean()), float(np.quantile(errors, 0.9)), len(errors))
+
+
+LOW = (-17.0, -19.0, -7.0, -1.0, -0.3, -5.0, -16.0)
+HIGH = (-5.0, -7.0, 0.0, 2.0, 3.0, 0.0, -7.0)
+"""Bounds of the logarithms of alpha, step, efficiency and p; of fall; of log direct and turn."""
+STARTS = (
+    (-12.0, -14.0, -0.4, 0.5, 0.0, -0.5, -10.5),
+    (-11.0, -13.0, -1.0, 0.0, 0.5, -1.2, -10.0),
+    (-11.5, -15.0, -0.7, 0.2, 1.5, -1.2, -11.5),
+    (-10.0, -12.0, -0.2, 0.8, -0.2, -0.7, -11.0),
+)
+
+
+def seconds_of(constants: Sequence[float] | Any, steps: Any, wire: Any, ranks: Any) -> Any:
+    """Seconds by (alpha, step, efficiency, p, fall[, direct, turn]), for arrays.
+
+    steps: of the ring.  wire: seconds of its bytes by the datasheet.
+    """
+    alpha, step, efficiency, p, fall, *second_way = constants
+    fixed = alpha + step * steps
+    sent = wire / np.minimum(1.0, efficiency * (2 / ranks) ** fall)
+    if second_way:
+        direct, turn = second_way
+        sent = np.minimum(wire * ranks / 2 / direct, turn + sent)
+    high, low = np.maximum(fixed, sent), np.minimum(fixed, sent)
+    return high * (1 + (low / high) ** p) ** (1 / p)
+
+
+def fit_constants(
+    steps: Any, wire: Any, ranks: Any, seconds: Any, *, direct: bool = False, weights: Any = None
+) -> tuple[float, ...]:
+    """The constants that fit measured seconds best; see `seconds_of`.
+
+    direct: whether the op has a second way for small buffers.  weights: how much each point counts.
+    """
+    weights = np.ones(len(seconds)) if weights is None else weights
+    weights = weights / weights.sum()
+    spread = len(np.unique(ranks)) > 1
+    size = 7 if direct else 5
+
+    def read(q: Any) -> tuple[float, ...]:
+        return (*np.exp(q[:4]), q[4] if spread else 0.0, *np.exp(q[5:size]))
+
+    def loss(q: Any) -> float:
+        predicted = seconds_of(read(q), steps, wire, ranks)
+        unlikely = 0.002 * ((q[3] - 0.4) ** 2 + q[4] ** 2)
+        return float((weights * np.abs(np.log(predicted / seconds))).sum() + unlikely)
+
+    best = least(loss, [start[:size] for start in STARTS], LOW[:size], HIGH[:size])
+    alpha, step, *others = (float(x) for x in read(best))
+    if len(np.unique(steps)) == 1:  # nothing tells both apart
+        alpha, step = alpha + step * float(np.ravel(steps)[0]), 0.0
+    return (alpha, step, *others)
+
+
+def least(
+    loss: Callable[[Any], float],
+    starts: Sequence[Sequence[float]],
+    low: Sequence[float],
+    high: Sequence[float],
+) -> Any:
+    """The argument of the least loss within bounds, by Nelder and Mead from several starts."""
+    from scipy.optimize import minimize
+
+    options = {"maxiter": 4000, "maxfev": 4000, "xatol": 1e-4, "fatol": 1e-7}
+    bounds = list(zip(low, high, strict=True))
+    ends = [
+        minimize(loss, np.array(start), method="Nelder-Mead", bounds=bounds, options=options)
+        for start in starts
+    ]
+    again = min(ends, key=lambda end: float(end.fun))
+    final = minimize(loss, again.x, method="Nelder-Mead", bounds=bounds, options=options)
+    return min((again, final), key=lambda end: float(end.fun)).x
+
+
+def as_fit(constants: Sequence[float], **facts: Any) -> CollectiveFit:
+    """The record of constants, rounded to what a file holds."""
+    alpha, step, efficiency, p, fall, *second_way = constants
+    direct, turn = second_way or (0.0, 0.0)
+    return CollectiveFit(
+        alpha=rounded(alpha) if alpha > 1e-7 else 0.0,
+        step=rounded(step) if step > 1e-8 else 0.0,
+        efficiency=rounded(efficiency),
+        p=round(p, 3),
+        fall=round(fall, 3),
+        direct=rounded(direct),
+        turn=rounded(turn),
+        **facts,
+    )
+
+
+def rounded(value: float) -> float:
+    """A number with the four digits of a file."""
+    return float(f"{value:.4g}")
+
+
+# -- From measured collectives to a system whose constants fit them --------------------------------
+
+LEAST_POINTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCollective:
+    """Constants of one op, and how far they are from the points they were fitted to."""
+
+    fit: CollectiveFit
+    score: FitScore
+
+    def __str__(self) -> str:
+        fit = self.fit
+        return (
+            f"{fit.library} {fit.op}: alpha {fit.alpha * 1e6:.3g} us, step {fit.step * 1e6:.3g} "
+            f"us, efficiency {fit.efficiency:.3g}, p {fit.p:.3g}, fall {fit.fall:.3g}, up to "
+            f"{fit.ranks} ranks; {self.score}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCalibration:
+    """A system with fitted constants."""
+
+    system: System
+    fitted: tuple[FittedCollective, ...]
+    notes: tuple[str, ...]  # what was left out, and why
+
+
+def calibrate_collectives(path: str | os.PathLike[str], system: System) -> CollectiveCalibration:
+    """The system with constants fitted to a file of measured collectives.
+
+    Raises OSError, or ProfileError for a file from which nothing can be fitted.
+    """
+    points = read_collectives(path)
+    source = f"fitted by rooftrace calibrate to {os.path.basename(os.fspath(path))}"
+    groups: dict[tuple[str, str], list[TimedCollective]] = {}
+    notes = []
+    for point in points:
+        groups.setdefault((point.library, point.op), []).append(point)
+    fitted = []
+    for (library, op), measured in groups.items():
+        within = [p for p in measured if not system.per_node or p.ranks <= system.per_node]
+        if len(within) < len(measured):
+            left = plural(len(measured) - len(within), "point")
+            notes.append(
+                f"{library} {op}: {left} left out: more ranks than a node of {system.name}"
+            )
+        if len({p.nbytes for p in within}) < LEAST_POINTS:
+            notes.append(f"{library} {op}: not fitted: expected {LEAST_POINTS} sizes or more")
+            continue
+        fitted.append(_fitted(system, within, source))
+    if not fitted:
+        raise ProfileError(f"{path}: nothing can be fitted: {listed(notes)}")
+    keys = {(one_op.fit.library, one_op.fit.op, one_op.fit.level) for one_op in fitted}
+    kept = [f for f in system.collectives if (f.library, f.op, f.level) not in keys]
+    fits = (*kept, *(one_op.fit for one_op in fitted))
+    return CollectiveCalibration(replace(system, collectives=fits), tuple(fitted), tuple(notes))
+
+
+def _fitted(system: System, points: Sequence[TimedCollective], source: str) -> FittedCollective:
+    """Constants of points of one op within a node."""
+    op, level = points[0].op, system.levels[0]
+    ranks = np.array([float(p.ranks) for p in points])
+    steps = np.array([steps_of(op, p.ranks, outermost=False) for p in points])
+    sent = np.array([per_rank_link_bytes(op, p.nbytes, p.ranks) for p in points])
+    seconds = np.array([p.seconds for p in points])
+    wire = sent / level.bandwidth.value
+    fit = as_fit(
+        fit_constants(steps, wire, ranks, seconds),
+        library=points[0].library,
+        op=op,
+        level=level.name,
+        ranks=int(ranks.max()),
+        nbytes=float(max(p.nbytes for p in points)),
+        kind="measured",
+        source=source,
+    )
+    constants = (fit.alpha, fit.step, fit.efficiency, fit.p, fit.fall)
+    return FittedCollective(fit, score_of(seconds_of(constants, steps, wire, ranks), seconds))

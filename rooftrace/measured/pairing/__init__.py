@@ -1,5 +1,0 @@
-"""Measured steps, each with the graph of what ran."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Which kinds of files hold measurements, and how they are told apart."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Tables of measurements: step times, and the counters of Nsight Compute."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Measured steps beside predicted ones."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

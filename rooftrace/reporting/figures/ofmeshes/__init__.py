@@ -1,5 +1,0 @@
-"""Figures over many meshes: how a step scales."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

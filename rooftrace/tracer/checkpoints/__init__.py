@@ -1,5 +1,0 @@
-"""Two checkpoints beside each other, tensor by tensor."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""From the recorded `torch.fx.Graph` to the plain records of an `OpGraph`."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

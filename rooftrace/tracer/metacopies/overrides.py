@@ -1,0 +1,358 @@
+"""Contexts of one thread.
+
+Torch's own way of entering a mode notes what was on in variables that all threads share, and
+restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.metacopies.scopes import Scope
+
+_dispatch: Any = _python_dispatch
+_functions: Any = overrides
+
+
+def fake_mode() -> Any:
+    """The FakeTensorMode that is on in this thread; None where there is none."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def push(mode: Any) -> None:
+    """Put a dispatch mode on."""
+    _dispatch._push_mode(mode)
+
+
+def pop(mode: Any) -> None:
+    """Take the innermost dispatch mode off, which is `mode`.
+
+    The caller holds the mode until it is off: torch 2.8 reads it after it dropped its reference.
+    """
+    _dispatch._pop_mode()
+
+
+def device_modes() -> tuple[Any, ...]:
+    """The function modes of this thread by which torch chooses a device."""
+    stack = _functions._get_current_function_mode_stack()
+    return tuple(mode for mode in stack if isinstance(mode, DeviceContext))
+
+
+@contextlib.contextmanager
+def functions_on(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, these function modes are on in this thread too, the last one innermost."""
+    _put_on(modes)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _functions._pop_mode()
+
+
+@contextlib.contextmanager
+def without_functions() -> Iterator[None]:
+    """Inside, no function mode of this thread is on, and code may put on its own."""
+    around = _taken_off()
+    try:
+        yield
+    finally:
+        _put_on(around)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, sizes of tensors are numbers, also where torch.jit.trace would have them recorded."""
+    keys: Any = torch._C
+    graph = keys._get_tracing_state()
+    if graph is None:
+        yield
+        return
+    refused = keys._dispatch_tls_local_exclude_set().remove(keys._parse_dispatch_key("Tracer"))
+    with keys._ForceDispatchKeyGuard(keys._dispatch_tls_local_include_set(), refused):
+        keys._set_tracing_state(None)
+        try:
+            yield
+        finally:
+            keys._set_tracing_state(graph)
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """Inside, torch.jit.trace notes ops, also below a mode."""
+    keys: Any = torch._C
+    tracer = keys._parse_dispatch_key("Tracer")
+    wanted = keys._dispatch_tls_local_include_set().add(tracer)
+    refused = keys._dispatch_tls_local_exclude_set().remove(tracer)
+    with keys._ForceDispatchKeyGuard(wanted, refused):
+        yield
+
+
+def default_device() -> torch.device:
+    """Where this thread makes tensors; torch 2.8 fails to say it once a default was taken back."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, torch runs as it is in this thread: no mode of ours or of the user's sees it."""
+    with _dispatch._disable_current_modes(), without_functions():
+        yield
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, no recording and no mode around this code sees what this thread runs.
+
+    The device that a mode of torch chooses stays chosen, and may be changed inside.  Raises
+    RequestError inside of a transform or a tracer of torch that cannot be left so.
+    """
+    around_here = _tracer_around()
+    if around_here:
+        raise RequestError(f"called inside of {around_here}: call rooftrace outside of it")
+    with Scope().entered(), _dispatch._disable_current_modes():
+        around = _taken_off()
+        devices = [mode for mode in around if isinstance(mode, DeviceContext)]
+        _put_on(devices)
+        try:
+            yield
+        finally:
+            left = _taken_off()
+            if left != devices:  # the code has set another default device
+                around = [*left, *(mode for mode in around if mode not in devices)]
+            _put_on(around)
+
+
+def _tracer_around() -> str:
+    """What torch records or transforms in this thread, other than by a mode; "" for nothing."""
+    if torch._C._is_tracing():
+        return "torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func (vmap, grad, jvp, functionalize)"
+    # make_fx sets the flag too, and records by a mode.  torch's own function for it warns.
+    if torch.fx._symbolic_trace._is_fx_tracing_flag and not _dispatch.is_in_torch_dispatch_mode():
+        return "torch.fx.symbolic_trace"
+    return ""
+
+
+def _taken_off() -> list[Any]:
+    """The function modes of this thread, the innermost last; none is on afterwards."""
+    count = _functions._len_torch_function_stack()
+    return [_functions._pop_mode() for _ in range(count)][::-1]
+
+
+def _put_on(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        _functions._push_mode(mode)
+
+
+# -- modules on meta are traced themselves: by one recording at a time -----------------------------
+
+_CHANGED = threading.Condition()
+_CLAIMED: dict[int, Counter[int]] = {}  # how often each owner claimed an object, by identity
+
+
+@contextlib.contextmanager
+def claimed(objects: Sequence[Any]) -> Iterator[None]:
+    """Inside, these objects are this recording's; another thread that claims one waits.
+
+    A trace sets training flags, gradients and the like of a module on meta.  Traces inside of the
+    trace that has an object may claim it too, also those of threads that it started.
+    """
+    scope = Scope.current()
+    owner = threading.get_ident() if scope is None else scope.owner
+    keys = {id(item) for item in objects}
+    with _CHANGED:
+        while any(_CLAIMED[key].keys() - {owner} for key in keys if key in _CLAIMED):
+            _CHANGED.wait()
+        for key in keys:
+            _CLAIMED.setdefault(key, Counter())[owner] += 1
+    try:
+        yield
+    finally:
+        with _CHANGED:
+            for key in keys:
+                owners = _CLAIMED[key]
+                owners[owner] -= 1
+                if not owners[owner]:
+                    del _CLAIMED[key]
+            _CHANGED.notify_all()
+
+
+# -- random numbers of the process -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def draws_undone(devices: bool = False) -> Iterator[None]:
+    """At the end the generators of Python, torch and numpy are as if nothing had been drawn.
+
+    devices: also those of the GPUs that this process uses.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
+    cuda: Any = torch.cuda
+    on_gpus = cuda.get_rng_state_all() if devices and cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy is not None:
+            numpy.set_state(states[2])
+        if on_gpus is not None:
+            cuda.set_rng_state_all(on_gpus)
+
+
+# -- Functions and attributes of other people's modules and classes, replaced for some threads -----
+
+_ABSENT: Any = object()
+"""Stands for an attribute that is not there."""
+_LOCK = threading.RLock()
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+
+
+class _Guard:
+    """A name that is replaced: `instead` stands for it in threads whose scope does not say."""
+
+    __slots__ = ("count", "home", "instead", "name", "original", "there")
+
+    def __init__(self, home: Any, name: str) -> None:
+        self.home, self.name = home, name
+        self.original = self.instead = vars(home).get(name, _ABSENT)
+        self.count = 0  # how many scopes replace it
+        if isinstance(self.original, _FUNCTIONS) or isinstance(home, ModuleType):
+            self.there: Any = _guarded_function(self)
+        else:
+            self.there = _GuardedAttribute(self)
+
+    def chosen(self) -> Any:
+        """What stands for the name in the running thread."""
+        scope = Scope.current()
+        if scope is None or not self.count:  # somebody may keep a reference to what was there
+            return self.instead
+        return scope.replacements.get((id(self.home), self.name), self.instead)
+
+    def install(self) -> None:
+        setattr(self.home, self.name, self.there)
+
+    def remove(self) -> None:
+        if vars(self.home).get(self.name, _ABSENT) is not self.there:
+            return  # somebody else replaced it since, and may call the guard
+        if self.original is _ABSENT:
+            delattr(self.home, self.name)
+        else:
+            setattr(self.home, self.name, self.original)
+
+
+_GUARDS: dict[tuple[int, str], _Guard] = {}
+
+
+@contextlib.contextmanager
+def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, these attributes of a module or a class are others for the threads of this scope."""
+    scope = Scope.current()
+    assert scope is not None, "a replacement belongs to a scope"
+    _dynamo_imported()
+    keys = {(id(home), name): value for name, value in replacements.items()}
+    with _LOCK:
+        for name in replacements:
+            _guard_of(home, name).count += 1
+    try:
+        with scope.replacing(keys):
+            yield
+    finally:
+        with _LOCK:
+            for key in keys:
+                guard = _GUARDS[key]
+                guard.count -= 1
+                if not guard.count:
+                    del _GUARDS[key]
+                    guard.remove()
+
+
+def put(home: Any, replacements: Mapping[str, Any]) -> None:
+    """From here on these attributes of a module or a class are others in this process."""
+    _dynamo_imported()
+    with _LOCK:
+        for name, value in replacements.items():
+            guard = _guard_of(home, name)
+            guard.count += 1
+            guard.instead = value
+            if isinstance(home, ModuleType) and not isinstance(guard.original, _FUNCTIONS):
+                guard.there = value  # no function: it may be asked for without a call
+                guard.install()
+
+
+def _guard_of(home: Any, name: str) -> _Guard:
+    """The guard of a name, which is there."""
+    key = id(home), name
+    guard = _GUARDS.get(key)
+    if guard is None:
+        guard = _GUARDS[key] = _Guard(home, name)
+        guard.install()
+    return guard
+
+
+@functools.cache
+def _dynamo_imported() -> None:
+    """Import Dynamo before anything is replaced.
+
+    It knows functions of torch by what it found under their names when it was imported.
+    """
+    with plainly():
+        importlib.import_module("torch._dynamo")
+
+
+def original_of(home: Any, name: str) -> Any:
+    """The attribute of a module or class (as its body has it) without a replacement of ours."""
+    with _LOCK:
+        guard = _GUARDS.get((id(home), name))
+        return vars(home).get(name, _ABSENT) if guard is None else guard.original
+
+
+def _guarded_function(guard: _Guard) -> Any:
+    chosen = guard.chosen
+
+    @functools.wraps(guard.original, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return chosen()(*args, **kwargs)
+
+    return call
+
+
+class _GuardedAttribute:
+    """Stands for an attribute that is no function: a property, a constant, a class."""
+
+    def __init__(self, guard: _Guard) -> None:
+        self._guard = guard
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        value = self._guard.chosen()
+        if value is _ABSENT:
+            value = self._inherited(owner)
+        bind = getattr(type(value), "__get__", None)
+        return value if bind is None else bind(value, instance, owner)
+
+    def _inherited(self, owner: type) -> Any:
+        kinds, name = owner.__mro__, self._guard.name
+        for kind in kinds[kinds.index(self._guard.home) + 1 :]:
+            if name in vars(kind):
+                return vars(kind)[name]
+        raise AttributeError(f"type object {owner.__name__!r} has no attribute {name!r}")

@@ -1,0 +1,148 @@
+"""Scopes: which recording a thread belongs to, and what it has in place of functions of torch.
+
+A patch of a module or a class is seen by every thread of the process.  So a patch of ours asks
+first whether the thread that calls it belongs to a recording, and else does what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rooftrace.tracer.recording import Release, installed_release
+
+
+class Scope:
+    """One recording: what stands in place of functions, in the threads that it records.
+
+    replacements: by the identity of the module or class that holds the original, and its name.
+    owner: the thread in which it began, or in which the recording around it did.
+    kept: what parts of the recording keep for these threads, by name.
+    release: of PyTorch, whose kernels of CUDA run.
+    apart: while an attention runs as several kernels, why it does; else "".
+    """
+
+    __slots__ = ("apart", "kept", "owner", "release", "replacements")
+
+    def __init__(self, release: Release | None = None) -> None:
+        outer = _thread.current
+        self.release = release or installed_release()
+        self.apart = ""
+        self.replacements: dict[tuple[int, str], Any] = {}
+        self.owner: int = threading.get_ident() if outer is None else outer.owner
+        self.kept: dict[str, Any] = {}
+
+    @staticmethod
+    def current() -> Scope | None:
+        """The scope to which the running thread belongs; None for one that nobody records."""
+        return _thread.current
+
+    @contextlib.contextmanager
+    def replacing(self, values: Mapping[tuple[int, str], Any]) -> Iterator[None]:
+        """Inside, these values stand for their names in the threads of this scope."""
+        before = {key: self.replacements[key] for key in values if key in self.replacements}
+        self.replacements.update(values)
+        try:
+            yield
+        finally:
+            for key in values:
+                self.replacements.pop(key, None)
+            self.replacements.update(before)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this thread belongs to this scope, and to no other."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """From here on this thread belongs to this scope."""
+        _thread.scopes = (*_thread.scopes, self)
+        _thread.current = self
+
+    def leave(self) -> None:
+        """This thread belongs to the scope that was around this one, as it last entered it."""
+        scopes = list(_thread.scopes)
+        place = next((i for i in reversed(range(len(scopes))) if scopes[i] is self), None)
+        if place is not None:
+            del scopes[place]
+        _thread.scopes = tuple(scopes)
+        _thread.current = _thread.scopes[-1] if _thread.scopes else None
+
+
+class _Thread(threading.local):
+    scopes: tuple[Scope, ...] = ()  # those that are entered, the innermost last
+    current: Scope | None = None  # the innermost
+
+
+_thread = _Thread()
+
+
+# -- What a process has once, and several recordings need at the same time -------------------------
+
+
+class Shared:
+    """A change of the process that the first user makes and the last one undoes.
+
+    install: makes the change; returns what undoes it.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], Any]]) -> None:
+        self._install = install
+        self._lock = threading.RLock()
+        self._count = 0
+        self._undo: Callable[[], Any] | None = None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the change is made."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self) -> None:
+        """One more user: the change is made until it is given back."""
+        with self._lock:
+            if not self._count:
+                self._undo = self._install()
+            self._count += 1
+
+    def give_back(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._undo is not None:
+                undo, self._undo = self._undo, None
+                undo()
+
+
+def alone() -> bool:
+    """Whether no other thread runs Python.  One that starts later is started by the traced code,
+    and belongs to it.
+
+    Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
+    the variables of a function that has ended.  No collection either: until Python 3.12 one could
+    begin in the call, under the lock that the end of a `threading.local` waits for.
+    """
+    with collector_off.used():
+        return next(map(len, iter(sys._current_frames, None))) == 1
+
+
+def _collector_off() -> Callable[[], None]:
+    if not gc.isenabled():
+        return lambda: None
+    gc.disable()
+    return gc.enable
+
+
+collector_off = Shared(_collector_off)
+"""No garbage collection, in any thread: from the first that needs that to the last."""

@@ -1,0 +1,181 @@
+"""Collectives between processes: how a call names its group, and how many are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from rooftrace.hardware.systems.records import COLLECTIVES
+from rooftrace.tracer.graph import Collective, Group
+from rooftrace.tracer.metacopies import dtype_name
+
+_WRITTEN = frozenset(("output", "outputs", "output_tensor", "output_tensors", "output_lists"))
+_BOTH = frozenset(("tensors",))
+"""What a collective reads and overwrites (allreduce_), or receives (recv_)."""
+_SENDS = frozenset(("send",))
+_NAMES = ("group_name", "group", "process_group")
+"""What schemas call the group: a name, or the group itself."""
+
+
+@cache
+def _places(func: Any) -> tuple[tuple[int, str], ...]:
+    schema = getattr(func, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.name in _NAMES or "ProcessGroup" in str(argument.type)
+    )
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an op takes a process group: what it makes depends on other processes' tensors."""
+    return bool(_places(func))
+
+
+def kind_of(func: Any) -> str:
+    """What a collective does, in the words of nccl; "" for any other op."""
+    return _KINDS.get(func._opname, "") if is_collective(func) else ""
+
+
+def written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of what an op of c10d or of FSDP writes, where its schema is silent."""
+    if (func.namespace, func._opname) == ("fsdp", "all_gather_copy_in"):
+        return ((1, "all_gather_output"),)
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace != "c10d" or not is_collective(func):
+        return ()
+    sends = "input" in " ".join(a.name for a in schema.arguments) or func._opname in _SENDS
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.name in _WRITTEN or (argument.name in _BOTH and not sends)
+    )
+
+
+def communicates(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+) -> tuple[Collective, Group] | None:
+    """What a call of an op exchanges, and with whom; None for an op that works alone, or whose
+    group nobody knows any more.  outputs: the tensors that it returned."""
+    places = _places(func)
+    kind = _KINDS.get(func._opname)
+    if not places or kind is None:
+        return None
+    values = _named(func, args, kwargs)
+    members = next((g for g in (_ranks(values.get(name)) for _, name in places) if g), None)
+    if members is None:
+        return None
+    name, ranks = members
+    peer = values.get("dst", values.get("src")) if kind in ("send", "recv") else None
+    splits = values.get("input_split_sizes", values.get("input_splits")) or ()
+    collective = Collective(
+        kind=kind,
+        group=name,
+        bytes=_whole(func, kind, values, len(ranks), outputs),
+        dtype=_precision(values),
+        waits=_waits(func, values),
+        splits=tuple(map(int, splits)) if len(set(splits)) > 1 else (),
+        peer=None if peer is None else int(peer),
+    )
+    return collective, Group(ranks)
+
+
+_KINDS = {
+    op.partition(".")[2]: kind.name
+    for kind in COLLECTIVES.values()
+    for op in (*kind.torch, *kind.variants)
+}
+"""What the collectives of torch do, by the name of the op without its namespace."""
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    values = {}
+    for place, argument in enumerate(func._schema.arguments):
+        if place < len(args):
+            values[argument.name] = args[place]
+        elif argument.name in kwargs:
+            values[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            values[argument.name] = argument.default_value
+    return values
+
+
+def _whole(
+    func: Any,
+    kind: str,
+    values: Mapping[str, Any],
+    ranks: int,
+    outputs: Sequence[torch.Tensor],
+) -> int:
+    """Bytes of the whole buffer of a collective (see `Collective`)."""
+    if "matmul_reduce_scatter" in func._opname:
+        return ranks * _bytes(list(outputs))  # what it reduces is a product that nobody sees
+    overwritten = {name for _, name in written(func)} | _OUTPUTS
+    sent = [v for n, v in values.items() if n not in overwritten and n not in _BESIDE]
+    made = [v for n, v in values.items() if n in overwritten]
+    if kind == "all_gather":
+        return _bytes(made) or ranks * _bytes(sent)
+    return _bytes(sent) or _bytes(made)
+
+
+def _waits(func: Any, values: Mapping[str, Any]) -> bool:
+    """Whether the stream that issues a collective waits for it.
+
+    Functional ones are awaited later, also where nobody calls `wait_tensor`; those of symmetric
+    memory are kernels of the stream itself; those of c10d say it.
+    """
+    if "async_op" in values:
+        return not values["async_op"]
+    return func.namespace in ("symm_mem", "c10d") and _KINDS[func._opname] not in ("send", "recv")
+
+
+_OUTPUTS = _WRITTEN | {"out"}
+_BESIDE = frozenset(
+    ("B", "Bs", "A_scale", "B_scale", "B_scales", "biases", "bias", "result_scales")
+)
+"""Operands of products that stand beside what is sent."""
+
+
+def _bytes(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.element_size()
+    return sum(map(_bytes, values)) if isinstance(values, (list, tuple)) else 0
+
+
+def _precision(values: Mapping[str, Any]) -> str:
+    """The precision of the first tensor among the arguments; "" where there is none."""
+    stack = list(values.values())[::-1]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            return dtype_name(item.dtype)
+        if isinstance(item, (list, tuple)):
+            stack += reversed(item)
+    return ""
+
+
+def _ranks(group: Any) -> tuple[str, tuple[int, ...]] | None:
+    """The name of a group and the ranks in it, from the group or from its name."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or group is None:
+        return None
+    try:
+        if isinstance(group, str):
+            from torch._C import _distributed_c10d
+
+            resolve: Any = _distributed_c10d._resolve_process_group
+            group = resolve(group)
+        elif not isinstance(group, dist.ProcessGroup):  # as TorchScript sees it
+            group = dist.ProcessGroup.unbox(group)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return None  # no such group is there any more
+    try:
+        return str(group.group_name), tuple(dist.get_process_group_ranks(group))
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return str(id(group)), tuple(range(group.size()))  # not one that torch registered

@@ -1,0 +1,108 @@
+"""Which ops are registered with torch in this process.  Loads no torch and no library itself."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from dataclasses import dataclass
+
+from rooftrace.errors import RequestError
+
+
+def registered_ops(library: str) -> frozenset[str]:
+    """The names of a library's ops ("mine.lora", "mine.lora.out"), with and without overloads.
+
+    Empty where torch is not loaded, or nothing of the library is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return frozenset()
+    names = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, op = name.partition("::")
+        if namespace == library:
+            plain, _, overload = op.partition(".")
+            names |= {f"{library}.{plain}", f"{library}.{plain}.{overload or 'default'}"}
+    return frozenset(names)
+
+
+# -- Releases of PyTorch, and which kernels CUDA runs in each; imports no torch --------------------
+
+_TEXT = re.compile(r"2\.(\d{1,2})(?:\.(\d{1,2}))?")
+_LAST = 99
+"""Stands for the last patch of a series, which a text without one means."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Release:
+    """A release of PyTorch 2: 2.8, or 2.5.1.  Without a patch it is the last one of its series."""
+
+    minor: int
+    patch: int = _LAST
+
+    def __str__(self) -> str:
+        """Text that reads as this release: "2.8", "2.5.0"."""
+        return f"2.{self.minor}" if self.patch == _LAST else f"2.{self.minor}.{self.patch}"
+
+    @property
+    def fuses_rms_norm(self) -> bool:
+        """Whether `nn.RMSNorm` is one kernel (`_fused_rms_norm`); before, it is spelled out."""
+        return self.minor >= 9
+
+    @property
+    def widest_flash(self) -> int:
+        """The widest head of its flash attention: that of FlashAttention 1 up to 2.1."""
+        return 256 if self.minor >= 2 else 128
+
+    @property
+    def flash_is_square(self) -> bool:
+        """Whether its flash attention takes a causal flag for square scores only, as 2 does."""
+        return self.minor >= 2
+
+    @property
+    def efficient_takes_masks(self) -> bool:
+        """Whether its memory-efficient attention takes a mask."""
+        return self.minor >= 1
+
+    @property
+    def grouped_heads(self) -> bool:
+        """Whether attention takes fewer heads of keys (`enable_gqa`)."""
+        return self.minor >= 5
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether cuDNN's attention comes first on sm_90 and sm_100, with its usual wheel.
+
+        It did in 2.5.0, was last from 2.5.1 on, and is first again from 2.9 on; 2.10 asks for a
+        newer cuDNN than most of its wheels bring.
+        """
+        return self == Release(5, 0) or self.minor == 9 or self.minor >= 11
+
+    @property
+    def math_in_fp32(self) -> bool:
+        """Whether attention without a fused kernel computes halves in fp32."""
+        return self.minor >= 5
+
+
+def read_release(text: str) -> Release:
+    """A release from its text.  Raises RequestError for any other text."""
+    match = _TEXT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise RequestError(
+            f"--torch {text}: expected a release of PyTorch 2, for example 2.8 or 2.5.1"
+        )
+    minor, patch = match.groups()
+    return Release(int(minor)) if patch is None else Release(int(minor), int(patch))
+
+
+@functools.cache
+def installed_release() -> Release:
+    """The release that is installed; of PyTorch 3 and later, the last of 2 that is known here."""
+    from importlib.metadata import version
+
+    match = _TEXT.match(version("torch"))
+    if match is None:
+        return Release(_LAST)
+    minor, patch = match.groups()
+    return Release(int(minor), _LAST if patch is None else int(patch))

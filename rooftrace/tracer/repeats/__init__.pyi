@@ -1,0 +1,9 @@
+from rooftrace.tracer.repeats.blocks import (
+    RecordedCall as RecordedCall,
+    RepeatedCall as RepeatedCall,
+    Twin as Twin,
+    UnlikeLayersError as UnlikeLayersError,
+    repeated as repeated,
+)
+from rooftrace.tracer.repeats.calls import CallReplay as CallReplay
+from rooftrace.tracer.repeats.loops import Loop as Loop, Rolling as Rolling

@@ -1,0 +1,390 @@
+"""Whether two modules are the same to their code: it could not tell their calls apart."""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from rooftrace.tracer.metacopies import own_tensors, tensors, tensors as trees
+from rooftrace.tracer.recording import Tape, taperecords
+from rooftrace.tracer.repeats import blocks
+from rooftrace.tracer.repeats.blocks import RecordedCall
+from rooftrace.tracer.requests import source_line
+from rooftrace.tracer.values import masks
+
+PLAIN: tuple[type, ...] = (*trees.PLAIN, torch.Size)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+_DEPTH = 4
+"""How deep plain objects among the attributes are compared."""
+_REACH = 12
+"""How deep in attributes a change is seen."""
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+"""Containers that hold nothing but their items."""
+_ABSENT = object()
+
+
+def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
+    """How a module is built, equal for equal builds; None where a hook watches its calls."""
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return None
+    children = []
+    for name, child in module._modules.items():
+        build = None if child is None else builds.get(id(child), _ABSENT)
+        if build is _ABSENT or (child is not None and build is None):
+            return None
+        children.append((name, build))
+    tensors = tuple(
+        (name, None if t is None else (type(t), *trees.look_of(t), t.device))
+        for group in (module._parameters, module._buffers)
+        for name, t in group.items()
+    )
+    stored = tuple(masks.stored_in(module).items())
+    return hash((type(module), module.training, tensors, stored, tuple(children)))
+
+
+def of_one_build(root: nn.Module) -> Iterator[list[nn.Module]]:
+    """Modules inside that have one build, where there are several, in order.
+
+    Those of torch itself are no code of the user's, and too small to matter.
+    """
+    builds: dict[int, Any] = {}
+    by_build: dict[Any, list[nn.Module]] = {}
+    for module in reversed(list(root.modules())):
+        build = builds[id(module)] = build_of(module, builds)
+        if not type(module).__module__.startswith("torch.") and build is not None:
+            by_build.setdefault(build, []).append(module)
+    yield from (equal[::-1] for equal in by_build.values() if len(equal) > 1)
+
+
+def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str]] | None:
+    """Attributes in which two modules of one build differ, by path below; None if more differs."""
+    parts, twins = modules_below(module), modules_below(other)
+    if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
+        return None
+    places = set()
+    for (path, mine, _), (_, theirs, _) in zip(parts, twins, strict=True):
+        own, others = vars(mine), vars(theirs)
+        if type(mine) is not type(theirs) or own.keys() != others.keys():
+            return None
+        for name, value in own.items():
+            if name in _STRUCTURE or value is others[name]:
+                continue
+            both = isinstance(value, Tensor) and isinstance(others[name], Tensor)
+            if not (_look(value) == _look(others[name]) if both else _same(value, others[name])):
+                places.add((path, name))
+    return frozenset(places)
+
+
+def modules_below(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
+    """Modules inside by every path below, with a number for each module; its paths share it."""
+    numbers: dict[int, int] = {}
+    return [
+        (path, part, numbers.setdefault(id(part), len(numbers)))
+        for path, part in module.named_modules(remove_duplicate=False)
+    ]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches the calls of this module or of one inside."""
+    return any(getattr(part, hooks, None) for part in module.modules() for hooks in _HOOKS)
+
+
+def _look(tensor: Tensor) -> Any:
+    return type(tensor), *trees.look_of(tensor), tensor.device
+
+
+def _same(value: Any, other: Any, depth: int = _DEPTH) -> bool:
+    """Whether no code could tell two attributes apart, but by identity."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, PLAIN):
+        return bool(value == other)
+    if type(value) in _CONTAINERS and not value and not other:
+        return True
+    if depth == 0 or isinstance(value, (Tensor, nn.Module)) or callable(value):
+        return False
+    if type(value) in (set, frozenset, range, slice, bytes):
+        return bool(value == other)
+    if isinstance(value, (list, tuple)):
+        same = len(value) == len(other) and all(
+            _same(a, b, depth - 1) for a, b in zip(value, other, strict=True)
+        )
+    elif isinstance(value, dict):
+        same = list(value) == list(other) and all(
+            _same(a, other[key], depth - 1) for key, a in value.items()
+        )
+    else:
+        same = type(value).__basicsize__ == _Simple.__basicsize__ and hasattr(value, "__dict__")
+    return same and _same(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0), depth - 1)
+
+
+class _Simple:
+    """A plain object: all its state is in its `__dict__`."""
+
+
+def held_state(module: nn.Module) -> list[Any]:
+    """The state that a call could change: attributes of the modules inside, and their contents."""
+    state: list[Any] = []
+    seen: set[int] = set()
+    for part in module.modules():
+        _collect(vars(part), _REACH, seen, state)
+    return state
+
+
+def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
+    # Tensors by reference: how long they live is part of what is recorded.
+    state.append(weakref.ref(value) if isinstance(value, Tensor) else value)
+    hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
+    if hidden or depth == 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            state.append(key)
+            _collect(item, depth - 1, seen, state)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for item in value:
+            _collect(item, depth - 1, seen, state)
+    if type(value) not in _CONTAINERS and hasattr(value, "__dict__"):
+        _collect(vars(value), depth - 1, seen, state)
+
+
+def same_state(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
+# -- The arguments of a module's call, and where the recording stood when it began -----------------
+
+
+class Arguments:
+    """The arguments of a module's call and the module's own tensors."""
+
+    def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._tape, self._module = tape, module
+        self._leaves, self._structure = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.look = self._look()  # equal calls have equal looks; None: unknown
+
+    @cached_property
+    def own(self) -> list[Tensor]:
+        """The module's own tensors."""
+        parts = modules_below(self._module)
+        return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
+
+    def _look(self) -> Any:
+        plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
+        if not all(type(leaf) in PLAIN for leaf in plain):
+            return None
+        everything = self.all
+        for tensor in everything:
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                return None
+        kinds = [type(leaf) for leaf in self._leaves]
+        objects: dict[int, int] = {}
+        memory: dict[int, int] = {}
+        nodes: dict[Any, int] = {}
+        looks = []
+        for tensor in everything:
+            made = self._tape.tags.made_by(tensor)
+            looks.append(
+                (
+                    tuple(tensor.shape),
+                    tensor.stride(),
+                    tensor.storage_offset(),
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.requires_grad,
+                    objects.setdefault(id(tensor), len(objects)),
+                    memory.setdefault(tensors.bytes_of(tensor), len(memory)),
+                    made and nodes.setdefault(made[:2], len(nodes)),
+                    self._value(tensor),
+                    self._cast_before(made and made[0]),
+                )
+            )
+        return tuple(plain), tuple(kinds), tuple(looks), self._structure
+
+    def _value(self, tensor: Tensor) -> Any:
+        entry = self._tape.values.held(tensor)
+        if entry is None:
+            return None
+        value = tensor if tensor.device.type == "cpu" else entry.value
+        if not isinstance(value, Tensor):
+            return value.signature
+        return self._tape.values.results.once(value, "content", _content)
+
+    @staticmethod
+    def _cast_before(node: fx.Node | None) -> bool:
+        """Whether autocast may have cast this weight already: it casts each weight once."""
+        return node is not None and torch.is_autocast_enabled("cuda") and bool(node.users)
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """The tensors among the arguments, and the module's own."""
+        return (*self.tensors, *self.own)
+
+    def nodes(self) -> list[fx.Node | None]:
+        """The nodes of the arguments and of the module's own tensors."""
+        if not self._tape.recording:
+            return []
+        tape = self._tape
+        return [tape.node_of(tensor) if tape.tags.has(tensor) else None for tensor in self.all]
+
+    def storages(self) -> list[int | None]:
+        """The storage numbers of the arguments and of the module's own tensors."""
+        tags = (self._tape.tags.of(tensor) for tensor in self.all)
+        return [None if tag is None else tag.storage for tag in tags]
+
+    def taints(self) -> list[list[int]]:
+        """The assumptions that the arguments rest on."""
+        entries = map(self._tape.values.held, self.tensors)
+        return [[] if entry is None else sorted(entry.taint) for entry in entries]
+
+    def versions(self) -> list[int]:
+        """The number of writes to each tensor."""
+        return [0 if t.is_inference() else t._version for t in self.all]
+
+    def same_arguments(self, args: Any, kwargs: Any) -> bool:
+        """Whether the containers among the arguments hold what they held."""
+        leaves, structure = tree_flatten((args, kwargs))
+        return structure == self._structure and same_state(self._leaves, leaves)
+
+
+class Beginning:
+    """The state of the recording when a module's call began."""
+
+    def __init__(self, tape: Tape, module: nn.Module, call: Arguments) -> None:
+        self._tape, self.module, self.call = tape, module, call
+        self.nodes, self.state = call.nodes(), held_state(module)
+        self.storages = call.storages()
+        self.calls = dict(tape.paths.counts)
+        self._node = next(iter(reversed(tape.graph.nodes)), None)
+        self._storages = tape.tags.storages
+        self._assumptions = len(tape.values.assumptions)
+        self._source = source_line(4)
+        self.number = torch._C._autograd._get_sequence_nr()  # of the next autograd node
+        self._outside = self._now()
+
+    def _now(self) -> Any:
+        tape = self._tape
+        seen = tape.values.decisions, tape.values.computed, tape.threads.entered
+        return seen, self.call.versions(), _random_states(tape)
+
+    def unchanged(self) -> bool:
+        """Whether nothing outside of the graph was drawn, decided or written since."""
+        same = same_state(self.state, held_state(self.module)) and not has_hooks(self.module)
+        return same and bool(self._now() == self._outside)
+
+    def block(self, returned: Sequence[Any], trained: bool) -> RecordedCall | None:
+        """The block of ops recorded since; None where a later call could not repeat it.
+
+        returned: the leaves of the call's result.  trained: autograd holds what backward reads.
+        """
+        tape = self._tape
+        nodes = list(blocks.nodes_since(tape.graph, self._node))
+        leaves = self._leaves(returned)
+        calls = self._calls_inside()
+        if leaves is None or calls is None:
+            return None
+        passed, results = leaves
+        made = [spec.storage for *_, spec in results]
+        if not trained and blocks.holds_others(tape, self._storages, nodes, made):
+            return None
+        inputs = blocks.read_from_outside(nodes)
+        if blocks.writes_outside(nodes, self._storages) or any(
+            node.op == "call_function" and node not in self.nodes for node in inputs
+        ):
+            return None
+        if any(node.op != "call_function" for node in nodes):
+            return None
+        path = tape.paths.of(self.module)
+        new = range(self._assumptions, len(tape.values.assumptions))
+        return RecordedCall(
+            path=path,
+            call=tape.paths.times(path) - 1,
+            source=self._source,
+            nodes=tuple(nodes),
+            inputs=tuple(inputs),
+            passed=tuple(passed),
+            results=tuple(results),
+            first_storage=self._storages,
+            storages=tape.tags.storages - self._storages,
+            calls=calls,
+            assumptions=tuple(sorted(blocks.taint_of(nodes).union(new))),
+            origin=blocks.first_origin(nodes),
+        )
+
+    def _leaves(
+        self, returned: Sequence[Any]
+    ) -> tuple[list[int | None], list[tuple[fx.Node, int | None, taperecords.Spec]]] | None:
+        """`passed` and `results` of a RecordedCall; None for leaves that cannot be made again."""
+        tape = self._tape
+        positions = {id(tensor): place for place, tensor in enumerate(self.call.tensors)}
+        passed: list[int | None] = []
+        results: list[tuple[fx.Node, int | None, taperecords.Spec]] = []
+        seen: set[int] = set()
+        for leaf in returned:
+            passed.append(positions.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+            if isinstance(leaf, Tensor) and passed[-1] is None:
+                if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+                    return None
+                if tape.recording and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    made = tape.tags.made_by(leaf)
+                    if made is None or made[2].storage <= self._storages:
+                        return None
+                    node, index, spec = made
+                    results.append(
+                        (node, index, replace(spec, storage=spec.storage - self._storages))
+                    )
+            elif not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+                return None
+        return passed, results
+
+    def _calls_inside(self) -> dict[str, int] | None:
+        """Calls since of each module inside, by path below; None if another module was called."""
+        path = self._tape.paths.of(self.module)
+        calls = {
+            inner: count - self.calls.get(inner, 0)
+            for inner, count in self._tape.paths.counts.items()
+            if count != self.calls.get(inner, 0)
+        }
+        if any(inner != path and not inner.startswith(f"{path}.") for inner in calls):
+            return None
+        return {inner[len(path) :]: count for inner, count in calls.items()}
+
+
+def _content(tensor: Tensor) -> Any:
+    with _disable_current_modes():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = plain.clone(memory_format=torch.contiguous_format)  # one element may have stride 0
+        return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _random_states(tape: Tape) -> Any:
+    """The states of the random number generators that Python code draws from."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if tape.generators is not None:
+            return tape.generators.states()
+        drawn = torch.default_generator.get_state().numpy().tobytes()
+    numpy = sys.modules.get("numpy.random")
+    state = numpy.get_state() if numpy else None
+    return random.getstate(), drawn, state and (state[1].tobytes(), *state[2:])

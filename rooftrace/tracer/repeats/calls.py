@@ -1,0 +1,388 @@
+"""Calls of modules that would record the same run once: a later call repeats the first one's block.
+
+A stack of layers calls modules of one build again and again.  The first call of each kind is
+recorded; a later one becomes a single node that refers to that block, with the weights and inputs
+that stand in its place.  Done only where the later call could not have recorded anything else:
+
+1. Both modules have one build: classes, names, sizes of parameters and buffers, training flags, no
+   hooks.  All their attributes are equal, but for those that the recorded call did not read
+   (`Watch` sees reads of attributes in which the modules differ, as a layer's number), and those of
+   the recorded one are still what they were.
+2. The arguments, and the module's own tensors, look the same: trees of plain values and tensors;
+   tensors in sizes, strides, precision, in what is the same or shares memory, and in their known
+   values.  A call with any other object (a cache) is run.
+3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
+   no container that it was given, called no module but those inside, decided no unknown condition,
+   drew no random number in Python, made no constant, read no tensor that was computed elsewhere,
+   computed no value from real data, left no tensor behind that something holds, and returned
+   plain values, inputs, or new tensors.
+4. Both stand under the same modes: precision, autocast, kernels of attention.
+5. Gradients are off, or one backward follows, as in the training phase (see `gradients`).
+6. What its functions can see outside of modules (globals, closures, attributes of classes, context
+   variables: see `outside`) was not changed by the recorded call, and is now what it was then.
+
+What is left out is code that asks a module for its `__dict__` or its identity, and state that
+compiled code keeps to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as nn_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from rooftrace.tracer.metacopies import original_of, replaced, tensors as trees
+from rooftrace.tracer.recording import Tape, taperecords
+from rooftrace.tracer.repeats.arguments import (
+    Arguments,
+    Beginning,
+    differences,
+    held_state,
+    of_one_build,
+    same_state,
+)
+from rooftrace.tracer.repeats.blocks import (
+    Recording,
+    RepeatedCall,
+    count_again,
+    in_loops,
+    repeat_node,
+)
+from rooftrace.tracer.repeats.gradients import (
+    Layers,
+    Stacks,
+    differentiable_plainly,
+    has_hooks_on,
+    made_by,
+)
+from rooftrace.tracer.repeats.outside import Outside, Watch, include, note
+from rooftrace.tracer.requests import source_line
+
+_ATTEMPTS = 3
+"""The most calls of equal look that are recorded in vain: the first may fill a cache."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A step of a module's path that is a number, as of a layer in a list."""
+_WORTH = 12
+"""As many ops at least has a layer that is repeated under gradients.  The input of a smaller one,
+as a norm, is often read beside it too, and autograd adds up what comes back."""
+
+
+class CallReplay:
+    """Decides for every module call of one recording whether to run it."""
+
+    def __init__(self, tape: Tape, enabled: bool, run_apart: Collection[str]) -> None:
+        self._tape, self._enabled = tape, enabled
+        self.stacks = Stacks(tape, run_apart)
+        self._groups: dict[int, list[nn.Module]] = {}
+        self._known: dict[Any, list[Recording]] = {}
+        self._failures: Counter[Any] = Counter()
+        self._watchers = (0, 0)
+
+    def watch(self, root: nn.Module) -> None:
+        """Note which modules of `root` have one build."""
+        if not self._enabled or any("@" in key for key in self._tape.values.choices):
+            return
+        for equal in of_one_build(root):
+            self._groups.update((id(module), equal) for module in equal)
+
+    @contextlib.contextmanager
+    def injected(self) -> Iterator[None]:
+        """Inside, calls of modules come to `answer` first."""
+        if not self._groups:
+            yield
+            return
+        self._watchers = _global_hooks()
+        ours = {} if self._tape.hands_on_calls else {"__call__": self.answer}
+        with replaced(nn.Module, ours):
+            yield
+
+    def answer(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, or give what an equal call gave."""
+        original = original_of(nn.Module, "__call__")
+        tape, group = self._tape, self._groups.get(id(module))
+        trained = torch.is_grad_enabled()
+        if group is None or not self._looks(trained):
+            return original(module, *args, **kwargs)
+        layers: Layers | None = None
+        with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
+            call = Arguments(tape, module, args, kwargs)
+            compiled = tape.origins.compiled_here()
+            key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
+            usual = call.look is not None and not (trained and has_hooks_on(call.all))
+            recordings = self._known.setdefault(key, []) if usual else []
+            known = next((k for k in recordings if self._may_stand_for(k, module)), None)
+            if known is not None and trained:
+                layers = self.stacks.of(known, call, partial(self._alike, known, group))
+            if known is not None and (not trained or (layers and layers.admits(module, call))):
+                done, output = self._repeated(known, module, call, layers)
+                if done:
+                    return output
+        if layers is not None and module is layers.last:
+            output, recording = self._recorded(original, module, args, kwargs, call)
+            layers.close(call, recording, tree_flatten(output)[0])
+            return output
+        if not usual or known is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
+            with self.stacks.whole(trained and bool(recordings)):
+                return original(module, *args, **kwargs)
+        output, recording = self._recorded(original, module, args, kwargs, call)
+        self._failures[key] += recording is None
+        if recording is not None:
+            firsts = [first for first in recordings if self._is_alike(first, module)]
+            self.stacks.close(firsts, call, recording, tree_flatten(output)[0])
+            recordings.append(recording)
+        return output
+
+    def _looks(self, trained: bool) -> bool:
+        """Whether a call that begins here may be recorded or repeated as a whole."""
+        return (
+            (self.stacks.open or not trained)
+            and self._tape.here.part == "forward"
+            and (torch._C._current_autograd_node() or torch._C._get_tracing_state()) is None
+            and _global_hooks() == self._watchers
+            and self._tape.threads.own()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    # -- recording ---------------------------------------------------------------------------------
+
+    def _recorded(
+        self,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        call: Arguments,
+    ) -> tuple[Any, Recording | None]:
+        """Run the call; returns its result, and its record if later calls can repeat it."""
+        with torch._C.DisableTorchFunction():
+            start, watched = Beginning(self._tape, module, call), self._differing(module)
+        outside = Outside(watches_draws=self._tape.generators is not None)
+        with Watch(module, watched) as watch, self.stacks.whole(torch.is_grad_enabled()):
+            with outside:
+                output = original(module, *args, **kwargs)
+            unchanged = outside.unchanged()
+        with torch._C.DisableTorchFunction():
+            unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
+            if not unchanged:
+                return output, None
+            return output, self._kept(start, watched, watch.read, outside, output)
+
+    def _kept(
+        self,
+        start: Beginning,
+        watched: set[tuple[str, str]],
+        read: set[tuple[str, str]],
+        outside: Outside,
+        output: Any,
+    ) -> Recording | None:
+        """The record of a call; None if later calls could not repeat it."""
+        tape, call = self._tape, start.call
+        returned, structure = tree_flatten(output)
+        trained = torch.is_grad_enabled()
+        block = start.block(returned, trained)
+        if block is None or (tape.recording and None in start.nodes[: len(call.tensors)]):
+            return None
+        if trained and (
+            not tape.recording
+            or len(block.nodes) < _WORTH
+            or in_loops(block.nodes)
+            or not differentiable_plainly(returned, call.tensors)
+        ):
+            return None
+        copies, values = _copies(returned, tape.values.held)
+        return Recording(
+            module=start.module,
+            block=block,
+            state=start.state,
+            watched=frozenset(watched),
+            read=frozenset(read),
+            earlier={inner: start.calls.get(block.path + inner, 0) for inner in block.calls},
+            nodes=start.nodes,
+            storages=start.storages,
+            taints=call.taints(),
+            outside=outside,
+            returned=copies,
+            differentiable=[isinstance(t, Tensor) and t.requires_grad for t in returned],
+            values=values,
+            structure=structure,
+            numbers=range(start.number, torch._C._autograd._get_sequence_nr()),
+            roots=frozenset(node._sequence_nr() for node in made_by(call.tensors)),
+        )
+
+    def _differing(self, module: nn.Module) -> set[tuple[str, str]]:
+        """Attributes in which the modules of a group differ."""
+        return {
+            place
+            for other in self._groups[id(module)]
+            for place in differences(module, other) or ()
+        }
+
+    # -- repeating ---------------------------------------------------------------------------------
+
+    def _may_stand_for(self, known: Recording, module: nn.Module) -> bool:
+        """Whether this module equals the recorded one in all that the recorded call read."""
+        tape = self._tape
+        path = tape.paths.of(module)
+        if any(tape.paths.times(path + inner) != count for inner, count in known.earlier.items()):
+            return False
+        if _paths(tape, known.module) != _paths(tape, module):
+            return False
+        return (
+            self._is_alike(known, module)
+            and same_state(known.state, held_state(known.module))
+            and known.outside.unchanged()
+        )
+
+    def _alike(self, known: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
+        """The other modules of a group that may repeat a call, whose paths differ in numbers."""
+        stack = _NUMBER.sub("#", known.block.path)
+        return [
+            module
+            for module in group
+            if module is not known.module
+            and _NUMBER.sub("#", self._tape.paths.of(module)) == stack
+            and self._is_alike(known, module)
+        ]
+
+    @staticmethod
+    def _is_alike(known: Recording, module: nn.Module) -> bool:
+        """Whether a module equals the recorded one in all that the recorded call read of it."""
+        places = differences(known.module, module)
+        return places is not None and places <= known.watched and not places & known.read
+
+    def _repeated(
+        self, known: Recording, module: nn.Module, call: Arguments, layers: Layers | None
+    ) -> tuple[bool, Any]:
+        """(True, result), with the call's block in the graph; (False, None) if it has to run."""
+        tape, values, block = self._tape, self._tape.values, known.block
+        assumptions: dict[int, int] = {}
+        for before, taint in zip(known.taints, call.taints(), strict=True):
+            if len(taint) != len(before):
+                return False, None
+            for old, new in zip(before, taint, strict=True):
+                if assumptions.setdefault(old, new) != new:
+                    return False, None
+        nodes = call.nodes()
+        if [node is None for node in nodes] != [node is None for node in known.nodes]:
+            return False, None
+        path = tape.paths.of(module)
+        for number in block.assumptions:
+            if number not in assumptions:
+                assumptions[number] = values.assume_again(number, block.path, path)
+        storages = call.storages() if layers else ()
+        again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions, storages)
+        node = None
+        if tape.recording and block.nodes:
+            places = dict(zip(known.nodes, nodes, strict=True))
+            inputs = [places.get(item) or item for item in block.inputs]
+            node = repeat_node(tape, inputs, again)
+        include(known.outside)
+        for place, name in known.read:
+            note(module.get_submodule(place), name)
+        count_again(tape, block, path)
+        tape.here.after_backward = False
+        output, leaves = self._returned(known, call.tensors, node, again)
+        if layers is not None:
+            assert node is not None
+            results = {
+                place: leaf
+                for place, (leaf, wanted) in enumerate(
+                    zip(leaves, known.differentiable, strict=True)
+                )
+                if wanted and known.block.passed[place] is None
+            }
+            if results:
+                layers.attached(again, node, call, results)
+        return True, output
+
+    def _returned(
+        self, known: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
+    ) -> tuple[Any, list[Any]]:
+        """What the call returns, and the leaves of that."""
+        tape, values = self._tape, self._tape.values
+        leaves, contents = _copies(known.returned, None, known.values)
+        made: set[int] = set()
+        for place, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
+            argument = known.block.passed[place]
+            if argument is not None:
+                leaves[place] = tensors[argument]
+            elif isinstance(leaf, Tensor) and id(leaf) not in made:
+                if node is not None:
+                    index = len(made)
+                    storage = known.block.results[index][2].storage + call.first_storage
+                    tape.tags.mark(leaf, taperecords.Tag(node, index, storage))
+                    tape.tags.watch(leaf, storage)
+                made.add(id(leaf))
+                if content is not None:
+                    taint = frozenset(call.assumptions.get(a, a) for a in content[1])
+                    values.learn_shared(leaf, known.values, content[0], place, taint)
+        return tree_unflatten(leaves, known.structure), leaves
+
+
+def _paths(tape: Tape, module: nn.Module) -> list[str]:
+    """The paths of the modules inside, as seen from the module; whole where they are elsewhere."""
+    path = tape.paths.of(module)
+    paths = [tape.paths.of(part) for part in module.modules()]
+    return [inner[len(path) :] if inner.startswith(f"{path}.") else inner for inner in paths[1:]]
+
+
+def _modes() -> tuple[Any, ...]:
+    """Torch's settings that change which ops a module runs."""
+    backends: Any = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
+
+
+def _global_hooks() -> tuple[int, int]:
+    """How many hooks watch the calls of all modules."""
+    hooks: Any = nn_module
+    return len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks)
+
+
+def _copies(
+    leaves: Sequence[Any],
+    known: Callable[[Tensor], Any] | None,
+    contents: Sequence[tuple[Any, frozenset[int]] | None] = (),
+) -> tuple[list[Any], list[tuple[Any, frozenset[int]] | None]]:
+    """Copies of the tensors among the leaves, and of their known values (or of `contents`).
+
+    Copies share memory, or are one object, where the originals are.
+    """
+    made: dict[int, Tensor] = {}
+    memory: dict[int, Any] = {}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if known is not None:
+        entries = [known(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        contents = [None if entry is None else entry[:2] for entry in entries]
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            if id(tensor) not in made:
+                key, device = trees.bytes_of(tensor), tensor.device
+                if key not in memory:
+                    size = tensor.untyped_storage().nbytes()
+                    bare = torch.empty(size, dtype=torch.uint8, device=device)
+                    memory[key] = bare.untyped_storage()
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                empty = torch.empty(0, dtype=tensor.dtype, device=device)
+                made[id(tensor)] = empty.set_(memory[key], *place)
+        copied = copy.deepcopy(list(contents), {})
+    return [made.get(id(leaf), leaf) for leaf in leaves], copied

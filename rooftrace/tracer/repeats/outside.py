@@ -1,0 +1,446 @@
+"""Watches reads of attributes of modules, in one thread, without a change that others notice."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import itertools
+import logging
+import random
+import sys
+import sysconfig
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer.metacopies import scopes, tensors
+
+_ABSENT = tensors.ABSENT
+_LOCK = threading.RLock()
+
+
+class _Thread(threading.local):
+    watches: tuple[Watch, ...] = ()  # that are entered; a read counts for all of them
+
+
+_thread = _Thread()
+
+
+def note(module: nn.Module, name: str) -> None:
+    """An attribute of a module is read."""
+    for watch in _thread.watches:
+        watch.note(module, name)
+
+
+class Watch:
+    """Notes reads of some attributes of a module and those inside, while entered."""
+
+    def __init__(self, module: nn.Module, places: Set[tuple[str, str]]) -> None:
+        self.read: set[tuple[str, str]] = set()
+        self._parts = {(id(module.get_submodule(path)), name): path for path, name in places}
+        kinds = {(type(module.get_submodule(path)), name) for path, name in places}
+        self._kinds = sorted(kinds, key=lambda item: (item[0].__qualname__, item[1]))
+        self._held: list[Watched] = []
+
+    def __enter__(self) -> Watch:
+        _thread.watches = (*_thread.watches, self)
+        with _LOCK:
+            for kind, name in self._kinds:
+                watched = getattr(kind, name, _ABSENT)
+                if not isinstance(watched, Watched):
+                    watched = Watched(kind, name)
+                    setattr(kind, name, watched)
+                watched.users += 1
+                self._held.append(watched)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _thread.watches = tuple([watch for watch in _thread.watches if watch is not self])
+        with _LOCK:
+            while self._held:
+                watched = self._held.pop()
+                watched.users -= 1
+                if not watched.users:
+                    watched.remove()
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read."""
+        path = self._parts.get((id(module), name))
+        if path is not None:
+            self.read.add((path, name))
+
+
+class Watched:
+    """A descriptor that reports when an attribute is read; it takes precedence over instances.
+
+    users: how many watches need it.  inherited: the attribute that the class had under this name,
+    as a class body defines it, not bound to anything.
+    """
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = kind, name
+        self._before = vars(kind).get(name, _ABSENT)
+        self.users = 0
+        self.inherited = next(
+            (vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT
+        )
+
+    def remove(self) -> None:
+        """The class is as it was."""
+        if vars(self._kind).get(self._name) is not self:
+            return  # somebody has set another one since
+        if self._before is _ABSENT:
+            delattr(self._kind, self._name)
+        else:
+            setattr(self._kind, self._name, self._before)
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        if module is None:
+            return self
+        note(module, self._name)
+        inherited = self.inherited
+        is_property = hasattr(type(inherited), "__set__")
+        if self._name in vars(module) and not is_property:
+            return vars(module)[self._name]
+        if inherited is _ABSENT:
+            raise AttributeError(self._name)
+        return inherited.__get__(module, kind) if hasattr(inherited, "__get__") else inherited
+
+    def __set__(self, module: Any, value: Any) -> None:
+        inherited: Any = self.inherited
+        if hasattr(type(inherited), "__set__"):
+            inherited.__set__(module, value)
+        else:
+            vars(module)[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if vars(module).pop(self._name, _ABSENT) is _ABSENT:
+            raise AttributeError(self._name)
+
+
+# -- outside ---------------------------------------------------------------------------------------
+
+_DEPTH = 3
+"""How deep objects inside objects are looked into."""
+_MAX_ITEMS = 512
+"""The most items of a container that are looked into; those of a larger one are told apart."""
+_HERE = __file__.rpartition("tracer")[0]
+_TORCH = (torch.__file__ or "").rpartition("__init__")[0]
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
+_LIBRARY_FILES: dict[str, bool] = {}
+
+
+class UnfollowableError(Exception):
+    """Something was read that may change without a trace, such as an iterator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere that holds a value: a name in a dictionary, a cell, or (key None) an object."""
+
+    holder: Any
+    key: str | None = None
+
+    def value(self) -> Any:
+        """What is there now."""
+        if isinstance(self.holder, CellType):
+            return tensors.cell_content(self.holder)
+        if self.key is None:
+            return self.holder
+        value = self.holder.get(self.key, tensors.ABSENT)
+        return value.inherited if type(value) is Watched else value
+
+
+State = list[Any]
+
+
+class Outside:
+    """State outside of modules that is visible to the functions that run while this is entered.
+
+    followable: whether all of it can be compared later.  watches_draws: a call that draws from
+    Python's own generator, whose state other threads change too, cannot be.  Garbage collection is
+    off inside, because its callbacks and finalizers would count as code of the call.
+    """
+
+    def __init__(self, watches_draws: bool = False) -> None:
+        self.followable = True
+        self._watches_draws = watches_draws
+        self._entered = False
+        self._before: dict[tuple[int, str | None], tuple[Place, State]] = {}
+        self._seen: dict[int, CodeType] = {}
+        self._local: set[CodeType] = set()
+        self._closures: list[CodeType] = []
+
+    def __enter__(self) -> Outside:
+        if not _outside.active:
+            if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
+                self.followable = False
+                return self
+            sys.setprofile(_watching(_outside.active, self._watches_draws))
+        _outside.active.append(self)
+        self._entered = True
+        scopes.collector_off.take()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._entered:
+            _outside.active.remove(self)
+            if not _outside.active:
+                sys.setprofile(None)
+            scopes.collector_off.give_back()
+        self._add_cells()
+
+    def unchanged(self) -> bool:
+        """Whether everything that was seen is now what it was when it was first seen."""
+        if not self.followable:
+            return False
+        try:
+            return all(
+                _same(before, _state_of(place.value())) for place, before in self._before.values()
+            )
+        except UnfollowableError:
+            return False
+
+    def include(self, other: Outside) -> None:
+        """A call that is not run again stands for one that sees what `other` saw."""
+        self.followable &= other.followable
+        for key, seen in other._before.items():
+            self._before.setdefault(key, seen)
+
+    def enter(self, frame: FrameType) -> None:
+        """A function begins to run."""
+        code = frame.f_code
+        if id(code) in self._seen or not self.followable:
+            return
+        self._seen[id(code)] = code  # kept, so that the id stays its own
+        if not _looked_into(code):
+            return
+        self._local.update(item for item in code.co_consts if isinstance(item, CodeType))
+        try:
+            for place in _places(frame):
+                self._add(place)
+        except UnfollowableError:
+            self.followable = False
+        if code.co_freevars and code not in self._local:
+            self._add_closure(frame)
+
+    def _add(self, place: Place) -> None:
+        key = (id(place.holder), place.key)
+        if key not in self._before:
+            self._before[key] = place, _state_of(place.value())
+
+    def _add_closure(self, frame: FrameType) -> None:
+        """The free variables of a function: what they hold, or their cells if that is plain."""
+        values = frame.f_locals
+        for name in frame.f_code.co_freevars:
+            value = values.get(name, tensors.ABSENT)
+            try:
+                if isinstance(value, tensors.PLAIN):
+                    self._closures.append(frame.f_code)
+                else:
+                    self._add(Place(value))
+            except UnfollowableError:
+                self.followable = False
+
+    def _add_cells(self) -> None:
+        """Find the cells of plain free variables; one that was rebound meanwhile says so itself."""
+        if not self._closures or not self.followable:
+            return
+        if any(_rebinds(code) for code in self._seen.values() if _looked_into(code)):
+            self.followable = False
+            return
+        for function in gc.get_referrers(*self._closures):
+            if isinstance(function, FunctionType):
+                for cell in function.__closure__ or ():
+                    place = Place(cell)
+                    if isinstance(place.value(), tensors.PLAIN):
+                        self._add(place)
+        self._closures.clear()
+
+
+_PYTHONS: Any = random._inst
+"""The generator behind the functions of `random`, also those that were imported by their names."""
+_DRAWS = frozenset({_PYTHONS.random, _PYTHONS.getrandbits})
+"""Its methods that all others draw with."""
+
+
+class _OutsideThread(threading.local):
+    def __init__(self) -> None:
+        self.active: list[Outside] = []  # the watches that are entered; a function counts for all
+
+
+_outside = _OutsideThread()
+
+
+def _watching(active: list[Outside], draws: bool) -> Callable[[FrameType, str, Any], None]:
+    """A profile function that tells these watches, of one thread, which functions begin."""
+
+    def entered(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            for watch in active:
+                watch.enter(frame)
+
+    def entered_or_drawn(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            for watch in active:
+                watch.enter(frame)
+        elif event == "c_call" and argument in _DRAWS:
+            for watch in active:
+                watch.followable = False
+
+    return entered_or_drawn if draws else entered
+
+
+def include(other: Outside) -> None:
+    """All that are entered now see what `other` saw."""
+    for active in _outside.active:
+        active.include(other)
+
+
+def _looked_into(code: CodeType) -> bool:
+    file = code.co_filename
+    library = _LIBRARY_FILES.get(file)
+    if library is None:
+        standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
+        library = standard or file.startswith((_HERE, _TORCH, "<frozen"))
+        _LIBRARY_FILES[file] = library
+    return not library
+
+
+def _rebinds(code: CodeType) -> bool:
+    """Whether a function assigns to a variable of the function around it (`nonlocal`)."""
+    import dis
+
+    free = set(code.co_freevars)
+    return bool(free) and any(
+        step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in free
+        for step in dis.get_instructions(code)
+    )
+
+
+def _places(frame: FrameType) -> Iterator[Place]:
+    """The places that a function can reach by name when it begins, besides its arguments."""
+    code, names = frame.f_code, frame.f_globals
+    for name in code.co_names:
+        if name in names:
+            value = names[name]
+            yield Place(names, name)
+            if isinstance(value, (type, ModuleType)) and not _is_library(value):
+                yield from _attributes(value, code)
+    if code.co_argcount:
+        first = frame.f_locals.get(code.co_varnames[0])
+        kind = first if isinstance(first, type) else type(first)
+        if not _is_library(kind):
+            for base in kind.__mro__:
+                if not _is_library(base):
+                    yield from _attributes(base, code)
+        function = getattr(getattr(kind, code.co_name, None), "__func__", None)
+        yield from _defaults(function or getattr(kind, code.co_name, None), code)
+    yield from _defaults(names.get(code.co_name), code)
+
+
+def _attributes(owner: type | ModuleType, code: CodeType) -> Iterator[Place]:
+    held: Mapping[str, Any] = vars(owner)
+    for name in code.co_names:
+        if name in held:
+            value = held[name]
+            if type(value) is Watched:
+                value = value.inherited
+            if (
+                value is not tensors.ABSENT
+                and not callable(value)
+                and not hasattr(value, "__get__")
+            ):
+                yield Place(held, name)
+
+
+def _defaults(function: Any, code: CodeType) -> Iterator[Place]:
+    """Default arguments and attributes of a function, which calls of it share."""
+    if isinstance(function, FunctionType) and function.__code__ is code:
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if not isinstance(value, tensors.PLAIN):
+                yield Place(value)
+        if function.__dict__:
+            yield Place(function.__dict__)
+
+
+def _is_library(owner: type | ModuleType) -> bool:
+    home = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    top = home.partition(".")[0]
+    return top in ("torch", "rooftrace") or top in sys.stdlib_module_names
+
+
+def _state_of(value: Any) -> State:
+    state: State = []
+    _collect(value, _DEPTH, set(), state)
+    return state
+
+
+def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
+    """Append the state of a value: objects by identity, and their contents.
+
+    Raises UnfollowableError for an object that may change where nobody sees it.
+    """
+    state.append(value)
+    if isinstance(value, tensors.PLAIN) or id(value) in seen:
+        return
+    if isinstance(value, (type, ModuleType, logging.Logger)):
+        return  # a class and a module by the names that code reads of them; a logger has caches
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        state.append(0 if value.is_inference() else value._version)
+        return
+    told = _TELLS.get(type(value))
+    if told is not None:
+        state.append(told(value))
+        return
+    if isinstance(value, contextvars.ContextVar):
+        _collect(value.get(tensors.ABSENT), depth, seen, state)
+        return
+    if hasattr(value, "__next__") or hasattr(value, "bit_generator"):
+        raise UnfollowableError
+    if depth == 0:
+        return
+    if isinstance(value, dict):
+        _items(value, depth, seen, state)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        state.append(len(value))
+        if len(value) > _MAX_ITEMS:
+            state.extend(value)
+        else:
+            for item in value:
+                _collect(item, depth - 1, seen, state)
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        _items(held, depth, seen, state)
+
+
+def _items(held: Mapping[Any, Any], depth: int, seen: set[int], state: State) -> None:
+    state.append(len(held))
+    if len(held) > _MAX_ITEMS:
+        state.extend(itertools.chain(held, held.values()))
+        return
+    for key, item in held.items():
+        state.append(key)
+        _collect(item, depth - 1, seen, state)
+
+
+_TELLS: dict[type, Callable[[Any], str]] = {
+    random.Random: lambda value: repr(value.getstate()),
+    torch.Generator: lambda value: repr(bytes(value.get_state().untyped_storage())),
+}
+"""Objects whose state a call of their own returns (`getstate`, `get_state`)."""
+
+
+def _same(before: State, after: State) -> bool:
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and isinstance(a, tensors.PLAIN) and a == b)
+        for a, b in zip(before, after, strict=True)
+    )

@@ -1,5 +1,0 @@
-"""Modules that would record the same again are not called: equal layers, and equal calls."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,5 @@
+"""requests."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

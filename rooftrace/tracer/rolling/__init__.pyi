@@ -1,4 +1,0 @@
-from rooftrace.tracer.rolling.loops import (
-    Loop as Loop,
-    Rolling as Rolling,
-)

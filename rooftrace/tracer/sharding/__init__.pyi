@@ -1,0 +1,13 @@
+from rooftrace.tracer.sharding import (
+    ddp as ddp,
+    fsdp as fsdp,
+    huggingface as huggingface,
+    splitting as splitting,
+)
+from rooftrace.tracer.sharding.fsdp import fake_mesh as fake_mesh
+from rooftrace.tracer.sharding.schedules import (
+    SCHEDULES as SCHEDULES,
+    Action as Action,
+    stages_of as stages_of,
+    table_of as table_of,
+)

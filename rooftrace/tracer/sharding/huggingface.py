@@ -1,0 +1,230 @@
+"""Hugging Face models over a mesh, by the plans that transformers has for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.requests import TraceError
+from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
+
+_SHARDED = ("dp", "fsdp", "dp_shard")
+_REPLICATED = ("dp_replicate", "ddp", "replicate")
+_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "tp", "ep")
+DENSE = ("pp", "dp_replicate", "fsdp", "tp")
+"""Axes of transformers' mesh, outermost first."""
+
+
+def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of a mesh by transformers' names of the axes.
+
+    "dp" and "fsdp" are replicas that share their weights in training; "dp_replicate" are whole
+    copies of these.  "ep" is a view of the processes of the others, and adds none.  Raises
+    RequestError for another axis, and for sizes that do not divide.
+    """
+    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1}
+    for axis, size in mesh.items():
+        if axis not in _KNOWN:
+            raise RequestError(
+                f"--mesh {axis}={size}: axes of a Hugging Face model are {', '.join(_KNOWN)}; a "
+                "function build(mesh) in file.py:build takes any"
+            )
+        name = "fsdp" if axis in _SHARDED else "dp_replicate" if axis in _REPLICATED else axis
+        sizes[name] *= size
+    inside = sizes["fsdp"] * sizes["tp"]
+    if inside % sizes["ep"]:
+        raise RequestError(
+            f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x tp; "
+            "expected a size that divides that"
+        )
+    return sizes
+
+
+def processes(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh without the axis that adds no processes."""
+    sizes_of(mesh)
+    return {axis: size for axis, size in mesh.items() if axis != "ep"} or {"dp": mesh.get("ep", 1)}
+
+
+def distribute(
+    model: nn.Module, mesh: Mapping[str, int], *, trains: bool, checkpoint: str = "none"
+) -> None:
+    """Spread a model over the mesh of the running `fake_mesh`, in place.
+
+    trains: replicas share their weights (FSDP2), with gradients reduced in fp32; else each has all.
+    checkpoint: see `asking.names.CHECKPOINTS`.  Raises RequestError where transformers has no
+    plan for this model.
+    """
+    if not mesh:
+        if trains:
+            keep_less(model, checkpoint)
+        return
+    sizes = sizes_of(mesh)
+    config, manager = _configuration(model, sizes, trains), _meshes(mesh, sizes, trains)
+    model.config.distributed_config = config  # type: ignore[union-attr]
+    loose: Any = model
+    try:
+        tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
+        _split(model, manager, sizes, tp, ep, config.ep_implementation)
+        if trains:
+            keep_less(model, checkpoint)
+        if trains and config.dp_size > 1:
+            from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+
+            apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+    except RequestError:
+        raise
+    except (ValueError, NotImplementedError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
+
+
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
+"""Numbers of a config of which each process of "tp" has an equal part."""
+
+
+@contextlib.contextmanager
+def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
+    """Inside, a model that fails as its heads do not divide over the mesh says so.
+
+    Raises RequestError in place of TraceError.
+    """
+    try:
+        yield
+    except TraceError as error:
+        config, size = model.config.get_text_config(), sizes_of(mesh)["tp"]
+        kind = type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
+        numbers = {name: getattr(config, name, None) for name in _DIVIDED}
+        for name, number in numbers.items():
+            if isinstance(number, int) and number % size:
+                raise RequestError(
+                    f"--mesh tp={size}: {name} {number} of {kind} does not divide; "
+                    "expected a size that divides it"
+                ) from error
+        raise
+
+
+def _there(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The rules of a plan for modules with weights, and for weights: a stage of a pipeline has
+    modules of others without theirs."""
+    weighed = {name for name, part in model.named_modules() if any(True for _ in part.parameters())}
+    weighed |= {name for name, _ in model.named_parameters()}
+    return {name: style for name, style in plan.items() if name in weighed}
+
+
+def _configuration(model: nn.Module, sizes: Mapping[str, int], trains: bool) -> Any:
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:
+        raise RequestError(
+            "--mesh on a Hugging Face model needs the plans of transformers 5.20 or newer: upgrade "
+            "it, or name a function build(mesh) in file.py:build that shards the module"
+        ) from None
+    low = getattr(model, "dtype", torch.float32) is torch.bfloat16
+    return DistributedConfig(
+        tp_size=sizes["tp"],
+        fsdp_size=sizes["fsdp"],
+        dp_replicate_size=sizes["dp_replicate"] if trains else 1,
+        ep_size=sizes["ep"],
+        fsdp_mixed_precision=trains and low,
+    )
+
+
+def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> Any:
+    """The dense mesh and that of experts, of which our names of the axes are remembered.
+
+    Replicas that do not train exchange nothing but rows for experts.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    ours = {
+        name: next((axis for axis in mesh if axis in kinds), name)
+        for name, kinds in (("fsdp", _SHARDED), ("dp_replicate", _REPLICATED))
+    }
+    dense = init_device_mesh("cpu", tuple(sizes[n] for n in DENSE), mesh_dim_names=DENSE)
+    others = sizes["fsdp"] * sizes["tp"] // sizes["ep"]
+    experts = init_device_mesh(
+        "cpu",
+        (sizes["pp"], sizes["dp_replicate"], others, sizes["ep"]),
+        mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+    )
+    for view in (experts, dense) if trains or sizes["tp"] > 1 else (dense, experts):
+        axes.update(named_groups(view, ours))
+    return TransformersDeviceMesh(dense, experts)
+
+
+def _split(
+    model: nn.Module, manager: Any, sizes: Mapping[str, int], tp: Any, ep: Any, exchange: str
+) -> None:
+    """Tensor, then expert parallelism, by these plans."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if sizes["tp"] > 1:
+        apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
+    if sizes["ep"] > 1:
+        _check_experts(model, sizes["ep"], ep)
+        own, around = manager.get_mesh("ep"), manager.get_mesh("tp")
+        apply_expert_parallelism(model, own, around, ep, ep_implementation=exchange)
+
+
+def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:
+    """Raise RequestError where each process cannot have as many experts as another."""
+    for name, parameter in model.named_parameters():
+        experts = len(parameter) if plan.get(name) == "grouped_gemm" else processes
+        if experts % processes:
+            fitting = [str(size) for size in range(2, experts + 1) if not experts % size]
+            raise RequestError(
+                f"--mesh ep={processes}: {experts} experts cannot be spread evenly over it; sizes "
+                f"that divide them are {', '.join(fitting)} (copies of experts are not modelled)"
+            )
+
+
+def keep_less(model: Any, checkpoint: str) -> None:
+    """Let a model make activations of its layers again in backward; "none": it keeps them."""
+    if checkpoint == "none":
+        return
+    how: dict[str, Any] = {"use_reentrant": False}
+    if checkpoint == "selective":
+        how["context_fn"] = _selective
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    try:
+        (newer or model.gradient_checkpointing_enable)(how)
+    except (ValueError, AttributeError) as error:
+        raise RequestError(f"--checkpoint {checkpoint}: {error}") from error
+
+
+def _selective() -> Any:
+    """Contexts of a checkpoint that keeps every second product, attention and what is exchanged."""
+    from torch.utils import checkpoint
+
+    seen, home = {False: 0, True: 0}, vars(checkpoint)
+    return home["create_selective_checkpoint_contexts"](partial(_policy, seen))
+
+
+_KEPT = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+
+
+def _policy(seen: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    if op is torch.ops.aten.mm.default:
+        seen[context.is_recompute] += 1
+        if seen[context.is_recompute] % 2:
+            return CheckpointPolicy.MUST_SAVE
+    elif getattr(op, "_opname", "") in _KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

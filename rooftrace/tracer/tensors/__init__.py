@@ -1,5 +1,0 @@
-"""Tensors inside nested objects and wrappers, on real devices and on meta."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)
