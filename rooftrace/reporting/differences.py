@@ -212,7 +212,8 @@ def _as(search: _Search, commit: Commit, which: str) -> Ran:
     return replace(ran, at=at, origin=origin)
 
 
-# -- What changed between two measured runs: `rooftrace.diff` of traces and run files --------------
+# -- rundifferences --------------------------------------------------------------------------------
+# What changed between two measured runs: `rooftrace.diff` of traces and run files.
 
 Graphs = Mapping[str, OpGraph]
 _SIZES = "a measured run is what it is; this is for what --target names (in Python: graphs=)"
@@ -305,7 +306,8 @@ def _made(sources: tuple[Source, Source], kwargs: Mapping[str, Any]) -> tuple[Gr
     return made[0], made[-1]
 
 
-# -- What a change costs, or does to weights, and what other counters say of the same step ---------
+# -- differences -----------------------------------------------------------------------------------
+# What a change costs, or does to weights, and what other counters say of the same step.
 
 
 def diff(

@@ -54,7 +54,8 @@ def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
     return price_breaks(priced, run, asked.chip, asked.model)
 
 
-# -- Explorations of any source: its decode step as a form, then where computing can limit it ------
+# -- exploring -------------------------------------------------------------------------------------
+# Explorations of any source: its decode step as a form, then where computing can limit it.
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -175,7 +176,8 @@ def _fixed(form: Form, sizes: Mapping[str, Any]) -> dict[str, int]:
     return {name: size for name, size in named.items() if name not in ("batch", "kv")}
 
 
-# -- Explanations of any source: its form around the sizes that were asked for, then its formulas --
+# -- explaining ------------------------------------------------------------------------------------
+# Explanations of any source: its form around the sizes that were asked for, then its formulas.
 
 MOST_BATCH = 4096
 """The largest batch that is asked whether computing limits there."""

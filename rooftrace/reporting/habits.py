@@ -186,7 +186,8 @@ def _report(
     tell(f"report written to {page}")
 
 
-# -- What users of torchinfo, thop, fvcore and FlopCounterMode type --------------------------------
+# -- habits ----------------------------------------------------------------------------------------
+# What users of torchinfo, thop, fvcore and FlopCounterMode type.
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ def _histogram(axes: Axes, layer: LayerInfo) -> None:
     )
 
 
-# -- The inventory of a module, a target or a checkpoint -------------------------------------------
+# -- inventories -----------------------------------------------------------------------------------
+# The inventory of a module, a target or a checkpoint.
 
 
 def inventory(

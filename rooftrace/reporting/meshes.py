@@ -191,7 +191,8 @@ def _grounds(asked: MeshQuestion, rows: Sequence[MeshRow]) -> Iterator[str]:
     yield from (f"outside of measurements: {text}" for text in beyond)
 
 
-# -- Questions about meshes, as calls: the best one of some chips, and how a step scales -----------
+# -- meshes ----------------------------------------------------------------------------------------
+# Questions about meshes, as calls: the best one of some chips, and how a step scales.
 
 
 def best_mesh(

@@ -80,7 +80,8 @@ def _knobs(asked: Question) -> str:
     return "; ".join(filter(None, (by, *borrowed)))
 
 
-# -- A question as it is asked: what is looked for, within which limits, on which chips; checked ---
+# -- questions -------------------------------------------------------------------------------------
+# A question as it is asked: what is looked for, within which limits, on which chips; checked.
 
 OTHERS = ("rates", "passing", "chips")
 """What is asked for besides sizes and objectives."""

@@ -199,7 +199,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             return
 
 
-# -- A report: every phase under every execution on every chip, and the folder of files made of it -
+# -- report ----------------------------------------------------------------------------------------
+# A report: every phase under every execution on every chip, and the folder of files made of it.
 
 DETECTED = "detected"
 """The name of an execution whose bytes are as rules count them, beside the calibrated one."""

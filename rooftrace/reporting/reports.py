@@ -125,6 +125,9 @@ def _largest(
 
 
 # -- manyreports -----------------------------------------------------------------------------------
+# Reports on several targets: a folder for each, and all of them on one roofline and in one table.
+#
+# A target that fails leaves the others as they are, and is named with its error.
 
 MANIFEST = "_comparison.json"
 MOST = 200

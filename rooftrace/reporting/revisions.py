@@ -301,7 +301,8 @@ def _written_apart(
     return authorship.wrote(repository, after or "HEAD", before, source)
 
 
-# -- Runs the sides of a diff where they are placed: the graphs of each, and what they cost --------
+# -- sideruns --------------------------------------------------------------------------------------
+# Runs the sides of a diff where they are placed: the graphs of each, and what they cost.
 
 EAGER = "eager"
 """The execution model that runs the ops which the code calls."""

@@ -227,7 +227,8 @@ def number_of_config(job: Job, name: str) -> int:
     return value
 
 
-# -- What moves a step most: elasticities at some sizes, or the effects of a full factorial grid ---
+# -- sensitivity -----------------------------------------------------------------------------------
+# What moves a step most: elasticities at some sizes, or the effects of a full factorial grid.
 
 _LENGTHS = ("batch", "seq", "kv")
 _FEW = 32

@@ -169,7 +169,8 @@ def looks_like_form(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-# -- Forms of a source: traced at a few sizes, proven on others, at any size afterwards ------------
+# -- stepforms -------------------------------------------------------------------------------------
+# Forms of a source: traced at a few sizes, proven on others, at any size afterwards.
 
 Built = TypeVar("Built")
 Levels = Mapping[str, Sequence[int]]

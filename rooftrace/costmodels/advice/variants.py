@@ -155,7 +155,13 @@ def _path(name: str) -> str:
     return f"shares.{path.removeprefix('share.')}" if path.startswith("share.") else path
 
 
-# -- Variants of a step: one thing is changed, and the step is planned and timed again -------------
+# -- variants --------------------------------------------------------------------------------------
+# Variants of a step: one thing is changed, and the step is planned and timed again.
+#
+# In: the estimate of a step, and what to change of it.  Out: the estimate of each variant.  A
+# plan is
+# kept where the change cannot touch its kernels.  What-ifs, graph breaks, scaling tests and
+# elasticities are lists of variants, and views of their estimates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

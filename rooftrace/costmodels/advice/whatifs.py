@@ -132,7 +132,10 @@ class Guidance(Plain):
         return "\n".join(lines) or "nothing that is modelled would save 1 % of the step"
 
 
-# -- From a step to what would help it: every change is planned and timed as the step itself was ---
+# -- whatifs ---------------------------------------------------------------------------------------
+# From a step to what would help it: every change is planned and timed as the step itself was.
+#
+# In: the estimate of a step.  Out: the changes that save at least a hundredth of it, most first.
 
 LEAST = 0.01
 """Share of a step that a change has to save to be listed."""

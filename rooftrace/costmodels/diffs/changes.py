@@ -225,7 +225,8 @@ def _in_short(phase: PhaseDiff) -> str:
     return f"{format_time(time.before)} -> {format_time(time.after)}{relative}"
 
 
-# -- What changed in what processes exchange: the mesh, the groups, the bytes, what is hidden ------
+# -- communication ---------------------------------------------------------------------------------
+# What changed in what processes exchange: the mesh, the groups, the bytes, what is hidden.
 
 _SHOWN = 4
 """Ranks of a group that a sentence names."""
@@ -299,7 +300,8 @@ def network_totals(estimate: Estimate) -> dict[str, float]:
     }
 
 
-# -- What changed module by module; a module that moved or was renamed is one ----------------------
+# -- modules ---------------------------------------------------------------------------------------
+# What changed module by module; a module that moved or was renamed is one.
 
 
 @dataclass(slots=True)

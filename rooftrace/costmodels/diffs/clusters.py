@@ -172,7 +172,8 @@ def _numbers(rows: Sequence[Node]) -> Iterator[tuple[int, ...]]:
         yield tuple(row for side, row in rows if side == number)
 
 
-# -- What changed kernel by kernel, and which of the changes follow from others --------------------
+# -- edits -----------------------------------------------------------------------------------------
+# What changed kernel by kernel, and which of the changes follow from others.
 
 
 @dataclass(frozen=True, slots=True)

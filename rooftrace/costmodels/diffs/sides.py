@@ -123,7 +123,8 @@ def _sizes(tensors: Sequence[Tensor]) -> Signature:
     return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
-# -- One side of a diff: an estimate with the dataflow of its kernels, and where each op is priced -
+# -- sides -----------------------------------------------------------------------------------------
+# One side of a diff: an estimate with the dataflow of its kernels, and where each op is priced.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

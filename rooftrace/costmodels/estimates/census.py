@@ -140,7 +140,14 @@ class Census(Plain, Shown):
         )
 
 
-# -- The census of a step: every matrix product by its sizes, how it fills tiles, and odd sizes ----
+# -- counting --------------------------------------------------------------------------------------
+# The census of a step: every matrix product by its sizes, how it fills tiles, and odd sizes.
+#
+# Rows are exact: their FLOP and those of the attention kernels are the matrix FLOP of the step.
+# What tiles and waves leave is what the kernel model says (`itemising.tiles`), None where it
+# models
+# nothing.  A convolution stands as the product that it is when its windows are written out: M the
+# positions of all images, N the output channels of a group, K the values that each of them sums.
 
 ATTENTION = "attention"
 """The kind of ops whose products are inside of one kernel."""

@@ -59,6 +59,10 @@ def _owners(graph: OpGraph) -> Iterator[tuple[str, Tensor]]:
 
 
 # -- moduletree ------------------------------------------------------------------------------------
+# The tree of modules of an estimate: shapes, parameters, FLOP, bytes and seconds of each module.
+#
+# Sums of a module include the modules inside it.  Siblings that are alike stand once, with a
+# count.
 
 T = TypeVar("T")
 COLUMNS = (

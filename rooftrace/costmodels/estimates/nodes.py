@@ -103,7 +103,11 @@ def with_shape(
     return Cost(changed, traffic), larger - flop
 
 
-# -- The nodes of a step: what each kernel computes, and whose bytes it reads and writes -----------
+# -- nodes -----------------------------------------------------------------------------------------
+# The nodes of a step: what each kernel computes, and whose bytes it reads and writes.
+#
+# Rows are exact: weights + inputs + outputs of a node are its HBM bytes, and nodes add up to the
+# step.
 
 STORED = ("weights", "kv", "optimizer", "constants")
 """Roles of what lies in memory from step to step."""

@@ -114,7 +114,14 @@ def kernels_in_order(estimate: Estimate) -> list[Following]:
     return kernels
 
 
-# -- The queue of an estimate written out: when the host enqueues what, and the device runs it -----
+# -- playing ---------------------------------------------------------------------------------------
+# The queue of an estimate written out: when the host enqueues what, and the device runs it.
+#
+# `timing` says when each kernel of a graph runs the first time; here are the launches of all
+# iterations, one by one, of a step on several streams with the stream of each.  Where there are
+# more
+# than a limit, iterations of the repeats with the highest counts stand once, beside one span for
+# those that follow.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

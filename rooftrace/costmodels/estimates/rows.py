@@ -151,7 +151,8 @@ def records_of(planned: Plan, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         )
 
 
-# -- What a step exchanges with other processes, by the axis of the mesh and the kind of exchange --
+# -- communication ---------------------------------------------------------------------------------
+# What a step exchanges with other processes, by the axis of the mesh and the kind of exchange.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +264,8 @@ class Together:
         return longest if seconds.get(longest) else ""
 
 
-# -- Sums of an estimate's kernels by module, operator, family or part, as mappings ----------------
+# -- breakdowns ------------------------------------------------------------------------------------
+# Sums of an estimate's kernels by module, operator, family or part, as mappings.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -165,6 +165,11 @@ def _kernels(estimate: Estimate) -> Sequence[KernelKind]:
 
 
 # -- wiring ----------------------------------------------------------------------------------------
+# How the modules of a model are wired, as its forward pass ran: a picture for each distinct block.
+#
+# A node is a module, or an op that the block's own code runs, as the sum of a residual.  An edge
+# says
+# that what one made is read by the other; views are looked through.
 
 INPUT, OUTPUT = "input", "output"
 MOST_NODES = 40

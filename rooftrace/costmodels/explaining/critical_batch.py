@@ -133,7 +133,12 @@ def _check_positive(record: RoutedExperts | Rates) -> None:
             raise ExploreError(f"{column.name}={value!r:.60}: expected a number above 0")
 
 
-# -- The least batch for each device with which a decode step is limited by computing --------------
+# -- exploring -------------------------------------------------------------------------------------
+# The least batch for each device with which a decode step is limited by computing.
+#
+# Each of `devices` brings its own batch (data parallel) and holds a share of the experts (expert
+# parallel); everything else of the model is on each of them.  Computing, HBM and the link overlap
+# perfectly, at the rates that are passed: this is the least batch that could do, not a prediction.
 
 BATCHES = tuple(2**n for n in range(15))
 COMPUTE, HBM, CACHE, NETWORK = "compute", "HBM", "HBM (KV)", "network"

@@ -117,7 +117,8 @@ def rates_of(
         yield Rate(name, precision, total, chip.peak(name, precision))
 
 
-# -- A number with its formula: in symbols, with the sizes put in, and as products of shapes -------
+# -- quantities ------------------------------------------------------------------------------------
+# A number with its formula: in symbols, with the sizes put in, and as products of shapes.
 
 Numbers = tuple[int, ...]
 _WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))

@@ -148,7 +148,8 @@ def _sums(rows: list[Row]) -> dict[str, float]:
     return sums
 
 
-# -- A step over the values of one size, the others as they are: rows of totals and times ----------
+# -- sizesweeps ------------------------------------------------------------------------------------
+# A step over the values of one size, the others as they are: rows of totals and times.
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,8 @@ def size_sweep(
     )
 
 
-# -- A whole step as a worked example: sums of formulas by engine and role, times, and B_crit ------
+# -- stepexplained ---------------------------------------------------------------------------------
+# A whole step as a worked example: sums of formulas by engine and role, times, and B_crit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

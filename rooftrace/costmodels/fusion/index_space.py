@@ -82,7 +82,10 @@ def widths(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
     return wider
 
 
-# -- How each op goes through its elements, what it needs, and what of it has to be written --------
+# -- index space -----------------------------------------------------------------------------------
+# How each op goes through its elements, what it needs, and what of it has to be written.
+#
+# What `fuse` asks of ops one by one, before it puts them into kernels.
 
 LONG_CHAIN = 14
 """A result that is used several times and takes at least this many ops per element is written

@@ -188,6 +188,11 @@ def group_name(ops: Sequence[Op]) -> str:
 
 
 # -- partition -------------------------------------------------------------------------------------
+# The kernels of a graph while they grow: who is in which, what each rests on, which join made it.
+#
+# Kernels have ranks in launch order.  An op joins only a kernel whose rank is at least that of
+# every
+# kernel it depends on, so every edge between kernels goes to a higher rank and no cycle can arise.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -341,7 +346,11 @@ def left_over(members: Collection[int], merges: Sequence[Merge]) -> list[Merge]:
     return kept
 
 
-# -- Applies joins to finished kernels: the joins that users register, and those of `headroom` -----
+# -- finished --------------------------------------------------------------------------------------
+# Applies joins to finished kernels: the joins that users register, and those of `headroom`.
+#
+# A kernel moves into the only kernel that reads its results.  It stays where something in between
+# waits for the device or overwrites what the kernel touches.
 
 
 def larger_groups(

@@ -79,7 +79,12 @@ def has_channels_last(value: Tensor) -> bool:
     return len(value.shape) > 3 and value.stride[1] == 1 and value.shape[1] > 1
 
 
-# -- Bytes through HBM: what a kernel group moves once its internal values stay on the chip --------
+# -- moved -----------------------------------------------------------------------------------------
+# Bytes through HBM: what a kernel group moves once its internal values stay on the chip.
+#
+# A storage that only the group itself writes and reads never reaches HBM; one that several of its
+# ops
+# read is read once.  The compulsory floor is what any execution has to move.
 
 
 class _Group(Protocol):

@@ -370,7 +370,15 @@ def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
     return narrow | grouped
 
 
-# -- Attention in a table of kernels: its columns there, and the seconds of its rows ---------------
+# -- attention rows --------------------------------------------------------------------------------
+# Attention in a table of kernels: its columns there, and the seconds of its rows.
+#
+# What a rule says of an attention op (`AttentionSizes` of its work) is a group of columns, all
+# zero
+# in the rows of other kernels.  Rows whose products run on the matrix engine of a chip with a
+# known
+# SM count take the seconds of `attention_time`; backward and all else keep the shares of their
+# class.
 
 # -- which library's kernel runs -------------------------------------------------------------------
 # What measurements tell of each.

@@ -96,7 +96,11 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     return "conv, odd channels" if last and odd else f"conv{ending}"
 
 
-# -- What an engine of a chip does with the work of a kernel: which engine that is, and its share --
+# -- engines ---------------------------------------------------------------------------------------
+# What an engine of a chip does with the work of a kernel: which engine that is, and its share.
+#
+# First which engine runs which work, and how rows are loaded; then how much of a matrix engine a
+# product can use.  Seconds by these numbers are those of `seconds`.
 
 STREAMING = ("vector", "fp32")
 """The engine and precision of a product that streams one matrix past a few vectors."""

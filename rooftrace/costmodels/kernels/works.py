@@ -202,7 +202,13 @@ class _Walk:
             self.began[number], self.last[number] = begin, self.clock
 
 
-# -- Kernels as rows of amounts: a row for each kernel at each of its sizes ------------------------
+# -- works -----------------------------------------------------------------------------------------
+# Kernels as rows of amounts: a row for each kernel at each of its sizes.
+#
+# A plan has a row for each of its different kernels; a form of a plan has one for each kernel at
+# each
+# size.  What a kernel computes stands by key of `Cost.work`: works of one key are arrays over
+# rows.
 
 _SIZES = ("rows", "columns", "inner")
 _ATTENTION = AttentionSizes.__struct_fields__

@@ -63,7 +63,17 @@ UNITS = tuple(
 """Every engine in every precision that a chip may have a rate for, as in "vector fp32"."""
 
 
-# -- Calibrated constants: the fraction of its datasheet peaks a chip reaches, per kernel class ----
+# -- knobs -----------------------------------------------------------------------------------------
+# Calibrated constants: the fraction of its datasheet peaks a chip reaches, per kernel class.
+#
+# A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
+#   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
+#   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
+#            where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
+# compute and memory are what a chip sustains; the shares differ little between chips of a kind.
+# Where pace is not 1, all of these times, and those of the host, are divided by it.
+# Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
+# known; its shares are for the rest.
 
 SCHEMA = "rooftrace.knobs/1"
 _SHIPPED = Path(__file__).parent / "fitted"

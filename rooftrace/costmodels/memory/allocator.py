@@ -194,7 +194,17 @@ class CachingAllocator:
         return first
 
 
-# -- The allocations of some steps one after another, in program order, through an allocator -------
+# -- replaying -------------------------------------------------------------------------------------
+# The allocations of some steps one after another, in program order, through an allocator.
+#
+# Weights, inputs and caches come first, then the steps.  As in a usual loop the states of an
+# optimizer are made as it first runs, and gradients and results of a step are dropped before the
+# next one.  So later steps find the segments of earlier ones, as they do in a real run.
+#
+# Many equal iterations are visited as in `liveness`: what the left-out ones keep is allocated as
+# the
+# visited one ends, and what they free is freed then; what they make and drop finds the same blocks
+# again, and is not repeated.
 
 VISITED = 6000
 """So many ops are visited at the most, beyond the least that a graph with repeats takes."""

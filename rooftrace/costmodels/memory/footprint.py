@@ -46,7 +46,15 @@ def buffer_bytes(graph: OpGraph, alive: Mapping[int, int], sizes: Sequence[int])
     )
 
 
-# -- How many bytes are alive over a step, what the peak consists of, and how it builds up ---------
+# -- footprint -------------------------------------------------------------------------------------
+# How many bytes are alive over a step, what the peak consists of, and how it builds up.
+#
+# The peak is what the tensors of an eager run take (attention as one kernel).  What libraries and
+# an
+# allocator add comes on top (`allocating`).
+#
+# Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so their
+# maximum is at one end of these.
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
 SAVED = "saved"

@@ -69,7 +69,8 @@ def largest(peak_of: Callable[[int], int], capacity: float, most: int = MOST) ->
     return low, high is None
 
 
-# -- What a step's tensors take on a chip: blocks, workspaces, cached segments, the context --------
+# -- reserving -------------------------------------------------------------------------------------
+# What a step's tensors take on a chip: blocks, workspaces, cached segments, the context.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,8 @@ def bytes_by_kind(
     return sums
 
 
-# -- Measured bytes over those that rules count, kind by kind, and what is behind a difference -----
+# -- factors ---------------------------------------------------------------------------------------
+# Measured bytes over those that rules count, kind by kind, and what is behind a difference.
 
 FUSIONS = ("none", "detected")
 SOURCES = ("counters", "seconds")

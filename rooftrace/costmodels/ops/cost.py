@@ -28,7 +28,11 @@ BY_LENGTHS = "by_lengths"
 """Of an attention whose kernel is told lengths of sequences in place of its mask."""
 
 
-# -- What an op can be: its kind, its family and its traits.  A rule says it, or its cost tells ----
+# -- kinds -----------------------------------------------------------------------------------------
+# What an op can be: its kind, its family and its traits.  A rule says it, or its cost tells.
+#
+# kind: the class of kernels whose fitted shares of the chip's peaks apply (see `opclass`, which
+# splits "conv" by sizes).  family: the part of a model that reports put the op under.
 
 FusionClass = Literal["opaque", "pointwise", "reduction", "gather", "free"]
 """How a compiler may fuse the op.
@@ -133,7 +137,11 @@ def check(what: str, value: str | None, known: Collection[str]) -> None:
     )
 
 
-# -- What one op costs on any chip: work by operation and precision, bytes by storage and wire -----
+# -- cost ------------------------------------------------------------------------------------------
+# What one op costs on any chip: work by operation and precision, bytes by storage and wire.
+#
+# A `Cost` is additive.  It knows no chip, no knob and no fusion. Fusing drops internal values
+# and reads a shared value once; `traffic` does so when it adds up costs.
 
 OPERATIONS = ("matmul", "convolution", "vector")
 MATRIX = ("matmul", "convolution")

@@ -172,7 +172,8 @@ builtin = partial(rule, source=OURS)
 """`rule` for this package's own rules: `@builtin("aten.mm")`."""
 
 
-# -- Which rule prices an op, of this package, of third-party packages and of users ----------------
+# -- lookup ----------------------------------------------------------------------------------------
+# Which rule prices an op, of this package, of third-party packages and of users.
 
 
 def find_rule(target: str) -> Rule | None:

@@ -85,7 +85,8 @@ class Points:
         return Points({name: c[chosen] for name, c in zip(self.names, self.columns, strict=True)})
 
 
-# -- The numbers of a plan that times and totals are computed from, as one record ------------------
+# -- planrecords -----------------------------------------------------------------------------------
+# The numbers of a plan that times and totals are computed from, as one record.
 
 
 class AccessNumbers(Struct, frozen=True):
@@ -211,7 +212,8 @@ def _group(
     )
 
 
-# -- The kernels of a plan for any sizes: amounts, traffic and works as formulas -------------------
+# -- kernelforms -----------------------------------------------------------------------------------
+# The kernels of a plan for any sizes: amounts, traffic and works as formulas.
 
 
 @dataclass(frozen=True)

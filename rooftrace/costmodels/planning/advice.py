@@ -68,7 +68,8 @@ def as_written(graph: OpGraph, model: ExecutionModel) -> tuple[OpGraph, Executio
     return marks.with_breaks(graph, marks.compiled_cuts(graph.ops)), model
 
 
-# -- What the structure of a graph says about how a step could be cheaper.  Knows no model's name --
+# -- advice ----------------------------------------------------------------------------------------
+# What the structure of a graph says about how a step could be cheaper.  Knows no model's name.
 
 PRODUCT = ("matmul",)  # not a convolution over a window of the state
 

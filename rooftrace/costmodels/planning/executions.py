@@ -43,7 +43,8 @@ REWRITES = (
 """Names of rewrites of the graph, in the order in which they are applied."""
 
 
-# -- How a step is run: what turns an op graph into kernels.  Knows no chip and no model -----------
+# -- executions ------------------------------------------------------------------------------------
+# How a step is run: what turns an op graph into kernels.  Knows no chip and no model.
 
 ATTENTION = ("flash", "materialised")
 SDPA = "sdpa"

@@ -172,7 +172,8 @@ def calls_before(graph: OpGraph) -> tuple[int, ...]:
     return tuple(counts)
 
 
-# -- How much of a plan's totals rests on rules, and which ops have none ---------------------------
+# -- coverage --------------------------------------------------------------------------------------
+# How much of a plan's totals rests on rules, and which ops have none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +271,10 @@ def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
     return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
 
 
-# -- From an op graph to a plan: price every op, group, add up traffic; still without a chip -------
+# -- plans -----------------------------------------------------------------------------------------
+# From an op graph to a plan: price every op, group, add up traffic; still without a chip.
+#
+# A plan is made once per execution model; `estimate` puts it on chips.
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,10 @@ def _in_chunks(rows: int, chunk: int) -> int:
     return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
-# -- attention_kernels -----------------------------------------------------------------------------
+# -- attention kernels -----------------------------------------------------------------------------
+# Attention as one kernel: products and a softmax that a model wrote by hand become one flash op.
+#
+# A pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
 
 
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:

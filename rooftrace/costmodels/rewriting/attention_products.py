@@ -302,7 +302,11 @@ def _only(place: StoragePlace, dim: int, size: int) -> bool:
     )
 
 
-# -- Attention as matrix products: one kernel becomes several, with the scores in HBM between them -
+# -- attention products ----------------------------------------------------------------------------
+# Attention as matrix products: one kernel becomes several, with the scores in HBM between them.
+#
+# The pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
+# Its ops have torch's own names, since what it makes runs (`to_fx`).
 
 
 def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:

@@ -144,7 +144,13 @@ def _key(places: Places, value: int) -> int | None:
     return None if copied or len(shape) != 3 else places.straight(words["key"], shape)
 
 
-# -- Convolutions over time that see no later token, as the kernel of causal-conv1d ----------------
+# -- causal convs ----------------------------------------------------------------------------------
+# Convolutions over time that see no later token, as the kernel of causal-conv1d.
+#
+# A module pads a depthwise convolution on both sides and cuts what lies behind, or puts zeros or
+# the
+# last columns before it; a step of one token keeps these columns in a state.  The kernel reads x
+# once, adds the bias, applies SiLU, and moves the state on.
 
 CAUSAL_CONV = "rooftrace.causal_conv1d.default"
 CONV_UPDATE = "rooftrace.causal_conv1d_update.default"

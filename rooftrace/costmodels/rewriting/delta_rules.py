@@ -348,7 +348,18 @@ def _least_lengths(region: StateRegion, rule: StateRule, role: str) -> Iterator[
     return iter(numbers)
 
 
-# -- Linear attention and delta rules as one op each, where a graph writes out what they do --------
+# -- delta rules -----------------------------------------------------------------------------------
+# Linear attention and delta rules as one op each, where a graph writes out what they do.
+#
+# What is written out is found as a chain of states (`statechains`), and its streams get their
+# roles
+# by what depends on them: the decay by what scales the state, key and value by what is added to
+# it,
+# the query by what reads it (`staterules`).  Then the ops run on small random numbers beside the
+# formula of the op that would take their place (`statetrials`): where both agree to nine digits,
+# they
+# are the same function.  So chunks, loops over tokens, solved or inverted triangles, masks and the
+# order of elementwise ops need no templates.
 
 BLOCK_ATTENTION = "rooftrace.block_attention.default"
 

@@ -178,7 +178,14 @@ def _behind(walker: Walker, storage: int) -> Iterator[Op]:
             yield op
 
 
-# -- State-space duality: a recurrence with one decay for each head, written over chunks of tokens -
+# -- duals -----------------------------------------------------------------------------------------
+# State-space duality: a recurrence with one decay for each head, written over chunks of tokens.
+#
+# Within a chunk the decays from token s to token l are `L = exp(sum of a over s < k <= l)`, an
+# exponential of masked sums.  From there: `y = (C B^T * L) x` within the chunk, the states that
+# chunks leave behind, what they become over the chunks, and what these add to y.  All products are
+# taken apart into factors (see `indexing`), so that their order does not matter (T. Dao and A. Gu,
+# "Transformers are SSMs", arXiv 2405.21060, section 6).
 
 _ALL = Pat("ones ones_like new_ones")
 _NOT = "bitwise_not logical_not"

@@ -185,7 +185,18 @@ def _launched(graph: OpGraph) -> int:
     return sum(graph.times(op) for op in graph.kernels())
 
 
-# -- Ops as eager PyTorch runs them on CUDA, where one op launches more than one kernel ------------
+# -- eager kernels ---------------------------------------------------------------------------------
+# Ops as eager PyTorch runs them on CUDA, where one op launches more than one kernel.
+#
+# A meta tensor shows none of it: the kernel behind the op copies an input that is not contiguous,
+# or
+# does its work in several steps.  A compiler writes its own kernels, which read any strides, so
+# these
+# passes are for executions without fusion.  What they make is for pricing: bytes, kernels and
+# memory
+# are those of the library, and the numbers that come out need not be.
+#
+# Facts are from ATen's sources (aten/src/ATen/native), named beside each.
 
 Form = Callable[[Editor, Op], bool]
 """Writes the kernels of an op into an Editor; False, with nothing written, where it is one."""

@@ -219,7 +219,12 @@ def operand(op: Op, name: str) -> Ref:
     return item
 
 
-# -- Patterns of ops: by which op a value was made, and of what, behind views, copies and casts ----
+# -- matching --------------------------------------------------------------------------------------
+# Patterns of ops: by which op a value was made, and of what, behind views, copies and casts.
+#
+# `Pat("mul", Pat("silu", "x"), "y")` is a product, in either order, of the SiLU of one value and
+# of
+# another one; matched, it says which values `x` and `y` are.
 
 Pattern = Any
 """Of what an op is given: a Pat; a word, which names a value, the same wherever it stands; Number,
@@ -400,7 +405,8 @@ def number_of(places: Places, item: Argument) -> float | None:
     return float(item) if isinstance(item, (int, float)) else None
 
 
-# -- Ops that one kernel can stand for: what lies between some values and what is made of them -----
+# -- regions ---------------------------------------------------------------------------------------
+# Ops that one kernel can stand for: what lies between some values and what is made of them.
 
 
 def ops_between(places: Places, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:

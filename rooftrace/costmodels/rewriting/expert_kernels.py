@@ -94,7 +94,13 @@ def is_choice(places: Places, chosen: int) -> bool:
     return len(tensor.shape) == 1 and tensor.dtype.startswith("int")
 
 
-# -- Experts whose weights are copied for each row, as products that read each expert once ---------
+# -- gathered experts ------------------------------------------------------------------------------
+# Experts whose weights are copied for each row, as products that read each expert once.
+#
+# Some code takes a copy of an expert's weights for every token that chose it, and multiplies row
+# by
+# row.  The copies take more bytes than the weights; a server's kernel multiplies all rows of an
+# expert with its weights where they are.
 
 ALIGN = "rooftrace.align_experts.default"
 EXPERT_MM = "rooftrace.expert_mm.default"
@@ -217,7 +223,16 @@ def _tokens(places: Places, value: int) -> tuple[int, int]:
     return (source, count) if values[source].elements * count == wide.elements else (value, 1)
 
 
-# -- Routed experts as the kernels that a server launches around their products --------------------
+# -- expert kernels --------------------------------------------------------------------------------
+# Routed experts as the kernels that a server launches around their products.
+#
+# As written, tokens are sorted by expert and copied, multiplied, weighed, put back in order and
+# added
+# up.  vLLM's `fused_moe` launches five kernels: which rows each expert has
+# (`moe_align_block_size`),
+# a product that takes rows by their numbers, the activation, a product that weighs its rows and
+# puts
+# them back by their numbers, and the sum over the experts of a token.
 
 COMBINE = "rooftrace.combine_experts.default"
 _LONGEST = 32

@@ -96,7 +96,14 @@ def _is_window(graph: OpGraph, value: int) -> bool:
     return leaving == [value] and tensor.elements < graph.values[tensor.storage].elements
 
 
-# -- Products of numbers that were widened for them, as products of the narrow numbers -------------
+# -- narrow products -------------------------------------------------------------------------------
+# Products of numbers that were widened for them, as products of the narrow numbers.
+#
+# A router in fp32 over tokens and weights in bf16 is written as two casts and a product on the
+# vector
+# engine.  A matrix engine multiplies bf16 exactly and adds up in fp32: what differs is that the
+# result is written as it was added up (SGLang's and vLLM's `dsv3_router_gemm`, `torch.mm` with
+# `out_dtype`).
 
 _OPERANDS = ("self", "mat2")
 _PRODUCTS = ("aten.mm", "aten.bmm")
@@ -171,7 +178,11 @@ def _emit(places: Places, edit: Editor, product: _Product) -> None:
     edit.emit(op, f"{op.name}.dtype", arguments, op.outputs, facts=op.facts)
 
 
-# -- Products of one input with several weights as one product with the weights side by side -------
+# -- fused products --------------------------------------------------------------------------------
+# Products of one input with several weights as one product with the weights side by side.
+#
+# A server keeps the weights of query, key and value as one tensor, and those of gate and up: the
+# input is read once, and one kernel runs in place of several.  The parts of the result are views.
 
 _ATTENTIONS = (ATTENTION, LATENT_ATTENTION, PACKED_ATTENTION, PACKED_LATENT_ATTENTION)
 PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}

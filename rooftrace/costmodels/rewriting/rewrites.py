@@ -295,7 +295,12 @@ REWRITES = (
 """Every rewrite, in the order in which they are applied."""
 
 
-# -- Graph to graph: the same step as another execution model would run it, or in other precisions -
+# -- rewrites --------------------------------------------------------------------------------------
+# Graph to graph: the same step as another execution model would run it, or in other precisions.
+#
+# Every pass takes a verified OpGraph and returns one.  `rewrite` applies what an execution model
+# asks
+# for; `reprice` changes storage precisions.
 
 WRITTEN = "written-attention"
 Change = Callable[[OpGraph], tuple[OpGraph, int]]

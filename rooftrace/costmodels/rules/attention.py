@@ -92,7 +92,22 @@ def together(kinds: Sequence[Packed]) -> dict[str, float]:
     return {**fields, "long": long, **of_longest} if long else fields
 
 
-# -- Scaled dot-product attention as one kernel that never writes its score matrix -----------------
+# -- attention -------------------------------------------------------------------------------------
+# Scaled dot-product attention as one kernel that never writes its score matrix.
+#
+# FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and
+# the
+# rest: "masked" where a kernel is told the pattern of the mask by numbers and skips by it,
+# "masked_executed" where it reads a mask, or where that has no pattern.  The execution model
+# decides
+# which kernel runs, and whether the scores are materialised.  A kernel skips whole blocks of
+# pairs;
+# here it skips single pairs.
+#
+# Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
+# (grouped queries share them).  Kernels read key and value again per tile of queries; that comes
+# from
+# L2.
 
 TOP_LEFT = 1
 """`custom_mask_type` of _efficient_attention_forward: 2 is causal from the bottom right corner."""
@@ -459,6 +474,10 @@ def fill_dropout_mask(op: OpView) -> Cost:
 
 
 # -- encoder ---------------------------------------------------------------------------------------
+# A whole transformer layer as one op: what nn.MultiheadAttention and nn.TransformerEncoderLayer
+# call on real tensors, in eval mode and without gradients (their "fast path").
+#
+# The kernels materialise the score matrix; their inner values do not count as traffic.
 
 def _attention(op: OpView, query: TensorView, key: TensorView, masked: bool) -> Cost:
     """Projections of query, key and value, two products per head, softmax, output projection.

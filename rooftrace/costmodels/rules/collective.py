@@ -126,7 +126,11 @@ def wait(op: OpView) -> Cost:
     return Cost()
 
 
-# -- Products that exchange their operand or their result with other devices while they compute ----
+# -- fused collective ------------------------------------------------------------------------------
+# Products that exchange their operand or their result with other devices while they compute.
+#
+# They cost what the exchange and the product cost, but that nothing between the two goes through
+# memory a second time.  (Wang et al. 2023, Overlap Communication with Dependent Computation.)
 
 def _made(op: OpView, a: TensorView, b: TensorView, rows: int) -> Cost:
     k = a.shape[-1]

@@ -147,7 +147,8 @@ def packed(op: OpView) -> Cost:
     return op.read(first, smaller) + op.read_all(rest) + op.write_all(op.outputs)
 
 
-# -- Tensors made from nothing: written once; `empty` writes nothing -------------------------------
+# -- creation --------------------------------------------------------------------------------------
+# Tensors made from nothing: written once; `empty` writes nothing.
 
 @builtin("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided",
          "aten.new_empty", "aten.new_empty_strided", "aten._empty_affine_quantized",
@@ -197,7 +198,8 @@ def fill(op: OpView) -> Cost:
     return op.reading("value")
 
 
-# -- Views and bookkeeping: ops that move no bytes, whatever kind the graph gives them -------------
+# -- shape -----------------------------------------------------------------------------------------
+# Views and bookkeeping: ops that move no bytes, whatever kind the graph gives them.
 
 VIEWS: tuple[str, ...] = (
     "_conj", "_fw_primal", "_make_dual", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint",
@@ -236,7 +238,8 @@ def view_or_copy(op: OpView) -> Cost:
     return op.streamed()
 
 
-# -- Caches that grow in place: what compiled and efficient execution make of a `cat` with a cache -
+# -- cache -----------------------------------------------------------------------------------------
+# Caches that grow in place: what compiled and efficient execution make of a `cat` with a cache.
 
 @builtin("rooftrace.cache_append", label="cache append")
 def cache_append(op: OpView) -> Cost:

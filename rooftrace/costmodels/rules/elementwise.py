@@ -380,7 +380,8 @@ def complex_parts(op: OpView) -> Cost:
     return op.streamed()
 
 
-# -- Random numbers and dropout.  Making random bits is integer work; using them counts ------------
+# -- random ----------------------------------------------------------------------------------------
+# Random numbers and dropout.  Making random bits is integer work; using them counts.
 
 @builtin("aten.rand", "aten.randn", "aten.randint", "aten.rand_like", "aten.randn_like",
          "aten.randint_like", "aten.uniform", "aten.uniform_", "aten.normal_", "aten.exponential",

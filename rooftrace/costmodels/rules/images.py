@@ -123,7 +123,10 @@ def convolution_double_backward(op: OpView) -> Cost:
             + vector(op, adds * grad.elements) + op.streamed())
 
 
-# -- Pooling: max, average, adaptive and fractional, forward and backward --------------------------
+# -- pooling ---------------------------------------------------------------------------------------
+# Pooling: max, average, adaptive and fractional, forward and backward.
+#
+# Windows count whole: cells of padding are counted as if they were data.
 
 def _window(op: OpView, rank: int) -> int:
     """Cells in a window; one number stands for all dimensions."""
@@ -215,7 +218,11 @@ def max_unpool(op: OpView) -> Cost:
     return op.streamed() + op.write(out, min(x.nbytes, out.nbytes))
 
 
-# -- Resampling of images: nearest, linear, cubic, by a grid; and their gradients ------------------
+# -- upsample --------------------------------------------------------------------------------------
+# Resampling of images: nearest, linear, cubic, by a grid; and their gradients.
+#
+# A value from k taps is k products with weights and k - 1 adds; weights depend on the row and the
+# column only, and positions are index work: neither is counted.
 
 TAPS: dict[str, int] = {
     "upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8,
@@ -338,7 +345,8 @@ def affine_grid_backward(op: OpView) -> Cost:
     return vector(op, 2 * (grad.shape[-1] + 1) * grad.elements) + op.reading("grad")
 
 
-# -- Detection ops of torchvision: boxes, regions of interest, deformable convolution --------------
+# -- vision ----------------------------------------------------------------------------------------
+# Detection ops of torchvision: boxes, regions of interest, deformable convolution.
 
 @builtin("torchvision.nms")
 def nms(op: OpView) -> Cost:

@@ -99,7 +99,8 @@ def least_squares(op: OpView) -> Cost:
     return vector(op, factor + 4 * n * op.needed("b").elements) + op.streamed()
 
 
-# -- Fast Fourier transforms: 5 N log2 N flop (van Loan 1992; the convention of fftw.org/speed) ----
+# -- fourier ---------------------------------------------------------------------------------------
+# Fast Fourier transforms: 5 N log2 N flop (van Loan 1992; the convention of fftw.org/speed).
 
 def fft_flop(transforms: int, n: int) -> int:
     """`transforms` complex transforms of n points."""
@@ -125,7 +126,16 @@ def real_fft(op: OpView) -> Cost:
     return vector(op, fft_flop(real.elements // n if n else 0, n) // 2) + op.streamed()
 
 
-# -- Products and sums over the stored elements of a sparse tensor ---------------------------------
+# -- sparse ----------------------------------------------------------------------------------------
+# Products and sums over the stored elements of a sparse tensor.
+#
+# A graph has indices and values, and a sparse tensor that is made of them for a product, with the
+# shape of a dense one and no bytes; how many elements it stores is the fact `stored` (of the first
+# sparse operand).  Where that is not known (the result of `to_sparse`) every element counts: an
+# upper
+# bound.  Products run on the vector engine, as cuSPARSE's do.  Bytes: a stored element moves with
+# its
+# indices, 8 bytes each.
 
 INDEX = 8
 """Bytes of an index (int64)."""

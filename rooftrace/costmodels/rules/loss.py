@@ -162,7 +162,10 @@ def linear_cross_entropy(op: OpView) -> Cost:
             + vector(op, n * c * (5 + 3 * any(wanted))) + op.streamed())
 
 
-# -- Softmax and log-softmax over rows, and their gradients ----------------------------------------
+# -- softmax ---------------------------------------------------------------------------------------
+# Softmax and log-softmax over rows, and their gradients.
+#
+# Their kernels load whole rows, so that their work says how long rows are (`along_rows`).
 
 def _rows(op: OpView, x: TensorView) -> tuple[int, int]:
     """(rows, n): how many rows are normalised and how long each is."""

@@ -79,7 +79,10 @@ def update_scale(op: OpView) -> Cost:
             + op.write(op.tensor("growth_tracker")))
 
 
-# -- torch's primitive ops, which forward-mode derivatives and decompositions are written in -------
+# -- prims -----------------------------------------------------------------------------------------
+# torch's primitive ops, which forward-mode derivatives and decompositions are written in.
+#
+# Each does what an op of aten does, whose formula counts (`elementwise`).
 
 AS_IN_ATEN: tuple[str, ...] = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma",

@@ -160,7 +160,17 @@ def causal_conv1d_update(op: OpView) -> Cost:
     return _convolved(op, op.needed("x"))
 
 
-# -- Linear attention and delta rules as the kernels of flash-linear-attention (fla) run them ------
+# -- delta rules -----------------------------------------------------------------------------------
+# Linear attention and delta rules as the kernels of flash-linear-attention (fla) run them.
+#
+# A prompt goes in chunks of 64 tokens through a family of kernels (S. Yang et al., arXiv
+# 2312.06635,
+# 2406.06484, 2412.06464).  What one of them writes for the next goes through memory, and counts as
+# bytes of the result.  Rows of a chunk that is not full are computed too.  One token goes through
+# one
+# kernel, which reads and writes the state.  The kernels count as one launch: the gaps between
+# those
+# of a family are not in its time.
 
 CHUNK = 64
 """Tokens of a chunk, in fla and in vLLM."""

@@ -179,7 +179,8 @@ def to_host(op: OpView) -> Cost:
     return op.reading("self", "info") if has_arithmetic(op) or op.inputs else Cost()
 
 
-# -- Running sums, products and extremes along one dimension: output i depends on inputs 0..i ------
+# -- scan ------------------------------------------------------------------------------------------
+# Running sums, products and extremes along one dimension: output i depends on inputs 0..i.
 
 def _steps(op: OpView) -> int:
     """Combinations done: n - 1 per row of n."""
@@ -206,7 +207,11 @@ def logcumsumexp(op: OpView) -> Cost:
     return vector(op, 7 * _steps(op)) + op.streamed()
 
 
-# -- Sorting, selecting, searching and counting ----------------------------------------------------
+# -- sort ------------------------------------------------------------------------------------------
+# Sorting, selecting, searching and counting.
+#
+# Sorting and selecting work on the bits of keys (radix), so they are bytes only; searching
+# compares.
 
 IN_SHARED_MEMORY = 4096
 """Rows up to this length are sorted on chip, in one pass (aten/src/ATen/native/cuda/Sort.cu)."""

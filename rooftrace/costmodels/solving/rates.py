@@ -85,7 +85,8 @@ def passing(
     return first, last
 
 
-# -- Which bandwidth, FLOP rate or link would make a step limited by computing ---------------------
+# -- rates -----------------------------------------------------------------------------------------
+# Which bandwidth, FLOP rate or link would make a step limited by computing.
 
 _FARTHEST = 2.0**40
 """By how much a rate is changed at most."""

@@ -145,7 +145,8 @@ class Limits(Plain):
 WORDS = {"step": "a step", "tpot": "a time per token", "ttft": "a time to the first token"}
 
 
-# -- How many chips a step needs by what it keeps in memory ----------------------------------------
+# -- capacity --------------------------------------------------------------------------------------
+# How many chips a step needs by what it keeps in memory.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,8 @@ def points_of(names: Sequence[str], levels: Mapping[str, Sequence[int]]) -> Poin
     return Points({name: grid.ravel() for name, grid in zip(names, grids, strict=True)})
 
 
-# -- A form at many points on many chips: a table of totals and times, a line for each -------------
+# -- evaluating ------------------------------------------------------------------------------------
+# A form at many points on many chips: a table of totals and times, a line for each.
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Columns = dict[str, Array]

@@ -144,6 +144,12 @@ class Elasticities(Plain, Shown):
 
 
 # -- slopes ----------------------------------------------------------------------------------------
+# Exact slopes of the totals of a plan by one size: rational numbers, from derivatives of formulas.
+#
+# Where a named function stands in a formula, its derivative is analytic, of real numbers: d/dT of
+# V (1 - (1 - c/V)^T) is -V ln(1 - c/V) (1 - c/V)^T.  Functions that round have the derivative of
+# what
+# they round.
 
 Real = Fraction | float
 Numbers = Sequence[int]

@@ -113,7 +113,12 @@ def steps_of(kind: str, units: int, *, outermost: bool) -> int:
     return 1 if pattern in ("pair", "apart") else units - 1
 
 
-# -- Seconds of one collective: its steps and its bytes over the levels that its ranks stand in ----
+# -- timing ----------------------------------------------------------------------------------------
+# Seconds of one collective: its steps and its bytes over the levels that its ranks stand in.
+#
+# In: a system, a collective, its buffer, the numbers of its ranks.  Out: seconds, the outermost
+# level
+# used, and what lies outside of measurements.
 
 _TINY = 1e-300
 """Seconds; what takes none is divided by this."""
@@ -282,7 +287,12 @@ def _beyond(
     return ""
 
 
-# -- Seconds of sending tokens to the experts of a mixture, and of bringing them back (DeepEP) -----
+# -- exchanging ------------------------------------------------------------------------------------
+# Seconds of sending tokens to the experts of a mixture, and of bringing them back (DeepEP).
+#
+# Each rank has tokens; each token goes to `chosen` experts, spread evenly over the ranks.  A rank
+# is
+# sent a token once, however many of its experts want it; in the mode "low-latency" once for each.
 
 SENDERS = 128
 """Groups of cores that send in the mode "low-latency": one for each expert, up to these."""

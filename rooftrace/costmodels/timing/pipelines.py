@@ -61,7 +61,12 @@ class Pipe:
         return total / (ranks * self.made.seconds * self.first.peak) if self.made.seconds else None
 
 
-# -- The table of a pipeline walked: when each action runs, what is idle, what is alive ------------
+# -- walking ---------------------------------------------------------------------------------------
+# The table of a pipeline walked: when each action runs, what is idle, what is alive.
+#
+# A process does its actions in order.  A forward needs the stage before, a backward the stage
+# behind;
+# what they hand over arrives after a transfer, which computing does not wait for otherwise.
 
 Table = Mapping[int, Sequence[Action]]
 
@@ -220,7 +225,8 @@ def moments(times: PipelineTimes) -> Iterator[tuple[int, dict[int, float]]]:
             stages[stage] -= FREED[run.action.kind]
 
 
-# -- What the stages of a pipeline cost, and the pipeline that they make ---------------------------
+# -- stages ----------------------------------------------------------------------------------------
+# What the stages of a pipeline cost, and the pipeline that they make.
 
 SAVED = "saved"
 """The kind of memory that forward makes and backward reads."""

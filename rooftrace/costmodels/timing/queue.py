@@ -251,7 +251,8 @@ def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[in
     return float(schedule([0.0] * placed, launches, host, counts)[1])
 
 
-# -- Seconds of the collectives of a plan over the links of a system -------------------------------
+# -- exchanges -------------------------------------------------------------------------------------
+# Seconds of the collectives of a plan over the links of a system.
 
 # -- expert exchanges ------------------------------------------------------------------------------
 # Exchanges of rows with the experts of other processes, and their seconds by DeepEP.

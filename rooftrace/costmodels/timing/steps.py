@@ -494,7 +494,8 @@ def _on_streams(step: StepAmounts, chip: Chip, durations: Array) -> Walk:
     return walked if step.points == 1 else Walk([], [waited], ends)
 
 
-# -- A plan on a chip in seconds: its one point as a step, and its kernels one by one --------------
+# -- steptimes -------------------------------------------------------------------------------------
+# A plan on a chip in seconds: its one point as a step, and its kernels one by one.
 
 
 @dataclass(frozen=True, slots=True)

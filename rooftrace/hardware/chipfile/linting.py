@@ -33,7 +33,8 @@ class Finding:
         return f"{self.severity}: {self.field}: {self.message}"
 
 
-# -- What looks wrong in a chip file that loads: rates, units and names that no chip of today has --
+# -- linting ---------------------------------------------------------------------------------------
+# What looks wrong in a chip file that loads: rates, units and names that no chip of today has.
 
 
 def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:

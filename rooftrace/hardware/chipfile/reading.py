@@ -390,7 +390,11 @@ def chip_files() -> Mapping[str, Traversable]:
     return files
 
 
-# -- Writes a chip as a TOML file that reads like those that ship: a section for each fact ---------
+# -- writing ---------------------------------------------------------------------------------------
+# Writes a chip as a TOML file that reads like those that ship: a section for each fact.
+#
+# The text is made here and not by a library: this layer needs the standard library only, and a
+# library writes short tables of `[[peak]]` and `[[link]]` into one line.
 
 
 def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, str]:

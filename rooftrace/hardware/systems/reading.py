@@ -329,7 +329,8 @@ def _mistakes(system: System, file: str) -> Iterator[str]:
             yield f"{file}: [[exchange]] #{number}: ({', '.join(pair)}) stands twice"
 
 
-# -- Writes a system as a TOML file that reads like those that ship --------------------------------
+# -- writing ---------------------------------------------------------------------------------------
+# Writes a system as a TOML file that reads like those that ship.
 
 _UNITS = {
     "bandwidth": "byte/s",
@@ -413,7 +414,8 @@ def _origin(fit: CollectiveFit | ExchangeFit) -> dict[str, object]:
     return {key: value for key, value in rows.items() if value}
 
 
-# -- What looks wrong in a system file that loads: rates, sizes and names that no system has -------
+# -- linting ---------------------------------------------------------------------------------------
+# What looks wrong in a system file that loads: rates, sizes and names that no system has.
 
 
 def lint_system(path: str | os.PathLike[str]) -> list[Finding]:

@@ -203,7 +203,13 @@ class Sums:
         )
 
 
-# -- Measured DRAM bytes of each op of a graph: kernels with their counters beside a trace ---------
+# -- counters --------------------------------------------------------------------------------------
+# Measured DRAM bytes of each op of a graph: kernels with their counters beside a trace.
+#
+# Both are the same step, run twice: their kernels are two sequences of (name, blocks), matched in
+# order.  ncu empties the caches before each kernel (unless --cache-control none), so a tensor
+# that a
+# kernel finds in L2 in the real run counts as read here.
 
 _KERNEL = records.KINDS.index("kernel")
 _LEAST = 0.5

@@ -81,7 +81,8 @@ def call_name(name: str) -> str:
     return f"{words[0]}::{words[1]}" if len(words) > 1 else name
 
 
-# -- The measured time of one kernel of a compiled step, and the ops that it computes --------------
+# -- kerneltimes -----------------------------------------------------------------------------------
+# The measured time of one kernel of a compiled step, and the ops that it computes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,8 @@ class KernelTime:
         return self.compiled and "::" not in self.name
 
 
-# -- Calls into libraries and the ops that they are for: in order, by name and sizes of operands ---
+# -- anchors ---------------------------------------------------------------------------------------
+# Calls into libraries and the ops that they are for: in order, by name and sizes of operands.
 
 _PRODUCTS = frozenset(
     [
@@ -205,7 +207,13 @@ def _in_any_order(
             yield place, left[key].popleft()
 
 
-# -- Which op of our graph each op is that a compiler was given ------------------------------------
+# -- matching --------------------------------------------------------------------------------------
+# Which op of our graph each op is that a compiler was given.
+#
+# Both are the same program, captured twice: the sequences are matched in order by name and module,
+# then by name alone between two pairs, then out of order inside of a module.  A compiler is given
+# some ops in parts that stay one op in our graph (RMS norm, recurrent networks): between two pairs
+# the parts belong to the op of the same module that has no partner.
 
 _TURNS = (
     ("forward", False, False),
@@ -296,7 +304,8 @@ def _is_inside(part: ProgramOp, op: Op) -> bool:
     return part.module == op.module or part.module.startswith(f"{op.module}.")
 
 
-# -- Which op waits for which, and between which kernels of a step it can run therefore ------------
+# -- dataflow --------------------------------------------------------------------------------------
+# Which op waits for which, and between which kernels of a step it can run therefore.
 
 _FEW = 16
 """Ops that read one tensor with more readers than this are no neighbours by that."""

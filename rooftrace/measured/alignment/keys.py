@@ -239,7 +239,8 @@ def base_name(name: str) -> str:
     return words[-1] if words else name
 
 
-# -- The calls of a trace at the level of a graph: of nested calls, the one that the graph has -----
+# -- calls -----------------------------------------------------------------------------------------
+# The calls of a trace at the level of a graph: of nested calls, the one that the graph has.
 
 _HOST_ONLY = frozenset(
     f"aten::{name}" for name in ("flatten", "reshape", "resize", "resolve_conj", "resolve_neg")

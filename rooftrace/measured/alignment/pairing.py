@@ -98,7 +98,8 @@ def graphs_of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None) -> Gra
     return graphs
 
 
-# -- Reads measurements of any kind from a file; the contents tell the kind ------------------------
+# -- reading ---------------------------------------------------------------------------------------
+# Reads measurements of any kind from a file; the contents tell the kind.
 
 Graphs = Mapping[str, OpGraph]
 """By phase."""
@@ -121,7 +122,8 @@ def read_measured(path: str, use: str) -> Measured:
     return records_of(kind, path)
 
 
-# -- Measured steps with the graphs of their code: from a run file, or a table of step times -------
+# -- steps -----------------------------------------------------------------------------------------
+# Measured steps with the graphs of their code: from a run file, or a table of step times.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,7 +165,8 @@ def _is_op(word: str) -> bool:
 _OTHERS = frozenset(word for also in _ALSO.values() for word in also) | _ALSO.keys()
 
 
-# -- The calls of a compiled step in a trace: kernels of compiled graphs, and ops beside them ------
+# -- stepcalls -------------------------------------------------------------------------------------
+# The calls of a compiled step in a trace: kernels of compiled graphs, and ops beside them.
 
 _REGION = re.compile(r"CompiledFunction(Backward)?$|Torch-Compiled Region")
 """Calls of the profiler around what was compiled."""
@@ -339,7 +340,8 @@ def merged(
             yield op.id, reader
 
 
-# -- How long each kernel of a compiled step ran, and the ops behind it, by a trace of the step ----
+# -- timing ----------------------------------------------------------------------------------------
+# How long each kernel of a compiled step ran, and the ops behind it, by a trace of the step.
 
 _Place = tuple[int, int]
 """A kernel that the compiler wrote down: the number of its graph, and its place there."""

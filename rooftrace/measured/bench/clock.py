@@ -179,7 +179,8 @@ class Bench:
             torch.set_float32_matmul_precision(before)
 
 
-# -- Host costs of a launch.  Each function gives a sampler: a call of it measures once [s] --------
+# -- launches --------------------------------------------------------------------------------------
+# Host costs of a launch.  Each function gives a sampler: a call of it measures once [s].
 
 OPS = 300
 """Ops in a row for a launch cost: few enough for the queue of a GPU, which holds 1024; the host
@@ -292,7 +293,8 @@ def graph_of_tiny_kernels(bench: Bench) -> tuple[Callable[[], float], Callable[[
     return lambda: bench.once(graph.replay) / OPS, host_seconds(bench, graph.replay, 1)
 
 
-# -- Keeps the threads of torch's pool on cores of their own while a CPU is measured ---------------
+# -- threads ---------------------------------------------------------------------------------------
+# Keeps the threads of torch's pool on cores of their own while a CPU is measured.
 
 
 @contextlib.contextmanager

@@ -295,7 +295,10 @@ def _graph(bench: Bench, share: float) -> tuple[Fact, Fact]:
     return gap, launch
 
 
-# -- The devices of this machine: their names, their own facts, and the measuring conditions -------
+# -- devices ---------------------------------------------------------------------------------------
+# The devices of this machine: their names, their own facts, and the measuring conditions.
+#
+# torch is imported when a function is called.
 
 _SIZES = {"cpu": 2.0**26, "cuda": 2.0**30}
 """Bytes of a buffer, at least; by the kind of device."""

@@ -443,7 +443,8 @@ def measuring(
     steps.close()
 
 
-# -- A run of a target with random weights: each of its phases, kernel by kernel -------------------
+# -- targetruns ------------------------------------------------------------------------------------
+# A run of a target with random weights: each of its phases, kernel by kernel.
 
 _SECONDS = 3.0
 """For the repetitions of one phase."""

@@ -96,7 +96,13 @@ def _generators(device: str) -> list[int]:
     return [torch.device(device).index or 0] if device.startswith("cuda") else []
 
 
-# -- The models of the measurement suite: their sizes, inputs and phases; nothing is downloaded ----
+# -- models ----------------------------------------------------------------------------------------
+# The models of the measurement suite: their sizes, inputs and phases; nothing is downloaded.
+#
+# A model has up to three scales: full for a GPU, small for a CPU, tiny for a trial.  A row in a
+# run
+# file names model, scale, phase and sizes, so that `traced_model` can capture the same step again,
+# on meta.
 
 # -- language --------------------------------------------------------------------------------------
 

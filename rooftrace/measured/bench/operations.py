@@ -86,7 +86,8 @@ def measured(case: MicroCase, bench: Bench, seconds: float) -> tuple[float, ...]
         return tuple(bench.repetitions(sampler, seconds, least=5, most=15))
 
 
-# -- Every operation that the suite times alone, and the graph of such an operation from its row ---
+# -- micro -----------------------------------------------------------------------------------------
+# Every operation that the suite times alone, and the graph of such an operation from its row.
 
 
 def micro_cases(on_cuda: bool) -> list[MicroCase]:
@@ -157,7 +158,8 @@ def _cases(on_cuda: bool) -> dict[str, MicroCase]:
     return {case.key: case for case in micro_cases(on_cuda)}
 
 
-# -- Operations of the matrix engine: products, attention and convolutions, with their sizes -------
+# -- products --------------------------------------------------------------------------------------
+# Operations of the matrix engine: products, attention and convolutions, with their sizes.
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1000, 1024, 2048, 4096, 8192, 16384)
 _FEW_ROWS = (1, 16, 64, 256, 1000, 4096, 16384)
@@ -397,7 +399,8 @@ def _convolution(
     return MicroCase("convolution", sizes, 2.0 * out * taps, moved, make)
 
 
-# -- Operations that move bytes: elementwise, along rows, copies and look-ups, with their sizes ----
+# -- streams ---------------------------------------------------------------------------------------
+# Operations that move bytes: elementwise, along rows, copies and look-ups, with their sizes.
 
 _ELEMENTS = tuple(2**power for power in (8, 12, 16, 18, 20, 22, 24, 26, 28, 30))
 

@@ -207,7 +207,15 @@ def _op_time(graph: OpGraph, op: Op, seconds: float, run: _Times) -> OpTime:
     )
 
 
-# -- What Inductor makes of a module: its kernels, and the ops of the program behind each of them --
+# -- inductor --------------------------------------------------------------------------------------
+# What Inductor makes of a module: its kernels, and the ops of the program behind each of them.
+#
+# Inductor calls a pass of the user's after it has fused the nodes of a graph, and notes which
+# nodes
+# went into each kernel that it writes.  Both are settings of one `torch.compile`, so nothing
+# changes
+# for anything else in the process.  Every node remembers the op that it was decomposed from, the
+# module that called it, and the number of its autograd node.
 
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 _WRITTEN = "_inductor_triton_kernel_to_post_grad_node_info"

@@ -104,7 +104,10 @@ def _usual_file(device: str) -> Path:
     return Path("measurements") / f"{name}-{time.strftime('%Y-%m-%d', time.gmtime())}.json.gz"
 
 
-# -- One measurement session: the plan, the run so far, the time left, how a case is tried ---------
+# -- session ---------------------------------------------------------------------------------------
+# One measurement session: the plan, the run so far, the time left, how a case is tried.
+#
+# A case that fails, takes too long or hangs is recorded, and the next one runs.
 
 _GRACE_S = 20.0
 """Seconds that a case that cannot be interrupted may run beyond its limit."""
@@ -340,7 +343,8 @@ def start_again(session: Session) -> None:
     os.execve(sys.executable, [sys.executable, *arguments], started_again())
 
 
-# -- A script on the device at hand: the times of its steady turns, as rows of a run ---------------
+# -- scriptruns ------------------------------------------------------------------------------------
+# A script on the device at hand: the times of its steady turns, as rows of a run.
 
 _WARMUPS = 3
 """Turns of a row that are left out, if there are more."""

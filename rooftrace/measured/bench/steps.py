@@ -201,7 +201,8 @@ def timed(
     return TimedStep(tuple(samples), peak, resident)
 
 
-# -- From a target on meta to the same module and inputs with random data on a device --------------
+# -- realize ---------------------------------------------------------------------------------------
+# From a target on meta to the same module and inputs with random data on a device.
 
 
 def realized(
@@ -228,7 +229,8 @@ def _filled(tensor: Tensor, bench: Bench) -> Tensor:
     return bench.random(*tensor.shape).mul_(0.02).to(tensor.dtype)
 
 
-# -- One step under torch's profiler: the time of each op, on the device or else on the host -------
+# -- profiler --------------------------------------------------------------------------------------
+# One step under torch's profiler: the time of each op, on the device or else on the host.
 
 RANGE = "op "
 """A range of the host around one op of a graph is called "op 12"."""

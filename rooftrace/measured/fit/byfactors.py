@@ -174,7 +174,8 @@ def _widened(free: Array) -> Array:
     return result
 
 
-# -- From measured bytes of kernels to a factor for each kind of bytes, and what is behind it ------
+# -- byfactors -------------------------------------------------------------------------------------
+# From measured bytes of kernels to a factor for each kind of bytes, and what is behind it.
 
 _SURE = 0.25
 """A factor is identified if its standard error is at most this share of it, or of `_SMALL`."""

@@ -126,7 +126,8 @@ def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float])
     return gain > max(student(0.9, len(means) - 1) * error, _GAIN * before)
 
 
-# -- From measurements to a knob file: traces the measured steps, fits, and reports the errors -----
+# -- calibrating -----------------------------------------------------------------------------------
+# From measurements to a knob file: traces the measured steps, fits, and reports the errors.
 
 Tell = Callable[[str], None]
 CACHE = 2.0

@@ -299,7 +299,8 @@ def _joined(tables: Sequence[KernelTable]) -> KernelTable:
     return KernelTable(tables[0].chip, np.concatenate([t.kind for t in tables]), data)
 
 
-# -- Factors on bytes from whatever was measured of kernels: seconds, or counters ------------------
+# -- traffic ---------------------------------------------------------------------------------------
+# Factors on bytes from whatever was measured of kernels: seconds, or counters.
 
 _STREAMS = ("copy", "elementwise")
 """Kinds of operations that only move bytes."""

@@ -149,7 +149,12 @@ def _printed_point(
     )
 
 
-# -- Fits the constants of a collective to measured times: the form that systems hold --------------
+# -- fitting ---------------------------------------------------------------------------------------
+# Fits the constants of a collective to measured times: the form that systems hold.
+#
+# In: points, each with the fixed steps and the wire seconds that the datasheet gives.  Out:
+# constants
+# with the least mean error of the logarithm, which a few slow outliers hardly move.
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +283,12 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# -- From measured collectives to a system whose constants fit them --------------------------------
+# -- calibrating -----------------------------------------------------------------------------------
+# From measured collectives to a system whose constants fit them.
+#
+# In: points of any number of ops, and a system.  Out: the system with the constants of each
+# (library,
+# op) that was measured within one node, and how well they fit.
 
 LEAST_POINTS = 4
 

@@ -166,7 +166,15 @@ def _noise(off: Array, free: int) -> float:
     return math.exp(weight * math.log(scatter) + (1 - weight) * math.log(_NOISE))
 
 
-# -- From measured times to knobs: a robust fit that reports what it cannot identify ---------------
+# -- fitting ---------------------------------------------------------------------------------------
+# From measured times to knobs: a robust fit that reports what it cannot identify.
+#
+# Every number is fitted as a factor (its logarithm is free), around a prior that says how far
+# such a
+# factor usually is from where the fit starts: few measurements move it little, many as far as they
+# say.  A number that they tell little about is reported as not identified, and keeps its start,
+# which
+# is what is typical of such chips.
 
 _FEWEST_KERNELS = 5
 FEW = ("compute", "memory")
@@ -337,7 +345,8 @@ def _correlations(names: Sequence[str], covariance: Array) -> dict[tuple[str, st
     return correlations
 
 
-# -- How far to trust a fit: predictions of cases by a fit without them, and intervals by these ----
+# -- leftout ---------------------------------------------------------------------------------------
+# How far to trust a fit: predictions of cases by a fit without them, and intervals by these.
 
 FOLDS = 5
 FEWEST_GROUPS = 3

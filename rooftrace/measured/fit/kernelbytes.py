@@ -90,7 +90,8 @@ def _wider(graph: OpGraph, op: Op, cost: Cost, storage: int) -> float:
     return max(result.nbytes / weight.nbytes, 1.0)
 
 
-# -- The kernels of a measured step with their bytes: by rules, held by a cache, and measured ------
+# -- kernelbytes -----------------------------------------------------------------------------------
+# The kernels of a measured step with their bytes: by rules, held by a cache, and measured.
 
 MEMORY_BOUND = 1.5
 """A kernel tells bytes by its seconds if its bytes take so many times as long as its work."""

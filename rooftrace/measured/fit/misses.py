@@ -204,7 +204,12 @@ def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
     return RowSeconds(seconds, total, tuple(strays))
 
 
-# -- Each kernel as predicted beside what was measured, and a likely reason where the two differ ---
+# -- misses ----------------------------------------------------------------------------------------
+# Each kernel as predicted beside what was measured, and a likely reason where the two differ.
+#
+# A reason comes from the numbers (a share of the bandwidth, kernels that were not fused), never
+# from
+# a fit.  Predicted seconds are `t_device`, the gap between kernels included.
 
 CLOSE = 0.2
 """A measurement this near to the prediction, as a share of it, needs no reason."""

@@ -123,7 +123,8 @@ def _words(step: FusedStep, phases: tuple[str, ...]) -> str:
     )
 
 
-# -- Predicted against measured: traces the measured code, prices it, and compares the two ---------
+# -- validating ------------------------------------------------------------------------------------
+# Predicted against measured: traces the measured code, prices it, and compares the two.
 
 
 def validated(

@@ -239,7 +239,8 @@ def other_device(name: str, kind: str, chip: Chip) -> str:
     return ""
 
 
-# -- A validation: measurements beside their predictions, and the errors ---------------------------
+# -- validation ------------------------------------------------------------------------------------
+# A validation: measurements beside their predictions, and the errors.
 
 SCHEMA = "rooftrace.validation/1"
 _IN_JSON = 100

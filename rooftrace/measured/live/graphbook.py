@@ -65,7 +65,11 @@ def total(prices: Iterable[Price]) -> Price:
     )
 
 
-# -- From notes of a step that ran to its graphs: the calls are run again, on meta copies ----------
+# -- tracing ---------------------------------------------------------------------------------------
+# From notes of a step that ran to its graphs: the calls are run again, on meta copies.
+#
+# Nothing of the user's changes: modules, gradients, optimizers and random numbers stay what they
+# are.
 
 _SHARDED = (
     "{name} has weights spread over several processes ({kind}): what one process runs is traced "
@@ -172,7 +176,8 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-# -- The graphs of what steps did, each traced when its price is first asked for, and their prices -
+# -- graphbook -------------------------------------------------------------------------------------
+# The graphs of what steps did, each traced when its price is first asked for, and their prices.
 
 Part = CallNote | int
 """A kind of call, or the number of an optimizer."""

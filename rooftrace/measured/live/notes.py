@@ -73,6 +73,12 @@ def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> ItemCount:
 
 
 # -- notes -----------------------------------------------------------------------------------------
+# What a real step does, noted while it runs: calls of modules, gradients, optimizers that stepped.
+#
+# A note has sizes and meta twins of the arguments, never their data, so that a step of any size
+# can
+# be traced later.  Hooks are there for the length of a step alone, and none inside of compiled
+# code.
 
 _AUTOCAST = ("cpu", "cuda")
 _WRAPPERS = ("_orig_mod", "module")

@@ -87,7 +87,8 @@ def device_of(modules: Sequence[Any]) -> torch.device:
     return device
 
 
-# -- A few steps of a loop under torch's profiler; all others go without it ------------------------
+# -- profiles --------------------------------------------------------------------------------------
+# A few steps of a loop under torch's profiler; all others go without it.
 
 _STEP = records.PROFILER_STEP
 """The range around a step, by which the reader of traces tells steps."""
@@ -190,7 +191,8 @@ class FewSteps:
         return True
 
 
-# -- The profiled steps beside their estimate, and what a reader of the figures should know --------
+# -- remarks ---------------------------------------------------------------------------------------
+# The profiled steps beside their estimate, and what a reader of the figures should know.
 
 _OWN_GRAPH = (
     "counted is the graph that was handed in, for steps that do what the first timed one did"

@@ -142,7 +142,8 @@ def _ratio(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds > 0 else None
 
 
-# -- A loop of the user's own beside its prediction: steps timed as they run, a few profiled -------
+# -- session ---------------------------------------------------------------------------------------
+# A loop of the user's own beside its prediction: steps timed as they run, a few profiled.
 
 # -- marks -----------------------------------------------------------------------------------------
 # Moments of a loop, and the seconds between two of them, without waiting for the device.

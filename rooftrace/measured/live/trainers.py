@@ -67,7 +67,8 @@ class Watching:
             self.live.close()
 
 
-# -- The callback for the Trainer of transformers --------------------------------------------------
+# -- trainers --------------------------------------------------------------------------------------
+# The callback for the Trainer of transformers.
 
 _WITHOUT = (
     "rooftrace.trainer_callback needs transformers, which is not installed: pip install "

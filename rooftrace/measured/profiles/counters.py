@@ -65,7 +65,14 @@ def memory_count(
     )
 
 
-# -- Reads the CSV of `likwid-perfctr -g MEM`: DRAM bytes of regions, or of a whole command --------
+# -- likwid ----------------------------------------------------------------------------------------
+# Reads the CSV of `likwid-perfctr -g MEM`: DRAM bytes of regions, or of a whole command.
+#
+# LIKWID writes tables: a line `TABLE,...` that names the region, the group and the number of
+# lines,
+# a header with the hardware threads, and the lines.  One thread of each socket counts what its
+# memory
+# controllers move, and the others have 0: so the sum over threads is the total.
 
 LIKWID = "likwid-perfctr -C 0-3 -g MEM -o FILE.csv ..."
 
@@ -274,7 +281,15 @@ def _numbers(
     return [read(path, line, f"{thread} of {name}", text) for line, thread, text in cells]
 
 
-# -- Reads the CSV of AMD's rocprof: the DRAM bytes of each dispatch of a kernel -------------------
+# -- rocprof ---------------------------------------------------------------------------------------
+# Reads the CSV of AMD's rocprof: the DRAM bytes of each dispatch of a kernel.
+#
+# rocprof and rocprofv2 write a line for each dispatch, with a column for each counter.  rocprofv3
+# writes a line for each counter of each dispatch, into *_counter_collection.csv; the files of
+# several
+# passes may stand in one file, each with its header.  Grids are counted in work items there, and
+# in
+# blocks here.
 
 ROCPROF = "rocprofv3 --pmc FETCH_SIZE WRITE_SIZE --output-format csv -- ..."
 

@@ -130,7 +130,26 @@ def whole_number(path: Path, line: int, column: str, text: str) -> int | None:
     return int(value)
 
 
-# -- Step times from a table: a plain CSV with one measured step in each line ----------------------
+# -- steptimes -------------------------------------------------------------------------------------
+# Step times from a table: a plain CSV with one measured step in each line.
+#
+# Columns may come in any order and case; a prefix "infer_" or "train_" is dropped, so that tables
+# of
+# timm's benchmark read as they are.  Spaces and dashes count as underscores.
+#
+#   target      model, target, name                        what ran; required
+#   time        ms | step_ms | latency_ms | step_time_ms | step_time (ms, as timm writes it)
+#               us | step_us | latency_us,  s | seconds | step_s | step_seconds
+#               samples_per_sec | items_per_s (with batch)   one of these is required
+#   batch       batch, batch_size, bs
+#   seq, kv     seq, seq_len, sequence, isl;   kv, kv_len, cache
+#   image_size  image_size, img_size, size                 pixels of one side
+#   phase       phase;  "forward" for infer_ columns, "training" for train_ columns
+#   dtype       dtype, precision
+#   execution   execution, mode, backend
+#   chip        chip, device, gpu
+#
+# Other columns are kept as text in `extra`.
 
 _TEXT = {
     "target": ("model", "target", "name"),
@@ -300,7 +319,12 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
     )
 
 
-# -- Reads the CSV of Nsight Compute, `--page raw` or `--page details`: counters by kernel ---------
+# -- ncu -------------------------------------------------------------------------------------------
+# Reads the CSV of Nsight Compute, `--page raw` or `--page details`: counters by kernel.
+#
+# The raw page has a column for each metric and a second line with the units; the details page has
+# a
+# line for each metric.  Lines that ncu prints before the table ("==PROF== ...") are skipped.
 
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 _DURATION = "Duration"

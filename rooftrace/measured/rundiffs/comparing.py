@@ -75,7 +75,8 @@ def _quantile(free: float) -> float:
     return 1.96 + 2.7 / free
 
 
-# -- Two sides into one comparison: totals, rows that fold over layers, modules and families -------
+# -- comparing -------------------------------------------------------------------------------------
+# Two sides into one comparison: totals, rows that fold over layers, modules and families.
 
 
 def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step") -> StepDiff:

@@ -106,7 +106,8 @@ def family_of_kernel(name: str, kind: str) -> str:
     return next((family for pattern, family in _FAMILIES if pattern.search(name)), "other")
 
 
-# -- What is compared of two measured steps --------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
+# What is compared of two measured steps.
 
 METRICS: Metrics = {
     "time": SECONDS,
@@ -137,7 +138,11 @@ PARTS = ("computing", "exposed", "copying", "waiting", "queued", "outside")
 """Figures that exclude each other and add up to the time of a step of a GPU's trace."""
 
 
-# -- One side of a comparison: a measured step as its calls and kernels, whatever measured it ------
+# -- sides -----------------------------------------------------------------------------------------
+# One side of a comparison: a measured step as its calls and kernels, whatever measured it.
+#
+# Every number is kept for each step that was measured, so that its spread is known.  Sums over the
+# calls are the totals of the side, exactly.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +225,8 @@ def middle_of(values: Sequence[float], how: str) -> float:
     return statistics.median(values) if how == "median" else statistics.fmean(values)
 
 
-# -- The records of a comparison of two measured runs: totals, rows, modules, families -------------
+# -- rundiff ---------------------------------------------------------------------------------------
+# The records of a comparison of two measured runs: totals, rows, modules, families.
 
 _UNITS = {"second": "s", "byte": "byte", "count": "launches"}
 """Units of metrics, as JSON names them."""

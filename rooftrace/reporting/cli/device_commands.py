@@ -299,7 +299,8 @@ def _refuse_others(wanted: set[str], why: str) -> None:
             raise click.UsageError(f"{why}: leave out {shown}")
 
 
-# -- Commands on chips, and on systems of many chips: list, show, lint -----------------------------
+# -- hardware commands -----------------------------------------------------------------------------
+# Commands on chips, and on systems of many chips: list, show, lint.
 
 Shelf = tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]
 """What loads one of a kind, what names all that come along, and what checks a file."""

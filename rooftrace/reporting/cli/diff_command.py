@@ -66,7 +66,8 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     CheckpointDiff.limits(fail_on)
 
 
-# -- The command diff: two targets, two revisions of one, or one target with different options -----
+# -- diff command ----------------------------------------------------------------------------------
+# The command diff: two targets, two revisions of one, or one target with different options.
 
 
 @click.command(epilog=TARGET_HELP)

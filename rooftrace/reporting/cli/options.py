@@ -126,7 +126,8 @@ def load_rules(paths: Iterable[str]) -> None:
             raise RulesFileError(f"--rules {where}: {type(error).__name__}: {error}") from error
 
 
-# -- Options that several commands have: what is run, how it is priced, where the result goes ------
+# -- options ---------------------------------------------------------------------------------------
+# Options that several commands have: what is run, how it is priced, where the result goes.
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a

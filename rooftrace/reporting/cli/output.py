@@ -109,7 +109,8 @@ def _named(values: Iterable[Any]) -> Iterator[str]:
             yield from _named(value.values())
 
 
-# -- stdout of the command line: what cannot be written there ends in an error, not in success -----
+# -- output ----------------------------------------------------------------------------------------
+# stdout of the command line: what cannot be written there ends in an error, not in success.
 
 
 class StdoutError(BaseException):

@@ -172,7 +172,8 @@ def once() -> Iterator[None]:
         yield
 
 
-# -- Where the result of a command goes: --format, --out, --plot, --style and --timeline -----------
+# -- written ---------------------------------------------------------------------------------------
+# Where the result of a command goes: --format, --out, --plot, --style and --timeline.
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

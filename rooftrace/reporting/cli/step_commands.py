@@ -239,7 +239,8 @@ def _meshed(find: str, asked: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if name != "find"}
 
 
-# -- The command `sweep`: a step over ranges of its sizes, on each chip, from a handful of traces --
+# -- sweep commands --------------------------------------------------------------------------------
+# The command `sweep`: a step over ranges of its sizes, on each chip, from a handful of traces.
 
 _HELP = f"""{TARGET_HELP}  Or a form that `--save-form` wrote, which needs no torch.
 

@@ -130,7 +130,14 @@ def _varint(value: int) -> bytes:
     return bytes(groups)
 
 
-# -- A step as execution traces of MLCommons Chakra, which simulators of networks read -------------
+# -- saving ----------------------------------------------------------------------------------------
+# A step as execution traces of MLCommons Chakra, which simulators of networks read.
+#
+# One file for each process, NAME.RANK.et, and NAME.groups.json with the ranks of each group.  A
+# node
+# is a kernel with its seconds on the chip, or an exchange with its bytes; what the host does is
+# left
+# out.
 
 _SUFFIX = ".et"
 _TWO = {"send": SEND, "recv": RECV}

@@ -47,7 +47,8 @@ def _precision(report: Results, phase: str) -> str:
     return f"{dtype}, KV cache {cached}" if cached and cached != dtype else dtype
 
 
-# -- Memory over a step: bytes alive by role, as op after op runs, with the peak and the capacity --
+# -- memoryplot ------------------------------------------------------------------------------------
+# Memory over a step: bytes alive by role, as op after op runs, with the peak and the capacity.
 
 MOMENTS = 1200  # about as many as the figure has pixels for
 BODY, TOP, BOTTOM = 3.45, 0.30, 0.62  # inches: the axes, the room above and below them

@@ -46,7 +46,8 @@ def of_calibration(result: Calibration) -> str:
     return image(bar_svg(title, bars), title)
 
 
-# -- The one figure that a notebook shows below the table of a result, by its type -----------------
+# -- notebooks -------------------------------------------------------------------------------------
+# The one figure that a notebook shows below the table of a result, by its type.
 
 _PARTS = 8
 """Parts of a bar with a colour of their own; the rest is one part."""

@@ -71,6 +71,12 @@ def on_dark(colour: str) -> str:
 
 
 # -- printing --------------------------------------------------------------------------------------
+# What figures are printed on: the sheet of a screen or of a paper, and the files PNG, SVG and PDF.
+#
+# A figure is laid out in inches, with type of 9 to 11 points, on the sheet of a `Medium`; the file
+# has it at the scale of that medium.  So one layout serves a screen, a page and a column, and type
+# of a paper has 7 to 9 points at its real size.  Equal figures give equal files: no date is in
+# them.
 
 
 @dataclass(frozen=True, slots=True)

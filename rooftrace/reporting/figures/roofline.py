@@ -182,7 +182,8 @@ def _legend_words(report: Results, others: int) -> str:
     return f"filled {report.main}" + (f", hollow {words.listed(names)}" if names else "")
 
 
-# -- Several models, chips and sizes on one roofline: a line of points for each model and phase ----
+# -- manymodels ------------------------------------------------------------------------------------
+# Several models, chips and sizes on one roofline: a line of points for each model and phase.
 
 MODELS = ("#D55E00", "#6A3D9A", "#C2185B", "#8C6D31", "#332288", "#117733", "#661100", "#5C5C5C")
 """Tones of models: none is that of a limit."""

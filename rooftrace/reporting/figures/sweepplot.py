@@ -128,7 +128,8 @@ def _legend(axes: Axes, sweep: steps.SizeSweep, chips: Sequence[Chip]) -> None:
     axes.legend(handles=handles, loc="upper left", frameon=False, fontsize=10)
 
 
-# -- A sweep as lines: time over its first size, with the intervals and the crossings of limiters --
+# -- sweepplot -------------------------------------------------------------------------------------
+# A sweep as lines: time over its first size, with the intervals and the crossings of limiters.
 
 _LINES = 8
 """Lines that one figure holds; more are not told apart."""
@@ -215,7 +216,8 @@ def _label(result: Sweep, labels: Any, chip: str, at: Any) -> str:
     return ", ".join([*words, chip])
 
 
-# -- How a step scales: items per second of all chips over their number ----------------------------
+# -- scalingplot -----------------------------------------------------------------------------------
+# How a step scales: items per second of all chips over their number.
 
 
 def scaling_plot(result: ScalingAnswer) -> Figure:

@@ -122,6 +122,13 @@ def _slice(track: int, name: str, begin: float, seconds: float, **facts: Any) ->
 
 
 # -- timeline --------------------------------------------------------------------------------------
+# A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
+#
+# One process of tracks shows the estimate: what the host enqueues, what the device runs (a track
+# for
+# each of its streams), the modules.  Another shows a run: its kernels by stream and its ops by
+# thread, from a trace, or one track of ops from seconds by op id.  Arrows go from each predicted
+# kernel to the measured one.
 
 LIMIT = 50_000
 """Slices of a track; more launches than this are folded (see `playback`)."""

@@ -127,7 +127,8 @@ def _note(
     axes.annotate(text, at, xytext=(away, 0), color=colour, ha=across, **how)
 
 
-# -- Elasticities as a tornado: the time of a step after each number is halved, and doubled --------
+# -- elasticplot -----------------------------------------------------------------------------------
+# Elasticities as a tornado: the time of a step after each number is halved, and doubled.
 
 MOST = 16
 """Bars; numbers with less effect are left out."""
@@ -165,7 +166,8 @@ def _elasticity_bar(row: Elasticity, seconds: float) -> TornadoBar | None:
     return TornadoBar(name, low, high, f"{row.t_est or 0:+.2f}")
 
 
-# -- Where a decode step is limited by computing: a field of devices by cache length ---------------
+# -- exploreplot -----------------------------------------------------------------------------------
+# Where a decode step is limited by computing: a field of devices by cache length.
 
 _ROW = 0.5
 """Inches of a row."""
@@ -209,7 +211,8 @@ def exploration_plot(result: decode_forms.Exploration) -> Figure:
     return figure
 
 
-# -- Tokens per second of a chip over those of a user: every configuration, and what none beats ----
+# -- frontplot -------------------------------------------------------------------------------------
+# Tokens per second of a chip over those of a user: every configuration, and what none beats.
 
 _LINES = 11
 _MARKED = 6

@@ -80,7 +80,8 @@ def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, s
     return outcome_of(task)
 
 
-# -- A unit of work of a fleet: a function, its arguments, and a key that is equal for equal work --
+# -- tasks -----------------------------------------------------------------------------------------
+# A unit of work of a fleet: a function, its arguments, and a key that is equal for equal work.
 
 Rows = Any
 """What the function of a task returns: a list of plain dicts, or a frame of pandas."""
@@ -191,7 +192,8 @@ def _name(named: Any) -> str:
     return f"{named.__module__}.{name}"
 
 
-# -- The rows of one task as the bytes of a parquet file, and such a file read again ---------------
+# -- parts -----------------------------------------------------------------------------------------
+# The rows of one task as the bytes of a parquet file, and such a file read again.
 
 SUFFIX = ".parquet"
 _OURS = b"rooftrace"
@@ -333,7 +335,8 @@ def _column(name: str, values: list[Any]) -> pyarrow.Array:
         raise RequestError(f"column {name!r} of its rows is of no one type: {reason}") from None
 
 
-# -- What became of a fleet: its folder, its failures, and the rows as one frame -------------------
+# -- results ---------------------------------------------------------------------------------------
+# What became of a fleet: its folder, its failures, and the rows as one frame.
 
 MANIFEST = "_fleet.json"
 """Readers of a folder of parquet files leave out names that begin with an underscore."""

@@ -98,7 +98,8 @@ class _History:
         return self._known[key]
 
 
-# -- Locks of what targets cost now, and checks of a lock: what `rooftrace lock` and `check` do ----
+# -- making ----------------------------------------------------------------------------------------
+# Locks of what targets cost now, and checks of a lock: what `rooftrace lock` and `check` do.
 
 _MODEL_LIBRARIES = ("diffusers", "peft", "timm", "torchaudio", "torchvision", "transformers")
 """Libraries that bring modules: a model that imports one has other costs with another release."""

@@ -188,7 +188,12 @@ def why_notes(result: GateOutcome) -> list[view.Part]:
     return notes
 
 
-# -- A check as other programs take it: a comment, GitLab's code quality, JUnit --------------------
+# -- reports ---------------------------------------------------------------------------------------
+# A check as other programs take it: a comment, GitLab's code quality, JUnit.
+#
+# A comment is Markdown as GitHub and GitLab show it.  Neither shows SVG that stands in a comment,
+# so
+# its figures are bars of letters, and a chart in mermaid.
 
 MARKER = "<!-- rooftrace check -->"
 """The first line of a comment, by which it is known again."""

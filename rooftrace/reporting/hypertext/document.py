@@ -133,7 +133,13 @@ def _cell(column: Column, row: object) -> str:
     return f'<td style="{style}"{hover}>{escaped_lines(shown)}</td>'
 
 
-# -- A page of HTML that a person explores: one file that needs no network and opens from disk -----
+# -- document --------------------------------------------------------------------------------------
+# A page of HTML that a person explores: one file that needs no network and opens from disk.
+#
+# What a result says stands in it as plain HTML, so that it is read, searched and printed without a
+# script.  A script of its own sorts tables and, for a report, draws what can be explored.  A
+# policy
+# in the file lets no other script run, and nothing be loaded, whatever a name in the result says.
 
 _EXPLORER = """<div id="explorer">
 <noscript><p>What can be explored needs JavaScript; all tables stand below.</p></noscript>

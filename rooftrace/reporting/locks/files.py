@@ -183,7 +183,8 @@ def _table(where: str, table: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-# -- What a repository asks of its gate: [tool.rooftrace] in pyproject.toml ------------------------
+# -- settings --------------------------------------------------------------------------------------
+# What a repository asks of its gate: [tool.rooftrace] in pyproject.toml.
 
 SECTION = "tool.rooftrace"
 TOLD, FAILS = "told", "fail"

@@ -180,7 +180,11 @@ def chosen(budgets: Sequence[Budget], phase: str) -> list[Budget]:
     return list(kept.values())
 
 
-# -- Records of locked costs: totals and modules of each target, phase, chip and execution ---------
+# -- records ---------------------------------------------------------------------------------------
+# Records of locked costs: totals and modules of each target, phase, chip and execution.
+#
+# Their fields are the keys of the file.  Counts are whole numbers; seconds are decimal text with a
+# unit ("738.1235 us"), as many digits as every machine agrees on.
 
 FORMAT = "rooftrace.lock/1"
 DEPTH = 3
@@ -340,7 +344,8 @@ class TimeScale:
         return f"{number:f} {self.unit}"
 
 
-# -- From estimates to what a lock keeps of them ---------------------------------------------------
+# -- entries ---------------------------------------------------------------------------------------
+# From estimates to what a lock keeps of them.
 
 _SLACK = 1e-9
 """Share of a step below which time between kernels is the rounding of sums."""

@@ -193,7 +193,10 @@ def _accented(letter: str) -> str:
     return rf"\{_ACCENTS[marks[0]]}{{{under}}}"
 
 
-# -- Cells of a column as numbers of one unit, which then stands in the head; points stand in line -
+# -- aligning --------------------------------------------------------------------------------------
+# Cells of a column as numbers of one unit, which then stands in the head; points stand in line.
+#
+# It works on the texts that every other page prints, so the digits are the same.
 
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
 _UNIT = r"[A-Za-z%][A-Za-z/%]*"
@@ -332,7 +335,8 @@ def _shown(unit: str) -> str:
     return _SHOWN.get(unit, plain(unit))
 
 
-# -- Columns of a table as LaTeX: their heads with units, their cells, and the width of each -------
+# -- columns ---------------------------------------------------------------------------------------
+# Columns of a table as LaTeX: their heads with units, their cells, and the width of each.
 
 _BOLD = ("strong", "bad")
 LETTER = 4.3

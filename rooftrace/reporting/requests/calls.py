@@ -68,7 +68,8 @@ def said(values: Mapping[str, Any]) -> dict[str, Kept]:
     return {n: v for n, v in plain.items() if v not in (None, [], {}, _USUAL.get(n))}
 
 
-# -- Which call of ours takes what, and what it is priced with where nothing is asked for ----------
+# -- calls -----------------------------------------------------------------------------------------
+# Which call of ours takes what, and what it is priced with where nothing is asked for.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 USUAL = ""

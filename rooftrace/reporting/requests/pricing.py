@@ -124,7 +124,12 @@ class PrecisionOptions:
     )
 
 
-# -- How steps are priced: on which chips, run how, with which constants ---------------------------
+# -- pricing ---------------------------------------------------------------------------------------
+# How steps are priced: on which chips, run how, with which constants.
+#
+# An argument that changes prices is one field here: it is then taken by every call and every
+# command
+# that prices, by a side of a diff and by a lock.
 
 USUAL_CHIP = "that of --knobs, else h200-sxm"
 _FIELDS = frozenset(each.name for each in fields(ExecutionModel)) - {"name"}

@@ -157,7 +157,8 @@ def pipelines(results: Results) -> view.Section:
     )
 
 
-# -- What is priced and where, and the verdict: whether it fits, how long it takes, what limits it -
+# -- heads -----------------------------------------------------------------------------------------
+# What is priced and where, and the verdict: whether it fits, how long it takes, what limits it.
 
 
 def head(results: Results) -> view.Section:

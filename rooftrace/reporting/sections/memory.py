@@ -243,7 +243,8 @@ def _rest(noun: str, sizes: Sequence[int]) -> list[view.Part]:
     return [view.Note(f"{more}: {format_capacity(sum(rest))}.")]
 
 
-# -- Many chips: what a step exchanges with other processes, and what all of them reach together ---
+# -- network ---------------------------------------------------------------------------------------
+# Many chips: what a step exchanges with other processes, and what all of them reach together.
 
 
 def meshed(results: Results) -> list[Estimate]:

@@ -68,7 +68,8 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-# -- What a report is about: estimates by phase, execution and chip, with memory and graphs --------
+# -- results ---------------------------------------------------------------------------------------
+# What a report is about: estimates by phase, execution and chip, with memory and graphs.
 
 COUNTS = ("params", "params_trainable")
 """What a graph says of its model in numbers that add up over stages."""

@@ -125,7 +125,8 @@ def _rows(
     }
 
 
-# -- What every step costs, side by side, and on every chip ----------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
+# What every step costs, side by side, and on every chip.
 
 FIGURES = ("roofline.png", "time.png", "bytes.png")
 
@@ -311,7 +312,8 @@ def chips_beside(results: Results) -> view.Section:
     return view.Section(place=4, parts=[table])
 
 
-# -- What would help each step, in order: every line is a what-if that was priced ------------------
+# -- helping ---------------------------------------------------------------------------------------
+# What would help each step, in order: every line is a what-if that was priced.
 
 ON_A_SCREEN, LEAST, MOST = 9, 2, 4  # lines over all phases; of a phase
 NOTHING = "nothing that is modelled would save 1 %"

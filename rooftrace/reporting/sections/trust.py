@@ -160,7 +160,8 @@ def routing_words(results: Results) -> str:
     return "; ".join(f"{' and '.join(phases)} {text}" for text, phases in shown.items())
 
 
-# -- What the numbers rest on: coverage, assumptions, precisions, and the facts of the chips -------
+# -- trust -----------------------------------------------------------------------------------------
+# What the numbers rest on: coverage, assumptions, precisions, and the facts of the chips.
 
 ASSUMPTIONS_SHOWN = 40
 ISLANDS_SHOWN = 20

@@ -311,7 +311,8 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-# -- Prefill and decode on chips of their own in words: a row for each, and the cache between them -
+# -- disaggregations -------------------------------------------------------------------------------
+# Prefill and decode on chips of their own in words: a row for each, and the cache between them.
 
 _COLUMNS = (
     view.Column("phase", units.TEXT, "Phase", short="phase"),
@@ -345,7 +346,8 @@ def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
     return view.View((view.Section(parts=[table, *notes]),), "Prefill and decode apart")
 
 
-# -- An exploration in words: intensities, least batches, and what stands in the way ---------------
+# -- explorations ----------------------------------------------------------------------------------
+# An exploration in words: intensities, least batches, and what stands in the way.
 
 
 def _intensity(ratio: float) -> str:

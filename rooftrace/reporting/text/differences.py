@@ -226,7 +226,8 @@ def origin_notes(origins: DiffOrigins | None) -> list[view.Note]:
     return notes
 
 
-# -- Two checkpoints beside each other in words ----------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
+# Two checkpoints beside each other in words.
 
 SHOWN_TENSORS = 15
 """Rows of each table on a screen."""

@@ -306,7 +306,8 @@ def _limit(row: Any) -> view.Cell:
     return view.Cell(f"{words.LIMITS[row.regime]} {words.percent(row.regime_share)}", row.regime)
 
 
-# -- Steps of several models on one roofline, as a table -------------------------------------------
+# -- rooflines -------------------------------------------------------------------------------------
+# Steps of several models on one roofline, as a table.
 
 _RATE = units.Unit("FLOP/s", "number", format_flop_rate)
 

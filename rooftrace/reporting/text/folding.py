@@ -96,7 +96,8 @@ def _ranged(texts: Sequence[str]) -> str:
     return words[0] + "".join(a + b for a, b in zip(spans, words[1:], strict=True))
 
 
-# -- What all views of a difference have: totals before and after, tables that a screen cuts -------
+# -- changed ---------------------------------------------------------------------------------------
+# What all views of a difference have: totals before and after, tables that a screen cuts.
 
 LONGEST_NAME = 20
 """Letters of a name over a column."""
@@ -189,7 +190,8 @@ def said(text: str, mark: str = "", bullet: int = 0) -> list[view.Note]:
     ]
 
 
-# -- Measured factors on bytes: one sentence for a screen, one table for a page --------------------
+# -- words -----------------------------------------------------------------------------------------
+# Measured factors on bytes: one sentence for a screen, one table for a page.
 
 _WEIGHTS = " weights"
 _FUSION = {"activations": "fusion", "temporary": "elementwise"}

@@ -37,7 +37,8 @@ def list_of(what: Literal["chips", "systems"]) -> view.View:
     return chip_list() if what == "chips" else system_list()
 
 
-# -- Chips as tables: the list, and the facts of one chip with their sources -----------------------
+# -- chips -----------------------------------------------------------------------------------------
+# Chips as tables: the list, and the facts of one chip with their sources.
 
 _MARKS = {"measured": "good", "derived": "name", "guess": "warn"}
 _RATE = units.Unit("FLOP/s", "number", format_flop_rate)
@@ -107,7 +108,8 @@ def chip_view(chip: Chip, output: view.Output) -> view.View:
     return view.View((view.Section(parts=parts),), title)
 
 
-# -- Systems of many chips as tables: the list, and facts and fitted constants with their sources --
+# -- systems ---------------------------------------------------------------------------------------
+# Systems of many chips as tables: the list, and facts and fitted constants with their sources.
 
 _SYSTEMS = (
     view.Column("system", units.TEXT, "system"),
@@ -185,7 +187,8 @@ def _constants(fit: CollectiveFit | ExchangeFit) -> str:
     )
 
 
-# -- An inventory in words: sums, a row for each tensor, statistics; and two beside each other -----
+# -- inventories -----------------------------------------------------------------------------------
+# An inventory in words: sums, a row for each tensor, statistics; and two beside each other.
 
 MOST_ROWS = 60
 """Tensors on a screen; of more, those that differ in indices only stand in one row."""

@@ -206,7 +206,8 @@ def _by_path(result: Summary) -> view.Table:
     return view.Table(columns=[layer, *columns], rows=rows)
 
 
-# -- What a step consists of, in words: its matrix products, its nodes -----------------------------
+# -- itemised --------------------------------------------------------------------------------------
+# What a step consists of, in words: its matrix products, its nodes.
 
 _ROWS = 15
 """Products, odd sizes and nodes that a screen shows."""
@@ -354,7 +355,8 @@ def nodes_view(result: NodeTable, output: view.Output) -> view.View:
     return view.View(sections, "Nodes of a step")
 
 
-# -- Our FLOPs beside another counter's, in words: for the terminal and as markdown ----------------
+# -- comparisons -----------------------------------------------------------------------------------
+# Our FLOPs beside another counter's, in words: for the terminal and as markdown.
 
 SHOWN = 12
 _UNEXPLAINED = "not explained"

@@ -225,7 +225,8 @@ def _piece(place: int, row: TurnCost) -> str:
     return f"{again}, the optimizer" if "optimizer" in parts else again
 
 
-# -- A loop that was watched as it ran: its rates beside the prediction, and what is off -----------
+# -- loops -----------------------------------------------------------------------------------------
+# A loop that was watched as it ran: its rates beside the prediction, and what is off.
 
 SHOWN = 10
 """Kernels on a screen, and calls outside of the graph."""
@@ -372,7 +373,8 @@ def matched_words(result: LiveResult) -> str:
     return f"{text}; in none: {words.listed(most)}"
 
 
-# -- Graph breaks in words: the step in three ways, then a row for each line that breaks it --------
+# -- graphbreaks -----------------------------------------------------------------------------------
+# Graph breaks in words: the step in three ways, then a row for each line that breaks it.
 
 _WAYS = (
     view.Column("way", units.TEXT, "step"),

@@ -251,7 +251,8 @@ def _pairs(result: grids.GridEffects, pairs: Sequence[Interaction]) -> list[view
     return parts
 
 
-# -- Meshes beside each other, and how a step scales, in words and tables --------------------------
+# -- meshes ----------------------------------------------------------------------------------------
+# Meshes beside each other, and how a step scales, in words and tables.
 
 _ROWS = 10
 

@@ -170,7 +170,8 @@ def _proven(result: Sweep) -> Iterator[view.Note]:
         )
 
 
-# -- The sweeps of many targets in words: the best lines of each, and what failed ------------------
+# -- fleets ----------------------------------------------------------------------------------------
+# The sweeps of many targets in words: the best lines of each, and what failed.
 
 _SHOWN = {"screen": 60, "page": 500}
 """Lines of the table on an output."""

@@ -111,7 +111,8 @@ def misses_view(
     return view.View((view.Section(parts=parts),))
 
 
-# -- A calibration in words: the knobs, and how far off they still are -----------------------------
+# -- calibrations ----------------------------------------------------------------------------------
+# A calibration in words: the knobs, and how far off they still are.
 
 _LEFT_OUT = 5
 _KNOB = units.Unit("", "number", lambda value: f"{value:.3g}")
@@ -224,7 +225,8 @@ def _errors(name: str, errors: Errors) -> dict[str, Any]:
     return {"on": name, **numbers, "worst": f"{errors.worst:+.0%} {errors.worst_case}"}
 
 
-# -- Predicted against measured: the sections of its view, and the points of its figure ------------
+# -- validations -----------------------------------------------------------------------------------
+# Predicted against measured: the sections of its view, and the points of its figure.
 
 STEPS, CLASSES, NODES = 12, 8, 10
 """Lines of a screen for steps of all phases, classes and kernels.  A page has more."""

@@ -176,7 +176,8 @@ def _quiet() -> Iterator[None]:
             handler.removeFilter(leave_out)
 
 
-# -- Functions that Dynamo is asked to compile in a run: what it makes of each, and why it stops ---
+# -- functions -------------------------------------------------------------------------------------
+# Functions that Dynamo is asked to compile in a run: what it makes of each, and why it stops.
 
 _RESUMED = "torch_dynamo_resume_in_"
 UNKNOWN = "Dynamo does not compile the function, and gives no reason"

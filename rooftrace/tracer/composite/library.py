@@ -41,7 +41,14 @@ def differentiable() -> Iterator[None]:
         yield
 
 
-# -- Ops that stay whole, as the dispatch modes of the user's own code see them --------------------
+# -- shown -----------------------------------------------------------------------------------------
+# Ops that stay whole, as the dispatch modes of the user's own code see them.
+#
+# On a GPU a mode (a selective checkpoint's policy, a counter, a logger) is shown the op that
+# PyTorch
+# chooses there, and not ours.  While such a mode stands before the recorder, an op of ours calls
+# that
+# public op; the recorder, which gets it last, runs and records ours in its place.
 
 
 class _Showing(threading.local):
@@ -82,7 +89,13 @@ def unrecorded() -> Tensor:
         return torch.empty((), device="meta")
 
 
-# -- Whether CUDA has one kernel for an attention, by its operands and the release of PyTorch ------
+# -- backends --------------------------------------------------------------------------------------
+# Whether CUDA has one kernel for an attention, by its operands and the release of PyTorch.
+#
+# Conditions are those of ATen's `sdp_utils.cpp` and `sdp_utils_cpp.h` (native/transformers).  Two
+# things are left open, as a graph is for any chip and may be priced in another precision: fp32
+# counts
+# as a half, and grouped heads with a mask count as fused where cuDNN comes first on some chips.
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FUSED = (*_HALVES, torch.float32)

@@ -293,7 +293,20 @@ define(
 )
 
 
-# -- Linear attention with a decaying state, with and without a delta rule, as one op each ---------
+# -- delta rules -----------------------------------------------------------------------------------
+# Linear attention with a decaying state, with and without a delta rule, as one op each.
+#
+# Only rewrites make them; the kernels let such a graph run on real tensors.  They go token by
+# token,
+# which is what the chunked kernels of libraries compute:
+#
+#     D_t = exp(g_t) S_{t-1}    S_t = D_t + k_t (beta_t (v_t - D_t^T k_t))^T     o_t = scale S_t^T
+#     q_t
+#
+# (S. Yang et al., "Gated Delta Networks", arXiv 2412.06464; without g arXiv 2406.06484; with a g
+# for
+# each channel of the keys Kimi Linear, arXiv 2510.26692).  Linear attention adds k_t v_t^T instead
+# (arXiv 2312.06635).
 
 
 def _delta_rule(

@@ -254,7 +254,8 @@ def packed_entry(mode: str) -> Callable[..., Any]:
     return call
 
 
-# -- RMS norm as one op with its backward, where PyTorch on meta spells it out ---------------------
+# -- rms norm --------------------------------------------------------------------------------------
+# RMS norm as one op with its backward, where PyTorch on meta spells it out.
 
 
 def _rms_norm_meta(

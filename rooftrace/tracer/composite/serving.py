@@ -200,6 +200,10 @@ def attend(
 
 
 # -- experts ---------------------------------------------------------------------------------------
+# What servers run around experts as operators of our own: the choice of experts, the rows of each
+# expert, products that take and put back rows by their numbers, and the sum of what a token's
+# experts
+# make.
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: torch.softmax(x, -1),

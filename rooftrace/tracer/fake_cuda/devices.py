@@ -155,7 +155,8 @@ def _named_by_its_code(error: Any, code: int) -> None:
     RuntimeError.__init__(error, f"CUDA error ({code})")
 
 
-# -- torch.accelerator: the same device, asked by its general name ---------------------------------
+# -- accelerator -----------------------------------------------------------------------------------
+# torch.accelerator: the same device, asked by its general name.
 
 _c: Any = torch._C
 
@@ -211,7 +212,11 @@ def _precisions(here: Emulation) -> set[torch.dtype]:
     return plain | eight
 
 
-# -- Defaults of torch that name the device: `torch.set_default_device("cuda")`, default types -----
+# -- defaults --------------------------------------------------------------------------------------
+# Defaults of torch that name the device: `torch.set_default_device("cuda")`, default types.
+#
+# A default is applied by a function mode below all others, so nobody else turns the device that it
+# adds into meta.  The mode of `with torch.device("cuda")` lies above: others see what it adds.
 
 _META = torch.device("meta")
 _torch: Any = torch
@@ -277,7 +282,8 @@ class _DefaultType:
         return __new__
 
 
-# -- Names of old scripts: `torch.cuda.FloatTensor(...)`, `tensor.type("torch.cuda.FloatTensor")` --
+# -- legacy ----------------------------------------------------------------------------------------
+# Names of old scripts: `torch.cuda.FloatTensor(...)`, `tensor.type("torch.cuda.FloatTensor")`.
 
 _PRECISIONS = {
     "BFloat16Tensor": torch.bfloat16,

@@ -118,7 +118,13 @@ def _last(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-# -- A stand-in for Triton where it is not installed: kernels are defined, and none runs -----------
+# -- triton ----------------------------------------------------------------------------------------
+# A stand-in for Triton where it is not installed: kernels are defined, and none runs.
+#
+# Builds of PyTorch for CUDA bring Triton with them, so code for a GPU imports it without asking.
+# Such an import has a stand-in here.  Code that asks first (an import inside `try`, `find_spec`,
+# `has_triton` of torch) hears that Triton is not there, and takes its other path: that one runs on
+# the emulated device.  No module of the stand-in is in `sys.modules`, so nobody comes upon it.
 
 NAME = "triton"
 VERSION = "3.4.0"
@@ -347,7 +353,8 @@ def triton_answers(assume: Assume) -> Iterator[Answers]:
     yield builtins, {"__import__": _importer(_package(), lambda: assume(NAME, text), original)}
 
 
-# -- Code compiled for a GPU: extensions, libraries, Triton's kernels.  Each fails by its name -----
+# -- extensions ------------------------------------------------------------------------------------
+# Code compiled for a GPU: extensions, libraries, Triton's kernels.  Each fails by its name.
 
 _LIBRARIES = ("libcuda", "libcudart", "libc10_cuda", "libtorch_cuda", "libnv", "libcu", "libamdhip")
 """Shared libraries that only an installation for a GPU has."""

@@ -161,7 +161,11 @@ def _is_device(location: str) -> bool:
     return location.partition(":")[0] == "cuda"
 
 
-# -- Random generators of the device: their seeds and states, on the host --------------------------
+# -- generators ------------------------------------------------------------------------------------
+# Random generators of the device: their seeds and states, on the host.
+#
+# A generator of a real device draws on the device.  Tensors there carry no numbers, so only what a
+# script does with seeds and states is kept: set, saved and put back.
 
 _Original: Any = torch.Generator
 
@@ -229,7 +233,13 @@ def generator_answers(here: Emulation) -> Iterator[Answers]:
     yield torch, {"Generator": Generator}
 
 
-# -- Memory of the device: bytes that the recording has alive, in the words of PyTorch's allocator -
+# -- memory ----------------------------------------------------------------------------------------
+# Memory of the device: bytes that the recording has alive, in the words of PyTorch's allocator.
+#
+# The recording knows the bytes of tensors.  Which blocks and segments the allocator would make of
+# them is priced elsewhere, after the run: here reserved memory is the largest so far in segments
+# of
+# 2 MiB, which a real allocator exceeds.
 
 _cuda: Any = torch.cuda
 _SEGMENT = 2 << 20

@@ -59,7 +59,8 @@ def _stand_in(face: type, kind: type) -> type:
     return type(kind.__name__, (face,), {"__class__": property(lambda self: kind)})
 
 
-# -- What an emulated device cannot show: one error that names the call, its line, and what to do --
+# -- refused ---------------------------------------------------------------------------------------
+# What an emulated device cannot show: one error that names the call, its line, and what to do.
 
 _RULES = (
     "To count a kernel of your own, make it an op with torch.library.custom_op and a "
@@ -105,7 +106,13 @@ def kernel_refused(what: str, kind: type[DeviceError] = DeviceError) -> DeviceEr
     return kind.of(what, "its kernels cannot be seen, so their cost is not known", _RULES)
 
 
-# -- What torch.cuda says of a device: its name, capability, memory and properties, from a chip ----
+# -- facts -----------------------------------------------------------------------------------------
+# What torch.cuda says of a device: its name, capability, memory and properties, from a chip.
+#
+# Chip files know architecture, memory, units, L2, clock and bus.  What they do not know (the name
+# that the driver gives) stands in a table here; what only a GPU in a slot has (its number on the
+# bus)
+# is made up.
 
 _NAMED: dict[str, str] = {
     "a10": "NVIDIA A10",
@@ -301,7 +308,8 @@ def _architecture_by_rates(chip: Chip) -> str:
     return next((name for kind, name in kinds if chip.has_peak("matrix", kind)), "sm_70")
 
 
-# -- What one emulation knows while it lasts: its device, its meter and clock, what it assumed -----
+# -- state -----------------------------------------------------------------------------------------
+# What one emulation knows while it lasts: its device, its meter and clock, what it assumed.
 
 Assume = Callable[[str, str], None]
 """Takes the kind and the text of an assumption."""

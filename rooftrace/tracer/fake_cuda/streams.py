@@ -231,7 +231,15 @@ def _key(stream: Any) -> tuple[int, int]:
     return stream.stream_id, stream.device_index
 
 
-# -- CUDA graphs: a capture notes the ops that run, a replay runs them again -----------------------
+# -- graphs ----------------------------------------------------------------------------------------
+# CUDA graphs: a capture notes the ops that run, a replay runs them again.
+#
+# A real capture runs nothing; here it runs once, as everything does, and that is said.  A replay
+# puts
+# the noted ops through the dispatcher again, so a recording that is on counts each of them, and
+# frees
+# each result when a real one would.  What a launch of a whole graph saves on the host is not known
+# here: the ops are dispatched one by one.
 
 _pools = itertools.count(1)
 _NO_GRAPH = "there is no graph of the driver's"

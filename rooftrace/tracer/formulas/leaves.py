@@ -131,7 +131,8 @@ def each(rows: Any, reached: Any) -> Any:
     return rows / max(reached, 1)
 
 
-# -- What differs between graphs of one structure: where, and the values there ---------------------
+# -- leaves ----------------------------------------------------------------------------------------
+# What differs between graphs of one structure: where, and the values there.
 
 Path = tuple[Any, ...]
 """Steps to a value: names of fields, keys of mappings, places in tuples."""
@@ -258,7 +259,12 @@ def _shown(path: Path) -> str:
     return ".".join(map(str, path)) or "the graph"
 
 
-# -- Sequences that grow with a size, such as the modules of all layers, in a form that does not ---
+# -- series ----------------------------------------------------------------------------------------
+# Sequences that grow with a size, such as the modules of all layers, in a form that does not.
+#
+# A series is blocks of items whose numbers grow by equal steps from block to block.  Two blocks
+# and
+# their count say all of it, so that graphs of 8 and of 80 layers have one structure.
 
 _DIGITS = re.compile(r"\d+")
 _LONGEST = 256

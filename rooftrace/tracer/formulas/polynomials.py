@@ -190,7 +190,8 @@ def _shown(number: Fraction) -> str:
     return f"{number.numerator:,}" + (f"/{number.denominator:,}" if number.denominator != 1 else "")
 
 
-# -- Functions that have a name because no polynomial is right: what draws reach, on average -------
+# -- functions -------------------------------------------------------------------------------------
+# Functions that have a name because no polynomial is right: what draws reach, on average.
 
 
 def expected_distinct(rows: int, chosen: int, classes: int) -> float:
@@ -259,7 +260,11 @@ FUNCTIONS: Mapping[str, Callable[[int, int, int], float]] = {
 """By their names in formulas; all take rows, chosen, classes, but "rows" rows, own, classes."""
 
 
-# -- From the values of a number at some sizes to its formula, exactly or not at all ---------------
+# -- fitting ---------------------------------------------------------------------------------------
+# From the values of a number at some sizes to its formula, exactly or not at all.
+#
+# The coefficients solve a linear system over the rationals.  There are more samples than terms: a
+# formula stands only if it gives those samples too that are not needed to solve for it.
 
 SPARE = 2
 """Samples beyond the number of terms that a formula has to give, too."""

@@ -189,7 +189,14 @@ def _environment() -> list[Any]:
     return [sys.version, packages, files.hexdigest()]
 
 
-# -- One source at many sizes: which names its sizes have, and its trace at any of them ------------
+# -- sizedsource -----------------------------------------------------------------------------------
+# One source at many sizes: which names its sizes have, and its trace at any of them.
+#
+# Sizes are batch, seq and kv; integers of a config ("config.num_hidden_layers") or keyword
+# arguments
+# of the function that a target names; names that stand in the shapes of inputs
+# ("x=8,3,side,side");
+# and dimensions of the arguments of a call ("x.1", or "0.1" for the first one).
 
 _LENGTHS = ("batch", "seq", "kv")
 _WORD = re.compile(r"[A-Za-z_]\w*")

@@ -125,6 +125,12 @@ def _check_op(graph: OpGraph, op: Op) -> None:
 
 
 # -- graphfile -------------------------------------------------------------------------------------
+# Graphs on disk: one JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
+#
+# The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a
+# time
+# stamp.  It is strict JSON: an infinity or a NaN among arguments and facts of ops stands as
+# {"number": "-inf"}.  Older files have it bare, and are read too.
 
 SCHEMA = "rooftrace.graph/3"
 

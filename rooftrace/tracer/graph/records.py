@@ -36,7 +36,8 @@ LOWER_BOUND = frozenset({UNRECORDED, "higher-order"})
 """Kinds of assumptions with which the totals of a graph are a lower bound."""
 
 
-# -- Paths of modules, and the numbers in them -----------------------------------------------------
+# -- modulepaths -----------------------------------------------------------------------------------
+# Paths of modules, and the numbers in them.
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -60,7 +61,8 @@ def below(container: str, name: str) -> str:
     return f"{container}.{name}" if container else name
 
 
-# -- Records of what an op exchanges with other processes ------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
+# Records of what an op exchanges with other processes.
 
 
 class Group(Struct, frozen=True):
@@ -156,7 +158,8 @@ def replicas_of(mesh: Mapping[str, int]) -> int | None:
     return replicas
 
 
-# -- The records that a graph consists of: tensors, ops, assumptions, repeats ----------------------
+# -- records ---------------------------------------------------------------------------------------
+# The records that a graph consists of: tensors, ops, assumptions, repeats.
 
 
 class GraphError(ValueError):
@@ -324,7 +327,8 @@ class Repeat(Struct, frozen=True):
         return tuple(self.path(first, iteration) for iteration in range(self.count))
 
 
-# -- Arguments of ops: numbers and words as they are, tensors as `Ref` -----------------------------
+# -- operands --------------------------------------------------------------------------------------
+# Arguments of ops: numbers and words as they are, tensors as `Ref`.
 
 
 class Neighbour(Struct, frozen=True):

@@ -349,7 +349,8 @@ def _has_table(module: nn.Module, limit: int) -> bool:
     )
 
 
-# -- Inputs of a module at the sizes of a request: its own, described in text, or guessed ----------
+# -- modules ---------------------------------------------------------------------------------------
+# Inputs of a module at the sizes of a request: its own, described in text, or guessed.
 
 
 def module_inputs(

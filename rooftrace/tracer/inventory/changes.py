@@ -59,7 +59,8 @@ TOTALS: Metrics = {
 """The totals of a step, by the names that diffs, budgets and locks have for them."""
 
 
-# -- One quantity before and after -----------------------------------------------------------------
+# -- change ----------------------------------------------------------------------------------------
+# One quantity before and after.
 
 
 def relative(delta: float, before: float) -> float | None:
@@ -116,7 +117,8 @@ class Change(Plain):
         return "worse" if self.delta > 0 else "good"
 
 
-# -- How much a quantity may grow: "time>5%", "memory>1 GiB"; a limit is read here alone -----------
+# -- limits ----------------------------------------------------------------------------------------
+# How much a quantity may grow: "time>5%", "memory>1 GiB"; a limit is read here alone.
 
 _CONDITION = re.compile(r"\s*([a-z]+)\s*>\s*(.+?)\s*")
 _AMOUNT = re.compile(r"([0-9.,_eE+-]+)\s*(.*)")
@@ -255,7 +257,8 @@ class Limited:
         return sentences
 
 
-# -- Which things of two sides are the same: by keys, exact ones first, then ever looser ones ------
+# -- aligning --------------------------------------------------------------------------------------
+# Which things of two sides are the same: by keys, exact ones first, then ever looser ones.
 
 T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")

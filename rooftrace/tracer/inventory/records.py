@@ -87,7 +87,8 @@ def merged(parts: Iterable[WeightStatistics]) -> WeightStatistics:
     return reduce(WeightStatistics.with_, parts, NO_VALUES)
 
 
-# -- Records of an inventory: the tensors of a module or a checkpoint, and their sums --------------
+# -- records ---------------------------------------------------------------------------------------
+# Records of an inventory: the tensors of a module or a checkpoint, and their sums.
 
 MIB = 1 << 20
 
@@ -253,7 +254,8 @@ def total(layers: Iterable[LayerInfo]) -> int:
     return sum(layer.num_params for layer in layers)
 
 
-# -- Parameters of two models beside each other, module by module ----------------------------------
+# -- comparing -------------------------------------------------------------------------------------
+# Parameters of two models beside each other, module by module.
 
 SIZES: Metrics = {"params": EXACT, "bytes": CAPACITY}
 
@@ -343,7 +345,8 @@ def _sizes(shape: tuple[int, ...] | None) -> str:
     return "of no shape yet" if shape is None else str(list(shape))
 
 
-# -- Records of a comparison of two checkpoints ----------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
+# Records of a comparison of two checkpoints.
 
 STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed")
 """What can be said of a tensor; the first that fits, from the right."""

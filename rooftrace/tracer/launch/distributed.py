@@ -282,7 +282,8 @@ def _copied(thing: Any) -> Any:
         return thing
 
 
-# -- Processes that a program starts: of its ranks one runs, here; workers of loaders work here ----
+# -- starting --------------------------------------------------------------------------------------
+# Processes that a program starts: of its ranks one runs, here; workers of loaders work here.
 
 OTHERS = ("ranks", "processes that the program starts for other ranks do not run")
 WORKERS = (

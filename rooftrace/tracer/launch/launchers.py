@@ -101,7 +101,12 @@ def _quiet() -> Iterator[None]:
         os.environ.update(before)
 
 
-# -- Launchers of many processes: what each makes of its words -------------------------------------
+# -- launchers -------------------------------------------------------------------------------------
+# Launchers of many processes: what each makes of its words.
+#
+# Each takes the words after its name and gives a CommandLine whose program is as it was written.
+# The
+# launcher's own parser is asked where it is installed.
 
 _DEFAULT_PORT = "29500"
 
@@ -304,7 +309,8 @@ def lightning(words: Sequence[str]) -> CommandLine:
     )
 
 
-# -- From the words of a command line to the program that runs, and what its launcher asks for -----
+# -- words -----------------------------------------------------------------------------------------
+# From the words of a command line to the program that runs, and what its launcher asks for.
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _FLAGS = frozenset("bBdEiIOPqsSuvx")

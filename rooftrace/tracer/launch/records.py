@@ -73,7 +73,8 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
     return {name: str(value) for name, value in told.items()} | dict(launch.environment)
 
 
-# -- The records of a launch: what is run, as which rank, and how it ended -------------------------
+# -- records ---------------------------------------------------------------------------------------
+# The records of a launch: what is run, as which rank, and how it ended.
 
 
 class Stopped(BaseException):
@@ -212,7 +213,8 @@ class Ended:
     assumed: tuple[tuple[str, str], ...] = ()
 
 
-# -- A notebook as a program: its cells of code in order, in one namespace, without its kernel -----
+# -- notebooks -------------------------------------------------------------------------------------
+# A notebook as a program: its cells of code in order, in one namespace, without its kernel.
 
 SUFFIX = ".ipynb"
 _KERNELS = frozenset({"jupyter", "jupyter-nbconvert", "jupyter-execute", "nbconvert", "papermill"})

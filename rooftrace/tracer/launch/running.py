@@ -141,7 +141,8 @@ def _found(name: str) -> ModuleSpec | None:
     return spec
 
 
-# -- How a program ends: what it asked to run at its end, its threads, and being stopped -----------
+# -- ending ----------------------------------------------------------------------------------------
+# How a program ends: what it asked to run at its end, its threads, and being stopped.
 
 GENTLE = 3
 """How often a program that goes on is told to stop, before its process ends where it stands."""
@@ -287,7 +288,8 @@ def leave(code: int, error: BaseException | None) -> NoReturn:
     raise AssertionError
 
 
-# -- A launch runs in this process, which is its own: afterwards the process is of no other use ----
+# -- running ---------------------------------------------------------------------------------------
+# A launch runs in this process, which is its own: afterwards the process is of no other use.
 
 _MULTIRUN = {"--multirun", "-m"}
 _FIRST_JOB = (

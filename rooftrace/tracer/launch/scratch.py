@@ -145,7 +145,13 @@ def _done(returned: int) -> int:
     return returned
 
 
-# -- A program's files in a scratch folder: what stands for functions that name files --------------
+# -- scratch ---------------------------------------------------------------------------------------
+# A program's files in a scratch folder: what stands for functions that name files.
+#
+# Redirected are Python's own (`open`, `os`, `shutil`, `pathlib`) and what is built on them,
+# torch's
+# and safetensors' writers and sqlite3.  Other libraries that open files by name in C, such as HDF5
+# and Arrow, and programs that are started, are for the kernel to refuse (`landlock`).
 
 _READING = ("access", "lstat", "readlink", "stat", "statvfs", "getxattr", "listxattr")
 _CHANGING = (

@@ -314,7 +314,12 @@ def _trim(run: Mapping[int, Block]) -> None:
         blocks[-1].stop = min(blocks[-1].stop, blocks[-1].start + size)
 
 
-# -- Writes one iteration for all of a repeat, once it is known which values correspond ------------
+# -- collapse --------------------------------------------------------------------------------------
+# Writes one iteration for all of a repeat, once it is known which values correspond.
+#
+# Nothing is rolled that `expand` would not restore, value for value and op for op; what ops hold
+# is
+# that of the iteration that stands.
 
 
 class Collapse:

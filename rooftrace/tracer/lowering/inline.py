@@ -67,7 +67,11 @@ def made_role(target: str, part: str, inputs: Collection[str]) -> str:
     return "activations"
 
 
-# -- Blocks in place of the calls that repeat them: the last step of lowering a graph with `calls` -
+# -- inline ----------------------------------------------------------------------------------------
+# Blocks in place of the calls that repeat them: the last step of lowering a graph with `calls`.
+#
+# Until here a repeated call is one op, "rooftrace.repeated", and `fold` makes one of the call that
+# was recorded too: equal layers are found and rolled without writing their blocks out.
 
 REPEATED = "rooftrace.repeated.default"
 _KEPT = ("kv", "gradients")

@@ -110,7 +110,12 @@ def _span(text: str) -> tuple[str, int, int]:
     return file, int(first), int(last)
 
 
-# -- From the recorded fx graph to plain records ---------------------------------------------------
+# -- lowering --------------------------------------------------------------------------------------
+# From the recorded fx graph to plain records.
+#
+# `lower` is where fx's `node.meta` ends: what goes in is a graph made by `capture`, what comes
+# out is
+# an OpGraph that verifies.
 
 _ENTRY_ROLES = {
     "parameter": "weights",

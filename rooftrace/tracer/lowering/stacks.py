@@ -343,7 +343,8 @@ class _Modules(Collapse):
                 raise NotAlikeError
 
 
-# -- Turns of a loop stand once: one turn stands for those that the recorder left out --------------
+# -- turns -----------------------------------------------------------------------------------------
+# Turns of a loop stand once: one turn stands for those that the recorder left out.
 
 _TURN = 2
 """The turn of a loop that stands for those that were left out."""

@@ -171,7 +171,8 @@ def copy_hooks(tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
                 getattr(made, register)(rebound(hook, memo))
 
 
-# -- Meta twins of modules and inputs: same sizes, no data, nothing shared with the original -------
+# -- moving ----------------------------------------------------------------------------------------
+# Meta twins of modules and inputs: same sizes, no data, nothing shared with the original.
 
 
 def twin(tensor: Tensor) -> Tensor:

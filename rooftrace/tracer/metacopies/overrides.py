@@ -220,7 +220,16 @@ def draws_undone(devices: bool = False) -> Iterator[None]:
             cuda.set_rng_state_all(on_gpus)
 
 
-# -- Functions and attributes of other people's modules and classes, replaced for some threads -----
+# -- replacing -------------------------------------------------------------------------------------
+# Functions and attributes of other people's modules and classes, replaced for some threads.
+#
+# The first scope that replaces a name puts a guard there; the last one puts the original back.
+# The
+# guard runs the replacement of the scope that its thread belongs to, and the original in any other
+# thread.  So scopes of several threads may overlap and end in any order, and code that keeps a
+# reference to the guard keeps the original.
+#
+# A process that runs nothing but a script has no other threads: `put` replaces for all, for good.
 
 _ABSENT: Any = object()
 """Stands for an attribute that is not there."""

@@ -85,7 +85,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-# -- What a process has once, and several recordings need at the same time -------------------------
+# -- shared ----------------------------------------------------------------------------------------
+# What a process has once, and several recordings need at the same time.
 
 
 class Shared:

@@ -50,7 +50,8 @@ def torch_dtype(name: str) -> torch.dtype:
         raise GraphError(f"{name!r} has no torch dtype; these have: {names}") from None
 
 
-# -- Tensor subclasses: the tensors that hold their bytes, and attributes that the user set --------
+# -- subclasses ------------------------------------------------------------------------------------
+# Tensor subclasses: the tensors that hold their bytes, and attributes that the user set.
 
 OURS = "_rooftrace"
 """The prefix of the attributes that the tracer sets on tensors."""
@@ -139,7 +140,8 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-# -- Tensors in nested Python values (containers, dataclasses, cache objects), and their look ------
+# -- trees -----------------------------------------------------------------------------------------
+# Tensors in nested Python values (containers, dataclasses, cache objects), and their look.
 
 PLAIN: tuple[type, ...] = (
     int,
@@ -325,7 +327,8 @@ def listed(item: Any) -> list[Tensor]:
     return tensors
 
 
-# -- Modules: the tensors that they own, the parameters of their forward, and their paths ----------
+# -- owners ----------------------------------------------------------------------------------------
+# Modules: the tensors that they own, the parameters of their forward, and their paths.
 
 LAZY = (UninitializedParameter, UninitializedBuffer)
 """Classes of tensors that have no shape before their module is called the first time."""

@@ -100,7 +100,8 @@ def _depth(root: nn.Module) -> int:
     return depth
 
 
-# -- The results of one run of a phase, and the graph of that run ----------------------------------
+# -- results ---------------------------------------------------------------------------------------
+# The results of one run of a phase, and the graph of that run.
 
 
 @dataclass
@@ -279,7 +280,8 @@ def _is_parameter(node: fx.Node) -> bool:
     return isinstance(entry, Entry) and entry.kind == "parameter"
 
 
-# -- Attempts to run code under a recorder: unknown conditions are flipped until it runs -----------
+# -- attempts --------------------------------------------------------------------------------------
+# Attempts to run code under a recorder: unknown conditions are flipped until it runs.
 
 MAX_BRANCH_RETRIES = 6
 """How many unknown conditions of one source line are turned one by one."""

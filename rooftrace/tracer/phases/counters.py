@@ -72,7 +72,8 @@ def exclusive(inclusive: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str
     return {key: count for key, count in own.items() if count}
 
 
-# -- PyTorch's own FlopCounterMode: formulas for the ops that reach the dispatcher -----------------
+# -- flopcounter -----------------------------------------------------------------------------------
+# PyTorch's own FlopCounterMode: formulas for the ops that reach the dispatcher.
 
 _ROOT = "Global"
 """The name under which torch's tracker counts everything."""
@@ -172,7 +173,8 @@ def _own_path(name: str, root: str) -> str:
     return name.removeprefix(f"{root}.")
 
 
-# -- fvcore's FlopCountAnalysis: formulas for the nodes of a torch.jit trace -----------------------
+# -- fvcore counter --------------------------------------------------------------------------------
+# fvcore's FlopCountAnalysis: formulas for the nodes of a torch.jit trace.
 
 
 def by_trace(call: PlainCall) -> PeerCount:
@@ -238,7 +240,12 @@ def _named(analysis: Any, path: str) -> nn.Module:
     return module.get_submodule(path)
 
 
-# -- What other counters say of the same call of the same module -----------------------------------
+# -- counting --------------------------------------------------------------------------------------
+# What other counters say of the same call of the same module.
+#
+# They see the module as it is: nothing of ours is active while they run.  A peer that cannot run
+# on
+# meta tensors gets a copy with real ones of any value, if the module is small.
 
 MOST_REAL_BYTES = 2 * 1024**3
 """The most bytes of a module that is copied to real tensors."""

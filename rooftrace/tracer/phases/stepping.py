@@ -253,7 +253,8 @@ def _cast_gradients(
     return names
 
 
-# -- Steps that optimizers of the user's take while code is recorded: in a step, or in a hook ------
+# -- stepping --------------------------------------------------------------------------------------
+# Steps that optimizers of the user's take while code is recorded: in a step, or in a hook.
 
 
 @dataclass

@@ -154,7 +154,12 @@ def _rows(bags: bool, tensors: list[Tensor], args: Any) -> Tensor:
     return torch.empty((*shape, width), device=META)
 
 
-# -- Ops whose result depends on values, which meta tensors do not have ----------------------------
+# -- by value --------------------------------------------------------------------------------------
+# Ops whose result depends on values, which meta tensors do not have.
+#
+# Values come from `values`: exact where they are known, else from a policy that is recorded as an
+# assumption.
+# ANSWERS is the one table of such ops: each has a function that runs and records a call of it.
 
 Answer = Callable[[Tape, Call], Any]
 """Runs and records a call, and returns what it returns; NotImplemented: run it like any other."""

@@ -134,7 +134,13 @@ class Standing:
         node.meta[META_KEY] = Recorded((), Origin(part=part), stream=fsdp.current_stream())
 
 
-# -- Values that no op made: parameters, buffers, inputs, states and constants enter the graph -----
+# -- entries ---------------------------------------------------------------------------------------
+# Values that no op made: parameters, buffers, inputs, states and constants enter the graph.
+#
+# A tensor that an op reads, and that the graph does not know, is a weight that the code has just
+# put
+# into a module, an input of a step, or a constant.  If its origin is unknown, an assumption says
+# so.
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.bool})
 """Precisions of tensors that torch makes from Python's numbers without a recorded op, and that no

@@ -187,7 +187,12 @@ def _said(call: Call, facts: Mapping[str, Any]) -> str:
     return f"{text}; of all, in the classes of one, {asked.said_of_routing(facts)}"
 
 
-# -- Known values that processes exchange where one of them is run and the others are not there ----
+# -- exchanged values ------------------------------------------------------------------------------
+# Known values that processes exchange where one of them is run and the others are not there.
+#
+# Every process is taken to hold the same values: a sum over them is the value times their number,
+# a
+# maximum is the value.  What ops of the fake process group leave in real memory is set right, too.
 
 SAME = "every process is taken to hold the same values as this one"
 _OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -308,7 +313,14 @@ def _reduced(value: Tensor, reduction: str, ranks: int) -> Tensor | None:
     return value if reduction in _OPS else None
 
 
-# -- Expected counts of what routed rows reach, on the ops that read or write by them --------------
+# -- reached ---------------------------------------------------------------------------------------
+# Expected counts of what routed rows reach, on the ops that read or write by them.
+#
+# The code got one draw of indices; how many experts an op touches is on average another number,
+# and
+# not a whole one.  It takes the place of the draw's number where the op takes exactly the classes
+# that a router chose: a grouped product with one group for each class, and reads and writes of the
+# rows of a weight that has one row for each class.
 
 _INDEXED = {
     "aten.index": (0, 1),

@@ -89,7 +89,8 @@ def calls_watched(watcher: CallWatcher) -> Iterator[None]:
         del watcher.scope.kept[_NAME]
 
 
-# -- torch.compile while we record: code runs as it is written, and tells what would be compiled ---
+# -- compiling -------------------------------------------------------------------------------------
+# torch.compile while we record: code runs as it is written, and tells what would be compiled.
 
 
 @contextlib.contextmanager
@@ -177,7 +178,12 @@ _COUNTER = "set_fullgraph_compiled_frame_count"
 """Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""
 
 
-# -- Torch-level calls: their names, and the few that leave the dispatcher for Python or a device --
+# -- functions -------------------------------------------------------------------------------------
+# Torch-level calls: their names, and the few that leave the dispatcher for Python or a device.
+#
+# `.tolist()`, `.numpy()`, f-strings and `torch.tensor([...])` never reach a dispatch mode; a
+# device
+# that is not there must not be asked for: everything but the CPU is the meta device while tracing.
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})

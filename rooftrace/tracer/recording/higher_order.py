@@ -256,7 +256,8 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", "")
 
 
-# -- Higher-order ops: cond runs one branch, a loop runs while its condition is known to hold ------
+# -- higher order ----------------------------------------------------------------------------------
+# Higher-order ops: cond runs one branch, a loop runs while its condition is known to hold.
 
 _MAX_LOOPS = 4096
 """The most iterations of a while_loop."""

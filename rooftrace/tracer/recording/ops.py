@@ -136,7 +136,8 @@ COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 """The dispatch key of ops that PyTorch takes apart into other ops on any device."""
 
 
-# -- Calls of ops: what the schema of an op says, and one call of it with its arguments ------------
+# -- calls -----------------------------------------------------------------------------------------
+# Calls of ops: what the schema of an op says, and one call of it with its arguments.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

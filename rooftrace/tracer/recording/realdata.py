@@ -89,7 +89,18 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
     return any(truths) if some else all(truths)
 
 
-# -- Values that code asks for, computed from the real tensors that the caller gave ----------------
+# -- realdata --------------------------------------------------------------------------------------
+# Values that code asks for, computed from the real tensors that the caller gave.
+#
+# A module with real weights, called with real inputs, is traced on meta copies of them.  Where its
+# code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that make it,
+# and only those, are run on the real tensors.  Ops that write in place run in their order, on
+# copies.
+# Results are kept, so a value inside a loop is not computed from the start again.
+#
+# A value cannot be computed if it depends on random numbers, an assumption, a tensor without data
+# or
+# a shortened loop, or if the ops would exceed the limits below, which hold for one capture.
 
 MAX_FLOP = 2 * 10**10
 """The most FLOP of matrix products for values of one capture: about a second on a CPU."""

@@ -27,7 +27,11 @@ def registered_ops(library: str) -> frozenset[str]:
     return frozenset(names)
 
 
-# -- Releases of PyTorch, and which kernels CUDA runs in each; imports no torch --------------------
+# -- releases --------------------------------------------------------------------------------------
+# Releases of PyTorch, and which kernels CUDA runs in each; imports no torch.
+#
+# Facts are of PyTorch's own sources and release notes; docs/cuda-forms.md lists them with the
+# files.
 
 _TEXT = re.compile(r"2\.(\d{1,2})(?:\.(\d{1,2}))?")
 _LAST = 99

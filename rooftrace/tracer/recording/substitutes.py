@@ -150,7 +150,8 @@ def _with_generator(func: Any) -> Callable[..., Any] | None:
     return None
 
 
-# -- Substitutes for ops that have no meta kernel, or whose kernel refuses what devices run --------
+# -- substitutes -----------------------------------------------------------------------------------
+# Substitutes for ops that have no meta kernel, or whose kernel refuses what devices run.
 
 _BF16_ONLY = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 """Products whose meta kernels support one precision only."""

@@ -199,7 +199,11 @@ class Origins:
         self._last = compiling.call if self.tells_compiled else None
 
 
-# -- The tape: ops become an fx graph, with a record of each ---------------------------------------
+# -- tape ------------------------------------------------------------------------------------------
+# The tape: ops become an fx graph, with a record of each.
+#
+# A tape does not know how ops come to it (recording/recorder is the mode that sees them) and
+# prices nothing; `lower` turns its graph into plain records.
 
 
 class Tape:

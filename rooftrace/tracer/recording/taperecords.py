@@ -46,7 +46,8 @@ class LoopWatch:
         return False
 
 
-# -- Records of the nodes of a recorded graph, and of the tensors that they stand for --------------
+# -- records ---------------------------------------------------------------------------------------
+# Records of the nodes of a recorded graph, and of the tensors that they stand for.
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that is ours: there is a Recorded, an Entry or a RepeatedCall."""
@@ -179,7 +180,12 @@ class Shards:
         return collective
 
 
-# -- Tags on tensors: which value of the graph each stands for, and how long its bytes live --------
+# -- tags ------------------------------------------------------------------------------------------
+# Tags on tensors: which value of the graph each stands for, and how long its bytes live.
+#
+# A tag is an attribute of the tensor, under a name that only one recording uses.  PyTorch keeps
+# the
+# attributes of a tensor as long as its bytes are referred to, also by autograd.
 
 _SERIAL = itertools.count()
 
@@ -325,7 +331,16 @@ def _bytes_read(tensor: Tensor) -> Any:
     return *where, tensor.dtype
 
 
-# -- Which ops of a backward run a forward again: recomputation by checkpoints or custom backwards -
+# -- recompute -------------------------------------------------------------------------------------
+# Which ops of a backward run a forward again: recomputation by checkpoints or custom backwards.
+#
+# The autograd engine sets the grad mode of all code that it calls.  If such code turns gradients
+# on
+# itself, it builds a graph of its own: it runs a forward again.  That holds for checkpoints of
+# either kind, for reversible blocks and for any custom backward, also where the engine's own mode
+# is
+# on (gradients of gradients).  What runs inside, with gradients off too (the forward of an
+# `autograd.Function`, a `no_grad` block), belongs to it.
 
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 """What every change of the grad mode calls; a function mode sees it."""
@@ -407,7 +422,8 @@ def _owner(frame: FrameType | None) -> tuple[Any, str]:
     return owner, method
 
 
-# -- The position of each thread in the recorded code, and which threads are recorded --------------
+# -- here ------------------------------------------------------------------------------------------
+# The position of each thread in the recorded code, and which threads are recorded.
 
 
 class Here(threading.local):

@@ -243,7 +243,16 @@ def static_caches_counted() -> Iterator[None]:
         yield
 
 
-# -- Threads: work that the traced code hands to other threads is recorded like its own ------------
+# -- threads ---------------------------------------------------------------------------------------
+# Threads: work that the traced code hands to other threads is recorded like its own.
+#
+# Dispatch modes, function modes and the default device belong to one thread.  A recorder is
+# entered
+# in the threads that its code starts, around the calls that it submits to a pool, and in any
+# thread
+# that calls one of its modules.  Threads of anybody else run as they are.  Ops are recorded one
+# at a
+# time, under a lock.
 
 _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""

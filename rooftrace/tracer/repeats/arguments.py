@@ -172,7 +172,8 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
-# -- The arguments of a module's call, and where the recording stood when it began -----------------
+# -- arguments -------------------------------------------------------------------------------------
+# The arguments of a module's call, and where the recording stood when it began.
 
 
 class Arguments:

@@ -125,6 +125,13 @@ class Watched:
 
 
 # -- outside ---------------------------------------------------------------------------------------
+# State outside of modules that Python code reads: globals, closures, class attributes, contexts.
+#
+# A call may be repeated (see `calls`) only while this state is what it was.  `Outside` watches
+# which
+# functions a call enters and remembers what each of them can see at that moment.  Code of torch
+# and
+# of the standard library is not looked into.
 
 _DEPTH = 3
 """How deep objects inside objects are looked into."""

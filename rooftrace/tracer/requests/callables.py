@@ -70,7 +70,12 @@ def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
             yield graph
 
 
-# -- Plain functions and exported programs as modules, so that they trace as modules do ------------
+# -- callables -------------------------------------------------------------------------------------
+# Plain functions and exported programs as modules, so that they trace as modules do.
+#
+# A function keeps the modules, parameters and tensors that it refers to (in its closure, as a
+# method,
+# in a partial, or as globals) as its children: they move to meta with it, under their names.
 
 _EXPORTED = "torch.export.exported_program"
 

@@ -78,7 +78,8 @@ def _place(source: str) -> tuple[str, int | None]:
     return file, int(number)
 
 
-# -- The first of many commits that breaks a condition, by trying few of them ----------------------
+# -- bisecting -------------------------------------------------------------------------------------
+# The first of many commits that breaks a condition, by trying few of them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ def _spread(number: int) -> float:
     return value
 
 
-# -- Where the two sides of a diff come from: revisions, options, versions, and who changed a line -
+# -- origins ---------------------------------------------------------------------------------------
+# Where the two sides of a diff come from: revisions, options, versions, and who changed a line.
 
 _SHOWN = 3
 

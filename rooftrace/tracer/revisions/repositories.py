@@ -144,7 +144,8 @@ def _config(root: str, objects: str) -> str:
     return "\n".join([*lines, "[extensions]", f"objectFormat = {objects}", ""])
 
 
-# -- A repository, its commits, and the state of its working tree, as git tells them ---------------
+# -- repositories ----------------------------------------------------------------------------------
+# A repository, its commits, and the state of its working tree, as git tells them.
 
 GITLINK = "160000"
 """The mode of a submodule in a tree."""
@@ -409,7 +410,11 @@ def repository_at(folder: str) -> Repository:
     return Repository(root)
 
 
-# -- A revision as files in a temporary folder, which is gone afterwards ---------------------------
+# -- checkouts -------------------------------------------------------------------------------------
+# A revision as files in a temporary folder, which is gone afterwards.
+#
+# Nothing of the user's repository is written: the checkout has a git folder of its own.  No filter
+# runs, so a file that a filter would change (Git LFS, git-crypt) is there as it is stored.
 
 
 @dataclass(frozen=True, slots=True)

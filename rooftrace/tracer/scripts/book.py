@@ -204,7 +204,8 @@ def _from(seconds: Callable[[], float], offset: float, scale: float) -> Callable
     return lambda: int((offset + seconds()) * scale)
 
 
-# -- The graphs of a script's stretches: equal ones are kept once ----------------------------------
+# -- book ------------------------------------------------------------------------------------------
+# The graphs of a script's stretches: equal ones are kept once.
 
 
 class Book:

@@ -61,7 +61,8 @@ class Roots:
             self._modules = [m for m in self._modules if id(m) not in inside] + [module]
 
 
-# -- Calls of modules from outside of any module: how one looks, and one that need not run again ---
+# -- calls -----------------------------------------------------------------------------------------
+# Calls of modules from outside of any module: how one looks, and one that need not run again.
 
 _PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device)
 

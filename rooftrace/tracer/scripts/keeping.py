@@ -131,7 +131,8 @@ def weighs(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-# -- The optimizers of a script: which there are, and which have stepped ---------------------------
+# -- optimizers ------------------------------------------------------------------------------------
+# The optimizers of a script: which there are, and which have stepped.
 
 _WAITS_FOR_OTHERS = 8
 """An optimizer may step so often in one training step while another has not stepped at all."""
@@ -277,7 +278,8 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return list(getattr(optimizer, "param_groups", ()))
 
 
-# -- Turns of a script are opened and ended here; what was recorded of each goes into the book -----
+# -- keeping ---------------------------------------------------------------------------------------
+# Turns of a script are opened and ended here; what was recorded of each goes into the book.
 
 _ALIKE = 2
 """So many equal turns in a row, and those that look like them are not run again."""

@@ -99,6 +99,11 @@ def knows(tape: Tape, storage: Any) -> bool:
 
 
 # -- hostcopies ------------------------------------------------------------------------------------
+# What tensors of the device hold that came from the host: the host's own tensors, read on demand.
+#
+# Nothing is copied when a script moves a tensor.  Where somebody asks for its value, or for that
+# of a
+# view of it, it is that of the host tensor, unless either was written to in the meantime.
 
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 """What has a view share the version of its base; torch switches it off while a mode has an op."""
@@ -228,7 +233,12 @@ def _on_host(func: Any, arguments: Any, real: Mapping[int, Tensor]) -> Any:
             return None
 
 
-# -- Tensors on meta, shown to a script as tensors on a CUDA device --------------------------------
+# -- presenting ------------------------------------------------------------------------------------
+# Tensors on meta, shown to a script as tensors on a CUDA device.
+#
+# A function mode answers what a script asks of a tensor's place.  The recorder, autograd and
+# torch's
+# own kernels go on seeing meta tensors.
 
 _modes_on: Any = overrides._get_current_function_mode_stack
 _GET: dict[str, Any] = {

@@ -430,7 +430,8 @@ class _Piece:
         return tuple(map(self._argument, item)) if type(item) is tuple else item
 
 
-# -- The record of a script as bytes: what its process sends is read as a file is, and checked -----
+# -- sending ---------------------------------------------------------------------------------------
+# The record of a script as bytes: what its process sends is read as a file is, and checked.
 
 _FROM = "the process of the script"
 

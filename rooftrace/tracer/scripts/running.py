@@ -176,7 +176,8 @@ def _line(frame: FailedCall) -> str:
     return f"  {source.relative(frame.file)}:{frame.line} in {frame.function}{code}"
 
 
-# -- Running a script to the end of its wanted steps, and what it was found to consist of ----------
+# -- running ---------------------------------------------------------------------------------------
+# Running a script to the end of its wanted steps, and what it was found to consist of.
 
 FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 

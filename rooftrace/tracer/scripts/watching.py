@@ -319,7 +319,8 @@ def _at(form: RecordForm, length: int) -> Any:
         return None
 
 
-# -- The turn of a script that is open, and the last turns that were equal -------------------------
+# -- turns -----------------------------------------------------------------------------------------
+# The turn of a script that is open, and the last turns that were equal.
 
 
 @dataclass
@@ -412,7 +413,8 @@ class Variety:
         )
 
 
-# -- What a script does, told to the finder of its steps -------------------------------------------
+# -- watching --------------------------------------------------------------------------------------
+# What a script does, told to the finder of its steps.
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""

@@ -168,7 +168,11 @@ class DeviceModule:
         """The host would wait; nothing runs."""
 
 
-# -- Modules that `fully_shard` has sharded (FSDP2), run on the meta device ------------------------
+# -- fsdp ------------------------------------------------------------------------------------------
+# Modules that `fully_shard` has sharded (FSDP2), run on the meta device.
+#
+# They keep their own hooks, order of prefetches and streams.  What is replaced while they are
+# recorded is the device that they ask for, and the check that refuses weights on meta.
 
 _HOME = "torch.distributed.fsdp._fully_shard"
 _META = torch.device("meta")
@@ -319,7 +323,8 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
         yield
 
 
-# -- The device mesh of a module, from its sharded weights -----------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
+# The device mesh of a module, from its sharded weights.
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 """Collectives of these devices return at once, with what is there."""

@@ -127,7 +127,15 @@ def _users_path() -> list[str]:
     ]
 
 
-# -- Traces a target in a new process, in which nothing was imported or patched before -------------
+# -- apart -----------------------------------------------------------------------------------------
+# Traces a target in a new process, in which nothing was imported or patched before.
+#
+# The job goes in as JSON; graphs come back through a graph file, progress and errors as JSON.
+# What
+# the target prints goes to stderr.  The process is forked from one that has torch (see
+# `launching`);
+# that of a checkout, or of another interpreter, begins with `starting`.  `worker` is the other
+# side.
 
 _START = Path(__file__).with_name("starting.py")
 PROCESSES = True

@@ -78,7 +78,8 @@ def _said(graph: OpGraph, asked: names.ScriptCommand) -> OpGraph:
     return graph.replace(assumptions=(*graph.assumptions, seen))
 
 
-# -- Sources that are objects of the user's: a module that is called, and a step -------------------
+# -- modules ---------------------------------------------------------------------------------------
+# Sources that are objects of the user's: a module that is called, and a step.
 
 AS_CALLED: Mapping[str, int] = MappingProxyType({})
 """Sizes of a call: those of its arguments."""
@@ -243,6 +244,11 @@ def _with_size(old: Any, dimension: int, size: int, name: str) -> Any:
 
 
 # -- targets ---------------------------------------------------------------------------------------
+# Sources that are named: code, a config, an exported program, traced here or in another process.
+#
+# A Hugging Face model over a mesh is spread for each kind of phase: replicas share their weights
+# in
+# training only.  Its pipeline is traced stage by stage.
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +358,8 @@ class TargetSource:
             return trace_phases(made.module, inputs, phases, job.options, job.name)
 
 
-# -- The graphs of a job, by phase, whatever its source is -----------------------------------------
+# -- tracing ---------------------------------------------------------------------------------------
+# The graphs of a job, by phase, whatever its source is.
 
 
 def source_of(job: Job) -> GraphSource | ScriptSource | TargetSource | StepSource | ModuleSource:

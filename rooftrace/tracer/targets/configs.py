@@ -138,7 +138,8 @@ def _stored_in(folder: Path) -> torch.dtype | None:
     return next((known[name] for name, _ in sizes.most_common() if name in known), None)
 
 
-# -- Weights that a checkpoint holds, and the class of its model does not build --------------------
+# -- unbuilt ---------------------------------------------------------------------------------------
+# Weights that a checkpoint holds, and the class of its model does not build.
 
 _PREDICTORS = re.compile(r"num_nextn_predict_layers|(num_|n_)?mtp_(num_)?(hidden_)?layers")
 """Fields with the number of layers that predict further tokens (DeepSeek-V3, section 2.2)."""
@@ -207,7 +208,13 @@ def _size(layer: nn.Module, forms: Mapping[int, str]) -> tuple[int, int]:
     return params, size
 
 
-# -- Fields of a Hugging Face config that make transformers load code or ask the hub ---------------
+# -- remote code -----------------------------------------------------------------------------------
+# Fields of a Hugging Face config that make transformers load code or ask the hub.
+#
+# A config is data.  Without `trust_remote_code` such a field is refused, at any depth; `auto_map`
+# is
+# taken out, because a config that transformers knows has its class there.  docs/security.md lists
+# them.
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that are torch's or transformers' own.  transformers takes a name

@@ -42,7 +42,15 @@ class Dimensions:
     ranges: Mapping[str, tuple[int, int]]
 
 
-# -- Reads what torch.export.save wrote, as data: its graph is checked, and no pickle is opened ----
+# -- ptfile ----------------------------------------------------------------------------------------
+# Reads what torch.export.save wrote, as data: its graph is checked, and no pickle is opened.
+#
+# torch.export.load would run what a file asks for: pickles of weights, constants and sample
+# inputs,
+# expressions that Python evaluates, guards that are compiled, compiled libraries.  Here the graph
+# is
+# parsed as JSON; ops have to be ops of torch that are there, sizes arithmetic; weights are their
+# shapes alone.  torch then builds the program of what was checked.
 
 KIND = FileKind("exported program", TargetError)
 _MOST_ENTRIES = 1_000_000

@@ -196,7 +196,8 @@ def patterns(items: Any, where: str) -> tuple[NamePattern, ...]:
     return tuple(pattern(item, where) for item in items)
 
 
-# -- One record of a file on quantisation, with its fields read by type ----------------------------
+# -- fields ----------------------------------------------------------------------------------------
+# One record of a file on quantisation, with its fields read by type.
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore", "exclude")
 """Fields with the modules that stay as they are."""
@@ -269,7 +270,8 @@ class Fields:
             yield str(name), Fields(item, f"{where}.{name}")
 
 
-# -- Methods that give a format to each module, or group of modules, of a checkpoint ---------------
+# -- by module -------------------------------------------------------------------------------------
+# Methods that give a format to each module, or group of modules, of a checkpoint.
 
 KV = ("kv_cache_quant_algo", "kv_cache_scheme")
 """Fields with the format of the cache.  In Quark's older ones a way of scaling stands there."""

@@ -111,7 +111,8 @@ def mark_gguf(module: nn.Module, tensors: Mapping[str, GgufTensor]) -> str:
     )
 
 
-# -- The weights of a module that follow a declaration, each marked with its format ----------------
+# -- marking ---------------------------------------------------------------------------------------
+# The weights of a module that follow a declaration, each marked with its format.
 
 
 class _Weight(NamedTuple):

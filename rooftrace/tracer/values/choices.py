@@ -149,7 +149,8 @@ def counted(index: Tensor) -> int:
     return int(np.count_nonzero(marks))
 
 
-# -- The choices of topk, argmax, multinomial ... by unknown scores, as a policy has them ----------
+# -- choices ---------------------------------------------------------------------------------------
+# The choices of topk, argmax, multinomial ... by unknown scores, as a policy has them.
 
 EXPECTED = asked.Policy()
 

@@ -166,7 +166,12 @@ def _squeezed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# -- Implicit values through the ops that make and change masks: what each makes of them -----------
+# -- implying --------------------------------------------------------------------------------------
+# Implicit values through the ops that make and change masks: what each makes of them.
+#
+# IMPLIED is the table of such ops; each has a function from a call, bound to the names of its
+# schema,
+# to the implicit value of the output.
 
 Held = Callable[[Any], Implicit | None]
 """The implicit value of a tensor or of a number; None for a tensor that nothing is known of."""

@@ -221,7 +221,12 @@ OPS: dict[str, Interval] = {
 """Elementwise ops by name, and the interval of each."""
 
 
-# -- Which pairs of rows and columns an `Implicit` truth shows, exactly and at any size ------------
+# -- pairs -----------------------------------------------------------------------------------------
+# Which pairs of rows and columns an `Implicit` truth shows, exactly and at any size.
+#
+# The plane is cut into four again and again.  Bounds of the value over a square say that all of
+# its
+# pairs are shown, or none; only squares with both are cut further, down to a few pairs.
 
 _MOST_SQUARES = 1 << 21
 """How many squares are looked at before a truth counts as unknown: it has no pattern.  They are

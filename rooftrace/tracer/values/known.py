@@ -235,7 +235,8 @@ def _cut(box: tuple[slice, ...], leaf: Tensor) -> Tensor:
     return leaf[box]
 
 
-# -- Results of ops on known values: each computed once on the CPU, and shared between tensors -----
+# -- results ---------------------------------------------------------------------------------------
+# Results of ops on known values: each computed once on the CPU, and shared between tensors.
 
 Value = TypeVar("Value", Tensor, Implicit)
 

@@ -141,7 +141,8 @@ _PLANE = 2  # dimensions
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# -- Masks of attention as facts: which pairs of queries and keys they show, and in what pattern ---
+# -- masks -----------------------------------------------------------------------------------------
+# Masks of attention as facts: which pairs of queries and keys they show, and in what pattern.
 
 _TRUE, _FALSE = Implicit.of(True), Implicit.of(False)
 

@@ -66,7 +66,8 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-# -- Records of what a file of weights holds: tensors that are read slice by slice -----------------
+# -- stored ----------------------------------------------------------------------------------------
+# Records of what a file of weights holds: tensors that are read slice by slice.
 
 
 class CheckpointError(ValueError):
@@ -128,7 +129,12 @@ class Checkpoint:
         return sum(tensor.bytes for tensor in self.tensors.values())
 
 
-# -- Reads what torch.save wrote: mapped into memory, with weights_only, so that no code runs ------
+# -- torchfile -------------------------------------------------------------------------------------
+# Reads what torch.save wrote: mapped into memory, with weights_only, so that no code runs.
+#
+# A file is a zip whose entries are the bytes of storages, and a pickle that says which tensor lies
+# where.  torch reads that pickle with an unpickler that knows tensors and containers alone.  Older
+# files, which are a pickle as a whole, are refused.
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle in a file, which says where the tensors are: 256 MiB."""
