@@ -1,4 +1,4 @@
-"""Finds the commit of a range from which a condition holds, by tracing few of its commits."""
+"""Differences of two targets, runs or checkpoints, and the commit of a range that brought one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph breaks of torch.compile for any source that has code."""
+"""Explanations of a step: graph breaks, formulas of FLOPs and bytes, and limits of decode."""
 
 from __future__ import annotations
 

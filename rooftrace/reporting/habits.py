@@ -1,4 +1,4 @@
-"""`dump_model_info`: an inventory, its figure and a report in one call, for those who type it."""
+"""Functions in the style of torchinfo, thop, fvcore and FlopCounterMode, and `dump_model_info`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from rooftrace.reporting.requests import StepRequest
 from rooftrace.reporting.text import as_markdown, shown
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inventory.records import ModelInfo
+
+# -- dump_model_info -------------------------------------------------------------------------------
+# `dump_model_info`: an inventory, its figure and a report in one call, for those who type it.
 
 PLOT = "model_weight_distributions.png"
 """Where the figure goes if no path is named."""

@@ -1,4 +1,4 @@
-"""The values of weights as a grid of histograms, one for each tensor."""
+"""Inventories of a module, a target or a checkpoint, and histograms of weight values."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rooftrace.tracer.inventory.records import LayerInfo
+
+
+# -- distributions ---------------------------------------------------------------------------------
+# The values of weights as a grid of histograms, one for each tensor.
 
 MOST = 48
 """Histograms in a figure."""

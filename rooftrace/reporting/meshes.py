@@ -1,4 +1,4 @@
-"""Which mesh is best for a step, and how the step scales: every candidate is a trace of its own."""
+"""Search for the best device mesh of a step, and scaling over chips; each candidate is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer rests on, in sentences."""
+"""Questions about sizes, limits and chips, checked, and the grounds of an answer in sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a report or a validation: makes them aside, then puts them into their folder."""
+"""Reports of every phase, execution and chip, and the folders of files that hold them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     import pandas
 
     from rooftrace.measured.fit import Validation
+
+
+# -- folders ---------------------------------------------------------------------------------------
+# The files of a report or a validation: makes them aside, then puts them into their folder.
 
 MANIFEST = "_report.json"
 

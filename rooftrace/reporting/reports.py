@@ -1,4 +1,4 @@
-"""Reports on several chips and executions, and the largest batch that fits."""
+"""Reports on one or several targets, chips and executions, and the largest batch that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sides of a diff at revisions: their checkouts, what they read from elsewhere, who changed a line.
+"""Sides of a diff at git revisions: checkouts, files read from elsewhere, line origins, and runs.
 
 A side that runs other code than its revision has would make every diff "no change".  So what a
 process read is compared with what the revision has: code from elsewhere is an error, the rest a

@@ -1,4 +1,4 @@
-"""Factors of a grid from what is asked: names and levels, as text or as values."""
+"""Sensitivity of a step: elasticities at some sizes, or the effects of a full factorial grid."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from rooftrace.reporting.requests.calls import conditions_of
 from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
 from rooftrace.reporting.stepforms import form_of, known_form, level_values
 from rooftrace.tracer.requests import Job, names
+
+# -- factors ---------------------------------------------------------------------------------------
+# Factors of a grid from what is asked: names and levels, as text or as values.
 
 _CONFIG = FileKind("JSON file", RequestError)
 

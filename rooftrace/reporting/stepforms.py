@@ -1,4 +1,4 @@
-"""Forms as files: the graph of each regime with the formulas of its numbers; read without torch."""
+"""Forms of a source: graphs with formulas, traced at a few sizes, valid at any, saved as files."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ from rooftrace.tracer.requests import Job
 
 if TYPE_CHECKING:
     from rooftrace.tracer.formulas import SizedSource
+
+
+# -- form files ------------------------------------------------------------------------------------
+# Forms as files: the graph of each regime with the formulas of its numbers; read without torch.
 
 SCHEMA = "rooftrace.form/1"
 _KIND = FileKind("form", GraphFileError)

@@ -1,4 +1,4 @@
-"""From a traced step and a run under Dynamo to what each graph break costs on a chip.
+"""Costs of graph breaks on a chip: a record of each break, and pricing from a run under Dynamo.
 
 In: a graph, what Dynamo showed of the same call, a chip.  Out: the step eager, compiled as it
 breaks, compiled without breaks, and compiled without the breaks of each line.

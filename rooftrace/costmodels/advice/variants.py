@@ -1,9 +1,4 @@
-"""Numbers of a chip and of an execution model by dotted names, read, and replaced in new records.
-
-"chip.memory_bandwidth", "chip.matrix.bf16", "chip.link.intra.bandwidth"; "execution.elementwise",
-"execution.weight_residency.moe"; "knobs.launch", "knobs.share.mm.compute".  The beginning of names
-up to a dot stands for all of them: "chip.matrix" is every rate of the matrix engine.
-"""
+"""Variants of a step: named numbers of a chip or execution, and one change at a time."""
 
 from __future__ import annotations
 
@@ -26,6 +21,13 @@ from rooftrace.tracer.graph import OpGraph
 if TYPE_CHECKING:
     from rooftrace.costmodels.planforms import Conditions
     from rooftrace.costmodels.sweeps import Form
+
+# -- named numbers ---------------------------------------------------------------------------------
+# Numbers of a chip and of an execution model by dotted names, read, and replaced in new records.
+#
+# "chip.memory_bandwidth", "chip.matrix.bf16", "chip.link.intra.bandwidth"; "execution.elementwise",
+# "execution.weight_residency.moe"; "knobs.launch", "knobs.share.mm.compute".  The beginning of
+# names up to a dot stands for all of them: "chip.matrix" is every rate of the matrix engine.
 
 OWNERS = ("chip", "execution", "knobs")
 

@@ -1,4 +1,4 @@
-"""What a changed step costs beside the step as it is: one what-if, and all of them in order."""
+"""Changes that could make a step cheaper: candidates, their priced what-ifs, and their order."""
 
 from __future__ import annotations
 

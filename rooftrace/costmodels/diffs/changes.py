@@ -1,4 +1,4 @@
-"""Records of what changed between two revisions: quantities, modules, phases, source files."""
+"""Changes between two revisions: records of quantities, phases, communication, and modules."""
 
 from __future__ import annotations
 

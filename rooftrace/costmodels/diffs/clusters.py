@@ -1,4 +1,4 @@
-"""Kernel groups that changed together, so that what they cost before and after can be compared."""
+"""Kernel edits between two revisions, and clusters of kernels that changed together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataflow between the kernels of a graph: views, which move nothing, are looked through."""
+"""Both sides of a diff: dataflow between kernels, and the matching of kernels of two graphs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from rooftrace.costmodels.ops import COMPUTED, MATRIX, AttentionSizes, Cost, Wor
 from rooftrace.tracer.graph import Op, OpGraph, Tensor, pattern_of, references
 from rooftrace.tracer.inventory import Change
 from rooftrace.tracer.inventory.changes import Pairing
+
+# -- dataflow --------------------------------------------------------------------------------------
+# The dataflow between the kernels of a graph: views, which move nothing, are looked through.
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """Precision and shape of some tensors."""

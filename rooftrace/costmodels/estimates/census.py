@@ -1,4 +1,4 @@
-"""The records of a census: matrix products by their sizes, and how they fill tiles."""
+"""Census of a step's matrix products: records by size, how they fill tiles, and odd sizes."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ class Census(Plain, Shown):
 #
 # Rows are exact: their FLOP and those of the attention kernels are the matrix FLOP of the step.
 # What tiles and waves leave is what the kernel model says (`itemising.tiles`), None where it
-# models
-# nothing.  A convolution stands as the product that it is when its windows are written out: M the
-# positions of all images, N the output channels of a group, K the values that each of them sums.
+# models nothing.  A convolution stands as the product that it is when its windows are written
+# out: M the positions of all images, N the output channels of a group, K the values that each of
+# them sums.
 
 ATTENTION = "attention"
 """The kind of ops whose products are inside of one kernel."""

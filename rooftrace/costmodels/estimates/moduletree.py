@@ -1,8 +1,4 @@
-"""Where a step computes in another floating precision than the one that it is priced in.
-
-`reprice` changes only what is in the model's own precision; an explicit cast to fp32 (a norm, a
-router, logits for the loss) stays.  This lists what stayed.
-"""
+"""The module tree of an estimate, with sums for each module, and ops in another precision."""
 
 from __future__ import annotations
 
@@ -17,6 +13,12 @@ from rooftrace.costmodels.ops import MATRIX
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor, pattern_of
+
+# -- precision islands -----------------------------------------------------------------------------
+# Where a step computes in another floating precision than the one that it is priced in.
+#
+# `reprice` changes only what is in the model's own precision; an explicit cast to fp32 (a norm, a
+# router, logits for the loss) stays.  This lists what stayed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""Sizes whose rows in memory are no whole number of loads, and what padded ones would cost.
-
-A thread loads 16 bytes at once.  Where the rows of a matrix do not begin at multiples of that, as
-with 50257 logits in bf16, kernels load it in smaller pieces, and take longer for it (`Share.odd`).
-"""
+"""Nodes of a step with the bytes of each kernel, and matrix rows that break alignment of loads."""
 
 from __future__ import annotations
 
@@ -25,6 +21,13 @@ from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     import pandas
+
+# -- aligned sizes ---------------------------------------------------------------------------------
+# Sizes whose rows in memory are no whole number of loads, and what padded ones would cost.
+#
+# A thread loads 16 bytes at once.  Where the rows of a matrix do not begin at multiples of that, as
+# with 50257 logits in bf16, kernels load it in smaller pieces, and take longer for it
+# (`Share.odd`).
 
 BYTES = 16
 """What a thread loads at once."""

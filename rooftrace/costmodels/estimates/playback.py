@@ -1,8 +1,4 @@
-"""A step written out kernel by kernel, each with the kernels that it waits for.
-
-A kernel waits for those that made what it reads or writes, for the one before it on its stream, for
-the exchange before it of its group, and for what the events before it stand for.
-"""
+"""The launch queue of an estimate, kernel by kernel: what each waits for, and when it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +14,12 @@ from rooftrace.costmodels.planning import Launch, plan
 from rooftrace.costmodels.timing import streams
 from rooftrace.costmodels.timing.queue import Communication, Queue, host_seconds
 from rooftrace.tracer.graph import REVERSED, Collective, Op, OpGraph, marks, pattern_of
+
+# -- waiting ---------------------------------------------------------------------------------------
+# A step written out kernel by kernel, each with the kernels that it waits for.
+#
+# A kernel waits for those that made what it reads or writes, for the one before it on its stream,
+# for the exchange before it of its group, and for what the events before it stand for.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,8 @@ def kernels_in_order(estimate: Estimate) -> list[Following]:
 #
 # `timing` says when each kernel of a graph runs the first time; here are the launches of all
 # iterations, one by one, of a step on several streams with the stream of each.  Where there are
-# more
-# than a limit, iterations of the repeats with the highest counts stand once, beside one span for
-# those that follow.
+# more than a limit, iterations of the repeats with the highest counts stand once, beside one span
+# for those that follow.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

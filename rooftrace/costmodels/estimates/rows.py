@@ -1,4 +1,4 @@
-"""The rows of an estimate: what each kernel group costs on a chip, and sums of them by a key."""
+"""Rows of an estimate: costs of kernel groups on a chip, sums by a key, and exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the turns of a script cost: its training steps, and its calls without gradients."""
+"""Costs of a script's turns: training steps, calls without gradients, and the compiled part."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a model is made of, read from its traced graph: modules, attention, kernels, and how blocks
-are wired.  Nothing is taken from a template or from the name of a model.
+"""The anatomy of a model, read from its traced graph: modules, attention, kernels, and wiring.
+
+Nothing is taken from a template or from the name of a model.
 """
 
 from __future__ import annotations
@@ -168,8 +169,7 @@ def _kernels(estimate: Estimate) -> Sequence[KernelKind]:
 # How the modules of a model are wired, as its forward pass ran: a picture for each distinct block.
 #
 # A node is a module, or an op that the block's own code runs, as the sum of a residual.  An edge
-# says
-# that what one made is read by the other; views are looked through.
+# says that what one made is read by the other; views are looked through.
 
 INPUT, OUTPUT = "input", "output"
 MOST_NODES = 40

@@ -1,4 +1,4 @@
-"""What an exploration is of: a decode step as functions of its sizes, its experts, and rates."""
+"""Decode steps as functions of their sizes, and the least batch that is limited by computing."""
 
 from __future__ import annotations
 

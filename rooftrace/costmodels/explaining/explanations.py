@@ -1,4 +1,4 @@
-"""A step explained: its formulas at some sizes, what limits it, and what would confirm that."""
+"""Explanations of a step's time: kernel formulas, what limits it, and counters to confirm that."""
 
 from __future__ import annotations
 

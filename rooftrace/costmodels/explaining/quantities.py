@@ -1,4 +1,4 @@
-"""How the seconds of a kernel follow from its FLOPs and bytes: rates, and shares of them."""
+"""Quantities with their formulas, and kernel seconds that follow from FLOPs, bytes, and rates."""
 
 from __future__ import annotations
 

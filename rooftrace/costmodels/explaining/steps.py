@@ -1,8 +1,4 @@
-"""Scaling tests: what a step and its kernels take when one thing is halved, by estimates there.
-
-Each also says what the time would do if one term alone were the limit, so that a measured ratio
-tells which one it is.
-"""
+"""Explanations of a step: scaling tests, sweeps of one size, and the step as a worked example."""
 
 from __future__ import annotations
 
@@ -30,6 +26,12 @@ from rooftrace.costmodels.timing.steps import StepAmounts, time_step
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import OpGraph, pattern_of
+
+# -- scaling tests ---------------------------------------------------------------------------------
+# Scaling tests: what a step and its kernels take when one thing is halved, by estimates there.
+#
+# Each also says what the time would do if one term alone were the limit, so that a measured ratio
+# tells which one it is.
 
 HALF: Mapping[str, str] = {
     "fp64": "fp32", "fp32": "bf16", "tf32": "bf16", "bf16": "fp8", "fp16": "fp8",

@@ -1,10 +1,4 @@
-"""What Inductor writes in place of an op's result: the fp32 value that the op is computed from.
-
-An activation that uses its input twice (x sigmoid(x)) makes Inductor store this input, if it takes
-more reads than `realize_reads_threshold` (a batch norm takes five), and casts between the two are
-dropped: it is stored in fp32.  Kernels that use the activation then read that, and compute the
-activation again.  Where a library kernel reads the result it is stored as usual.
-"""
+"""Index spaces of ops: how each goes through its elements, and which values Inductor stores."""
 
 from __future__ import annotations
 
@@ -16,6 +10,14 @@ from rooftrace.costmodels.fusion.runs import copies
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import GraphError, Op, OpGraph, Ref, marks, references
+
+# -- stored wide -----------------------------------------------------------------------------------
+# What Inductor writes in place of an op's result: the fp32 value that the op is computed from.
+#
+# An activation that uses its input twice (x sigmoid(x)) makes Inductor store this input, if it
+# takes more reads than `realize_reads_threshold` (a batch norm takes five), and casts between the
+# two are dropped: it is stored in fp32.  Kernels that use the activation then read that, and
+# compute the activation again.  Where a library kernel reads the result it is stored as usual.
 
 MANY_READS = 5
 """An input that takes as many reads is stored (realize_reads_threshold is 4)."""

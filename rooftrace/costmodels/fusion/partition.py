@@ -1,4 +1,4 @@
-"""A kernel of a graph: its ops, what to call it, and the joins that made it."""
+"""Kernel groups of a graph: their records and labels, their growth, and joins of finished ones."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def group_name(ops: Sequence[Op]) -> str:
 # The kernels of a graph while they grow: who is in which, what each rests on, which join made it.
 #
 # Kernels have ranks in launch order.  An op joins only a kernel whose rank is at least that of
-# every
-# kernel it depends on, so every edge between kernels goes to a higher rank and no cycle can arise.
+# every kernel it depends on, so every edge between kernels goes to a higher rank and no cycle can
+# arise.
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,4 @@
-"""In which memory layout convolutions run: with channels last where a compiler chooses that.
-
-The choice is Inductor's, for a whole graph (`torch/_inductor/graph.py`, `decide_layout_opt`): its
-weights are how much longer each kind of convolution was measured to take with channels last.
-"""
+"""HBM traffic of kernel groups, slices of values, and the memory layout of convolutions."""
 
 from __future__ import annotations
 
@@ -20,6 +16,12 @@ from rooftrace.costmodels.fusion.index_space import widths
 from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
 from rooftrace.costmodels.planning import ExecutionModel
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
+
+# -- channels last ---------------------------------------------------------------------------------
+# In which memory layout convolutions run: with channels last where a compiler chooses that.
+#
+# The choice is Inductor's, for a whole graph (`torch/_inductor/graph.py`, `decide_layout_opt`): its
+# weights are how much longer each kind of convolution was measured to take with channels last.
 
 LAST_OVER_FIRST = {"grouped": 1.358, "in_out": 0.725, "small": 0.783, "default": 0.823}
 """Time with channels last over that with channels first, by kind of convolution."""
@@ -83,8 +85,7 @@ def has_channels_last(value: Tensor) -> bool:
 # Bytes through HBM: what a kernel group moves once its internal values stay on the chip.
 #
 # A storage that only the group itself writes and reads never reaches HBM; one that several of its
-# ops
-# read is read once.  The compulsory floor is what any execution has to move.
+# ops read is read once.  The compulsory floor is what any execution has to move.
 
 
 class _Group(Protocol):

@@ -1,20 +1,4 @@
-"""Seconds of a fused attention kernel: its blocks, its bytes, its companions.
-
-A flash attention kernel gives each block some rows of the score matrix, and walks over their keys.
-  rows     are whole tiles; the heads of a group share a tile where the kernel packs them,
-  keys     are whole steps; a causal block ends at its last row, so that blocks differ in length,
-  a step   takes its two products and its exponentials; a block takes a start beside its steps,
-  blocks   fill the SMs, and the last ones to end leave some idle; few blocks are split along their
-           keys where that is faster, and the partial results combined by one more kernel,
-  memory   streams key and value while blocks compute; query and output of the first and the last
-           blocks go through it apart, those of all where a block has its SM to itself.
-Sizes of tiles are those of FlashAttention 2 and 3 (Dao, "FlashAttention-2", 2023; Shah et al.,
-"FlashAttention-3", 2024; https://github.com/Dao-AILab/flash-attention) and of the memory-efficient
-kernel that PyTorch has for masks of numbers (Rabe and Staats, 2021; mem_eff_attention in ATen).
-
-Not here: backward, steps that shrink for wide heads in bf16, tiles of 192 rows for prompts with
-heads of 64, sorting of requests, power.
-"""
+"""Seconds of fused attention kernels, the libraries that run them, and their rows in a table."""
 
 from __future__ import annotations
 
@@ -37,6 +21,26 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.kernels.works import KernelAmounts
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+# -- fused attention -------------------------------------------------------------------------------
+# Seconds of a fused attention kernel: its blocks, its bytes, its companions.
+#
+# A flash attention kernel gives each block some rows of the score matrix, and walks over their
+# keys.
+#   rows     are whole tiles; the heads of a group share a tile where the kernel packs them,
+#   keys     are whole steps; a causal block ends at its last row, so that blocks differ in length,
+#   a step   takes its two products and its exponentials; a block takes a start beside its steps,
+#   blocks   fill the SMs, and the last ones to end leave some idle; few blocks are split along
+#            their keys where that is faster, and the partial results combined by one more kernel,
+#   memory   streams key and value while blocks compute; query and output of the first and the last
+#            blocks go through it apart, those of all where a block has its SM to itself.
+# Sizes of tiles are those of FlashAttention 2 and 3 (Dao, "FlashAttention-2", 2023; Shah et al.,
+# "FlashAttention-3", 2024; https://github.com/Dao-AILab/flash-attention) and of the
+# memory-efficient kernel that PyTorch has for masks of numbers (Rabe and Staats, 2021;
+# mem_eff_attention in ATen).
+#
+# Not here: backward, steps that shrink for wide heads in bf16, tiles of 192 rows for prompts with
+# heads of 64, sorting of requests, power.
 
 EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
@@ -374,11 +378,9 @@ def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
 # Attention in a table of kernels: its columns there, and the seconds of its rows.
 #
 # What a rule says of an attention op (`AttentionSizes` of its work) is a group of columns, all
-# zero
-# in the rows of other kernels.  Rows whose products run on the matrix engine of a chip with a
-# known
-# SM count take the seconds of `attention_time`; backward and all else keep the shares of their
-# class.
+# zero in the rows of other kernels.  Rows whose products run on the matrix engine of a chip with
+# a known SM count take the seconds of `attention_time`; backward and all else keep the shares of
+# their class.
 
 # -- which library's kernel runs -------------------------------------------------------------------
 # What measurements tell of each.

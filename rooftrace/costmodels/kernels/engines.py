@@ -1,9 +1,4 @@
-"""Classes of kernels: those of one class reach similar shares of a chip's peaks.
-
-A group's class is that of its heaviest op: a convolution with its epilogue is a convolution.
-Measured efficiencies differ between the classes.  An op's rule or its cost says which class it is
-in (`Rule.kind_of`).
-"""
+"""Kernel classes, chip engines for each kind of work, and the share of an engine that is used."""
 
 from __future__ import annotations
 
@@ -29,6 +24,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rooftrace._amounts import Amount, Array
+
+# -- classes ---------------------------------------------------------------------------------------
+# Classes of kernels: those of one class reach similar shares of a chip's peaks.
+#
+# A group's class is that of its heaviest op: a convolution with its epilogue is a convolution.
+# Measured efficiencies differ between the classes.  An op's rule or its cost says which class it is
+# in (`Rule.kind_of`).
 
 LARGE_WINDOW = 5
 """With channels first, depthwise convolutions with a wider window run on slower kernels: PyTorch's

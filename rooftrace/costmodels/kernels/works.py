@@ -1,11 +1,4 @@
-"""Bytes that a kernel reads from the last-level cache, because they were touched recently.
-
-A cache that evicts the least recently used bytes still holds those that were touched within the
-last `capacity` bytes of traffic (reuse distance; Mattson et al., "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970).  Each step follows an equal step, so the weights of a
-small model stay.  A result need not reach memory if it is dead, and its block is written again,
-within that distance.
-"""
+"""Kernels as rows of amounts, and the bytes that they read from the last-level cache."""
 
 from __future__ import annotations
 
@@ -27,6 +20,15 @@ from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
+
+# -- reuse -----------------------------------------------------------------------------------------
+# Bytes that a kernel reads from the last-level cache, because they were touched recently.
+#
+# A cache that evicts the least recently used bytes still holds those that were touched within the
+# last `capacity` bytes of traffic (reuse distance; Mattson et al., "Evaluation techniques for
+# storage hierarchies", IBM Systems Journal 9(2), 1970).  Each step follows an equal step, so the
+# weights of a small model stay.  A result need not reach memory if it is dead, and its block is
+# written again, within that distance.
 
 
 def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:
@@ -206,9 +208,8 @@ class _Walk:
 # Kernels as rows of amounts: a row for each kernel at each of its sizes.
 #
 # A plan has a row for each of its different kernels; a form of a plan has one for each kernel at
-# each
-# size.  What a kernel computes stands by key of `Cost.work`: works of one key are arrays over
-# rows.
+# each size.  What a kernel computes stands by key of `Cost.work`: works of one key are arrays
+# over rows.
 
 _SIZES = ("rows", "columns", "inner")
 _ATTENTION = AttentionSizes.__struct_fields__

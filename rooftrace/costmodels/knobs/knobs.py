@@ -1,4 +1,4 @@
-"""Names of the classes of kernels; those of one class reach similar shares of a chip's peaks."""
+"""Calibrated constants by kernel class: class names, shares of peaks, typical values, and files."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""PyTorch's CUDA caching allocator, as its rules say (c10/cuda/CUDACachingAllocator.cpp).
-
-It asks the driver for segments, hands out blocks of them, and keeps what is freed.  Sizes are
-rounded to 512 bytes.  Requests of at most 1 MiB share segments of 2 MiB; those below 10 MiB share
-segments of 20 MiB; larger ones get a segment of their own, rounded to 2 MiB.  The smallest free
-block that is large enough is taken, and what is left of it stays free where that is worth it.
-Neighbours that are both free become one block.  Each stream has blocks of its own.
-
-Not modelled: rounding to fractions of powers of two, garbage collection, pools of CUDA graphs, and
-events of blocks that other streams use.
-"""
+"""PyTorch's CUDA caching allocator: its rules, the replay of steps, and library workspaces."""
 
 from __future__ import annotations
 
@@ -24,6 +14,18 @@ from rooftrace.costmodels.memory.lives import EDGE, Lives, Visits, bytes_of_weig
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.graph import PARTS, Op, OpGraph, Ref, Tensor
+
+# -- allocator -------------------------------------------------------------------------------------
+# PyTorch's CUDA caching allocator, as its rules say (c10/cuda/CUDACachingAllocator.cpp).
+#
+# It asks the driver for segments, hands out blocks of them, and keeps what is freed.  Sizes are
+# rounded to 512 bytes.  Requests of at most 1 MiB share segments of 2 MiB; those below 10 MiB share
+# segments of 20 MiB; larger ones get a segment of their own, rounded to 2 MiB.  The smallest free
+# block that is large enough is taken, and what is left of it stays free where that is worth it.
+# Neighbours that are both free become one block.  Each stream has blocks of its own.
+#
+# Not modelled: rounding to fractions of powers of two, garbage collection, pools of CUDA graphs,
+# and events of blocks that other streams use.
 
 SMALLEST = 512
 SMALL = 2**20
@@ -202,9 +204,8 @@ class CachingAllocator:
 # next one.  So later steps find the segments of earlier ones, as they do in a real run.
 #
 # Many equal iterations are visited as in `liveness`: what the left-out ones keep is allocated as
-# the
-# visited one ends, and what they free is freed then; what they make and drop finds the same blocks
-# again, and is not repeated.
+# the visited one ends, and what they free is freed then; what they make and drop finds the same
+# blocks again, and is not repeated.
 
 VISITED = 6000
 """So many ops are visited at the most, beyond the least that a graph with repeats takes."""

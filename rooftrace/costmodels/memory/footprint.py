@@ -1,4 +1,4 @@
-"""Which bytes of a process are there because others hold the rest: gathered weights, buffers."""
+"""Peak memory of a step: bytes alive over time, what the peak is made of, and buffers."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def buffer_bytes(graph: OpGraph, alive: Mapping[int, int], sizes: Sequence[int])
 # How many bytes are alive over a step, what the peak consists of, and how it builds up.
 #
 # The peak is what the tensors of an eager run take (attention as one kernel).  What libraries and
-# an
-# allocator add comes on top (`allocating`).
+# an allocator add comes on top (`allocating`).
 #
 # Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so their
 # maximum is at one end of these.

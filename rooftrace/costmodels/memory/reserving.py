@@ -1,9 +1,4 @@
-"""The largest batch whose peak memory fits: a search that asks for the peak at some batch sizes.
-
-Peak memory is nearly a straight line in the batch, but not quite: another op may be at the peak,
-another algorithm may run.  So the line only says where to look, and the answer is tried: it fits,
-and one more does not.
-"""
+"""Memory that a step reserves on a chip, and the largest batch whose peak memory fits."""
 
 from __future__ import annotations
 
@@ -16,6 +11,13 @@ from rooftrace.costmodels.memory.allocator import CachingAllocator, program
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_capacity
 from rooftrace.tracer.graph import OpGraph
+
+# -- largest batch ---------------------------------------------------------------------------------
+# The largest batch whose peak memory fits: a search that asks for the peak at some batch sizes.
+#
+# Peak memory is nearly a straight line in the batch, but not quite: another op may be at the peak,
+# another algorithm may run.  So the line only says where to look, and the answer is tried: it fits,
+# and one more does not.
 
 MOST = 65536
 """Batches beyond this are not looked for."""

@@ -1,8 +1,4 @@
-"""The kinds of bytes that a run can tell apart: roles, with weights by the family that reads them.
-
-What an optimizer's kernels move is one kind: they always move states, weights and gradients in the
-same proportions, so no measurement tells these apart.
-"""
+"""Kinds of bytes that a run can tell apart, and factors of measured over counted bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +8,12 @@ from dataclasses import dataclass, field, fields
 
 from rooftrace.costmodels.ops.cost import Access, Cost
 from rooftrace.tracer.graph import OpGraph
+
+# -- kinds -----------------------------------------------------------------------------------------
+# The kinds of bytes that a run can tell apart: roles, with weights by the family that reads them.
+#
+# What an optimizer's kernels move is one kind: they always move states, weights and gradients in
+# the same proportions, so no measurement tells these apart.
 
 WEIGHTS = {name: f"{name} weights" for name in ("attention", "dense", "moe")}
 """The kinds of weights by family; families other than attention and moe are dense."""

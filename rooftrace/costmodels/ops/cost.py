@@ -1,4 +1,4 @@
-"""Facts of ops that say which kernels of a library run, or why none does."""
+"""The cost of one op on any chip: op kinds, work by precision, bytes by storage, kernel facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The rules that are registered.  Files of rules import this one; it loads them when first needed.
+"""The registry of pricing rules, and the lookup of the rule that prices an op.
+
+Files of rules import this one; it loads them when first needed.
 
 `@rule("aten.mm")` registers a rule by op name without overload (all overloads) or with it
 ("aten.add.Tensor"); the more specific one wins.  `ns::op` is accepted for `ns.op`.

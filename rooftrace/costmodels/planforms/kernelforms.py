@@ -1,4 +1,4 @@
-"""Sizes at many points, and the different ones among those that some of the sizes make."""
+"""Kernels of a plan as formulas for any sizes, records of its numbers, and points of sizes."""
 
 from __future__ import annotations
 

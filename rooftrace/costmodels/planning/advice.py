@@ -1,4 +1,4 @@
-"""What of a step the script itself compiles: the rest of it runs eager."""
+"""Advice on how to run a step, from the structure of its graph and from what a script compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of the rewrites that an execution model can ask for; `rewriting` applies them."""
+"""Execution models, which turn an op graph into kernels, and names of rewrites for `rewriting`."""
 
 from __future__ import annotations
 

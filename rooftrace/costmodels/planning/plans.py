@@ -1,4 +1,4 @@
-"""What the host does in a step: it enqueues kernel groups, and waits at syncs."""
+"""Plans of a step: priced and grouped ops, launches and syncs of the host, and rule coverage."""
 
 from __future__ import annotations
 

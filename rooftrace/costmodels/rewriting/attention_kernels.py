@@ -1,4 +1,4 @@
-"""What an attention kernel reads: keys and values of shared heads once, and numbers for masks.
+"""Passes that make attention one kernel, share key and value heads, and tell masks by numbers.
 
 A pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
 """

@@ -1,10 +1,4 @@
-"""Finds attention that a model wrote by hand: two products, and all that lies between them.
-
-    softmax(mask(softcap tanh(scale q k^T / softcap)), and a sink as one more column)
-
-It follows the values from the second product back to the first.  It names ops of torch: several
-elementary ones make an attention together, and no rule of a single op can say so.
-"""
+"""Attention as matrix products: finding handwritten attention, and writing attention out."""
 
 from __future__ import annotations
 
@@ -31,6 +25,14 @@ from rooftrace.costmodels.rewriting.editing import (
 )
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+
+# -- written attention -----------------------------------------------------------------------------
+# Finds attention that a model wrote by hand: two products, and all that lies between them.
+#
+#     softmax(mask(softcap tanh(scale q k^T / softcap)), and a sink as one more column)
+#
+# It follows the values from the second product back to the first.  It names ops of torch: several
+# elementary ones make an attention together, and no rule of a single op can say so.
 
 PRODUCT = "aten.bmm"
 LONGEST_CHAIN = 24

@@ -1,9 +1,4 @@
-"""Scores by which sparse attention chooses keys, as the one kernel that makes them.
-
-I[b, s, l] = sum over h of w[b, s, h] relu(scale q[b, s, h] k[b, l]) (DeepSeek-V3.2, section 2.1).
-As written, the scores of every head go through memory in fp32, and keys are copied for each query;
-`fp8_mqa_logits` of DeepGEMM adds the heads up before it writes.
-"""
+"""Rewrites to the causal-conv1d kernel, and to the index-score kernel of sparse attention."""
 
 from __future__ import annotations
 
@@ -38,6 +33,13 @@ from rooftrace.costmodels.rewriting.places import Places, beside
 from rooftrace.costmodels.rewriting.recurrences import ends
 from rooftrace.costmodels.rewriting.scans import blank, laid_out, memory_order, onto, replaces
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
+
+# -- index scores ----------------------------------------------------------------------------------
+# Scores by which sparse attention chooses keys, as the one kernel that makes them.
+#
+# I[b, s, l] = sum over h of w[b, s, h] relu(scale q[b, s, h] k[b, l]) (DeepSeek-V3.2, section 2.1).
+# As written, the scores of every head go through memory in fp32, and keys are copied for each
+# query; `fp8_mqa_logits` of DeepGEMM adds the heads up before it writes.
 
 INDEX_SCORES = "rooftrace.index_scores.default"
 _KEYS = (swapped("key"), Pat("expand", swapped("key"), said="wide"))
@@ -148,9 +150,8 @@ def _key(places: Places, value: int) -> int | None:
 # Convolutions over time that see no later token, as the kernel of causal-conv1d.
 #
 # A module pads a depthwise convolution on both sides and cuts what lies behind, or puts zeros or
-# the
-# last columns before it; a step of one token keeps these columns in a state.  The kernel reads x
-# once, adds the bias, applies SiLU, and moves the state on.
+# the last columns before it; a step of one token keeps these columns in a state.  The kernel
+# reads x once, adds the bias, applies SiLU, and moves the state on.
 
 CAUSAL_CONV = "rooftrace.causal_conv1d.default"
 CONV_UPDATE = "rooftrace.causal_conv1d_update.default"

@@ -1,7 +1,4 @@
-"""Which operands a chain of states has: streams in the roles of query, key, value, decay and beta.
-
-Roles follow from what depends on what; that they are right is for `statetrials` to say.
-"""
+"""Rewrites of linear attention and delta rules to one op each, by the roles of their operands."""
 
 from __future__ import annotations
 
@@ -39,6 +36,11 @@ from rooftrace.costmodels.rewriting.statetrials import (
 )
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+
+# -- operand roles ---------------------------------------------------------------------------------
+# Which operands a chain of states has: streams in the roles of query, key, value, decay and beta.
+#
+# Roles follow from what depends on what; that they are right is for `statetrials` to say.
 
 _MOVED = LAYOUT | PARTS | CREATED | {"aten.copy_", "aten.stack", "aten.cat"}
 _BRANCHES = frozenset(f"aten.{name}" for name in ("clamp_min", "gt", "ge", "lt", "le", "eq"))
@@ -352,14 +354,11 @@ def _least_lengths(region: StateRegion, rule: StateRule, role: str) -> Iterator[
 # Linear attention and delta rules as one op each, where a graph writes out what they do.
 #
 # What is written out is found as a chain of states (`statechains`), and its streams get their
-# roles
-# by what depends on them: the decay by what scales the state, key and value by what is added to
-# it,
-# the query by what reads it (`staterules`).  Then the ops run on small random numbers beside the
-# formula of the op that would take their place (`statetrials`): where both agree to nine digits,
-# they
-# are the same function.  So chunks, loops over tokens, solved or inverted triangles, masks and the
-# order of elementwise ops need no templates.
+# roles by what depends on them: the decay by what scales the state, key and value by what is
+# added to it, the query by what reads it (`staterules`).  Then the ops run on small random
+# numbers beside the formula of the op that would take their place (`statetrials`): where both
+# agree to nine digits, they are the same function.  So chunks, loops over tokens, solved or
+# inverted triangles, masks and the order of elementwise ops need no templates.
 
 BLOCK_ATTENTION = "rooftrace.block_attention.default"
 

@@ -1,10 +1,4 @@
-"""Recurrences that are computed for all tokens at once, pairs of neighbours combined in place.
-
-Two tensors hold the decays and what enters at each token.  Ops in place combine them until every
-token holds the sum over all tokens before it: these ops are run on small random numbers (see
-`smallruns`), beside a loop over the tokens.  The order of the sweeps does not matter (G. Blelloch,
-"Prefix sums and their applications", CMU-CS-90-190).
-"""
+"""Rewrites of recurrences to Mamba kernels: parallel scans and state-space duality."""
 
 from __future__ import annotations
 
@@ -41,6 +35,14 @@ from rooftrace.costmodels.rewriting.recurrences import (
 from rooftrace.costmodels.rewriting.scans import Scan, blank, clamped, finished, onto
 from rooftrace.costmodels.rewriting.smallruns import NotRun, SmallRun, SmallTensor, short
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
+
+# -- parallel scans --------------------------------------------------------------------------------
+# Recurrences that are computed for all tokens at once, pairs of neighbours combined in place.
+#
+# Two tensors hold the decays and what enters at each token.  Ops in place combine them until every
+# token holds the sum over all tokens before it: these ops are run on small random numbers (see
+# `smallruns`), beside a loop over the tokens.  The order of the sweeps does not matter (G.
+# Blelloch, "Prefix sums and their applications", CMU-CS-90-190).
 
 
 def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:

@@ -1,4 +1,4 @@
-"""Ops whose results nobody uses: all of them, or those that a rewrite left behind."""
+"""Passes that remove dead ops and write out the several kernels that eager PyTorch launches."""
 
 from __future__ import annotations
 
@@ -189,12 +189,9 @@ def _launched(graph: OpGraph) -> int:
 # Ops as eager PyTorch runs them on CUDA, where one op launches more than one kernel.
 #
 # A meta tensor shows none of it: the kernel behind the op copies an input that is not contiguous,
-# or
-# does its work in several steps.  A compiler writes its own kernels, which read any strides, so
-# these
-# passes are for executions without fusion.  What they make is for pricing: bytes, kernels and
-# memory
-# are those of the library, and the numbers that come out need not be.
+# or does its work in several steps.  A compiler writes its own kernels, which read any strides,
+# so these passes are for executions without fusion.  What they make is for pricing: bytes,
+# kernels and memory are those of the library, and the numbers that come out need not be.
 #
 # Facts are from ATen's sources (aten/src/ATen/native), named beside each.
 

@@ -1,4 +1,4 @@
-"""A graph while a pass rebuilds it, and the names of attention as one op."""
+"""Tools of graph passes: an editor, names of attention ops, op patterns, and fusible regions."""
 
 from __future__ import annotations
 
@@ -223,8 +223,7 @@ def operand(op: Op, name: str) -> Ref:
 # Patterns of ops: by which op a value was made, and of what, behind views, copies and casts.
 #
 # `Pat("mul", Pat("silu", "x"), "y")` is a product, in either order, of the SiLU of one value and
-# of
-# another one; matched, it says which values `x` and `y` are.
+# of another one; matched, it says which values `x` and `y` are.
 
 Pattern = Any
 """Of what an op is given: a Pat; a word, which names a value, the same wherever it stands; Number,

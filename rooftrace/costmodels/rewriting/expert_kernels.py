@@ -1,8 +1,4 @@
-"""What integers say of the rows of routed experts: their order, their tokens, where experts end.
-
-T tokens have k experts each; row t k + j is the j-th of token t.  `chosen` are the experts of all
-rows, in this order.
-"""
+"""Routed experts as the kernels of a server: row numbers, gathered weights, and fused products."""
 
 from __future__ import annotations
 
@@ -32,6 +28,12 @@ from rooftrace.costmodels.rewriting.editing import (
 )
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+
+# -- row numbers -----------------------------------------------------------------------------------
+# What integers say of the rows of routed experts: their order, their tokens, where experts end.
+#
+# T tokens have k experts each; row t k + j is the j-th of token t.  `chosen` are the experts of all
+# rows, in this order.
 
 _FLAT = (None, 0, -1)
 """The dimension of a tensor that has one only."""
@@ -98,9 +100,8 @@ def is_choice(places: Places, chosen: int) -> bool:
 # Experts whose weights are copied for each row, as products that read each expert once.
 #
 # Some code takes a copy of an expert's weights for every token that chose it, and multiplies row
-# by
-# row.  The copies take more bytes than the weights; a server's kernel multiplies all rows of an
-# expert with its weights where they are.
+# by row.  The copies take more bytes than the weights; a server's kernel multiplies all rows of
+# an expert with its weights where they are.
 
 ALIGN = "rooftrace.align_experts.default"
 EXPERT_MM = "rooftrace.expert_mm.default"
@@ -227,12 +228,10 @@ def _tokens(places: Places, value: int) -> tuple[int, int]:
 # Routed experts as the kernels that a server launches around their products.
 #
 # As written, tokens are sorted by expert and copied, multiplied, weighed, put back in order and
-# added
-# up.  vLLM's `fused_moe` launches five kernels: which rows each expert has
-# (`moe_align_block_size`),
-# a product that takes rows by their numbers, the activation, a product that weighs its rows and
-# puts
-# them back by their numbers, and the sum over the experts of a token.
+# added up.  vLLM's `fused_moe` launches five kernels: which rows each expert has
+# (`moe_align_block_size`), a product that takes rows by their numbers, the activation, a product
+# that weighs its rows and puts them back by their numbers, and the sum over the experts of a
+# token.
 
 COMBINE = "rooftrace.combine_experts.default"
 _LONGEST = 32

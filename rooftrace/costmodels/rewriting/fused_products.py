@@ -1,4 +1,4 @@
-"""Caches that grow in place, as in a server: a `cat` becomes a write of the new rows."""
+"""Rewrites of caches and products: growth in place, narrow operands, and fused projections."""
 
 from __future__ import annotations
 
@@ -100,10 +100,9 @@ def _is_window(graph: OpGraph, value: int) -> bool:
 # Products of numbers that were widened for them, as products of the narrow numbers.
 #
 # A router in fp32 over tokens and weights in bf16 is written as two casts and a product on the
-# vector
-# engine.  A matrix engine multiplies bf16 exactly and adds up in fp32: what differs is that the
-# result is written as it was added up (SGLang's and vLLM's `dsv3_router_gemm`, `torch.mm` with
-# `out_dtype`).
+# vector engine.  A matrix engine multiplies bf16 exactly and adds up in fp32: what differs is
+# that the result is written as it was added up (SGLang's and vLLM's `dsv3_router_gemm`,
+# `torch.mm` with `out_dtype`).
 
 _OPERANDS = ("self", "mat2")
 _PRODUCTS = ("aten.mm", "aten.bmm")

@@ -1,8 +1,4 @@
-"""The named rewrites: what a server runs in place of what a module's code says.
-
-A rewrite is a line of REWRITES.  It is found by structure (ops, shapes, the wiring of values, their
-roles), never by the name of a model or a module, and it gives the same results.
-"""
+"""Graph rewrites: the table of named ones, the last logits of a prompt, and storage precisions."""
 
 from __future__ import annotations
 
@@ -154,6 +150,10 @@ def _emit(edit: Editor, head: _Head) -> int:
 
 
 # -- table -----------------------------------------------------------------------------------------
+# The named rewrites: what a server runs in place of what a module's code says.
+#
+# A rewrite is a line of REWRITES.  It is found by structure (ops, shapes, the wiring of values,
+# their roles), never by the name of a model or a module, and it gives the same results.
 
 
 INFERENCE = ("forward", "prefill", "decode", "requests")
@@ -299,8 +299,7 @@ REWRITES = (
 # Graph to graph: the same step as another execution model would run it, or in other precisions.
 #
 # Every pass takes a verified OpGraph and returns one.  `rewrite` applies what an execution model
-# asks
-# for; `reprice` changes storage precisions.
+# asks for; `reprice` changes storage precisions.
 
 WRITTEN = "written-attention"
 Change = Callable[[OpGraph], tuple[OpGraph, int]]

@@ -1,7 +1,4 @@
-"""Sequences that one attention kernel runs together: pairs that a band lets through, and lengths.
-
-A band shows query i of n the keys j of m with -behind <= j - (i + shift) <= ahead; None: no bound.
-"""
+"""Rules of attention ops: packed sequences, scaled dot-product attention, and encoder layers."""
 
 from __future__ import annotations
 
@@ -17,6 +14,12 @@ from rooftrace.costmodels.rules.matmul import product
 from rooftrace.costmodels.rules.norm import standardise_flop
 from rooftrace.hardware.precisions import precision as format_of
 from rooftrace.tracer.requests import RequestLengths
+
+# -- bands -----------------------------------------------------------------------------------------
+# Sequences that one attention kernel runs together: pairs that a band lets through, and lengths.
+#
+# A band shows query i of n the keys j of m with -behind <= j - (i + shift) <= ahead; None: no
+# bound.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,7 @@ def together(kinds: Sequence[Packed]) -> dict[str, float]:
 #
 # Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
 # (grouped queries share them).  Kernels read key and value again per tile of queries; that comes
-# from
-# L2.
+# from L2.
 
 TOP_LEFT = 1
 """`custom_mask_type` of _efficient_attention_forward: 2 is causal from the bottom right corner."""

@@ -1,10 +1,4 @@
-"""Collectives between devices: bytes that one device sends over its links, as ring algorithms do.
-
-n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where it
-is not known, (n - 1) / n is taken as 1, its limit for large groups, and a note of the estimate says
-so.  (Thakur et al. 2005, section 4.)  A group of one sends nothing.  Memory is read and written
-once.  In the schemas of c10d results are arguments; what an op sends is chosen by their names.
-"""
+"""Rules of collectives between devices, and of products fused with an exchange."""
 
 from __future__ import annotations
 
@@ -15,6 +9,15 @@ from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import over_link, total, vector
 from rooftrace.costmodels.rules.matmul import product
 from rooftrace.hardware.systems.records import torch_ops
+
+# -- collectives -----------------------------------------------------------------------------------
+# Collectives between devices: bytes that one device sends over its links, as ring algorithms do.
+#
+# n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where
+# it is not known, (n - 1) / n is taken as 1, its limit for large groups, and a note of the estimate
+# says so.  (Thakur et al. 2005, section 4.)  A group of one sends nothing.  Memory is read and
+# written once.  In the schemas of c10d results are arguments; what an op sends is chosen by their
+# names.
 
 RESULTS = ("output", "outputs", "output_tensor", "output_tensors", "output_lists", "out")
 """Arguments that are written and not read."""

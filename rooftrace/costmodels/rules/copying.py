@@ -1,10 +1,13 @@
-"""Copies: casts, layout changes, concatenation, padding, repetition, selection.  No flop."""
+"""Rules of ops that copy, create, reshape, or select tensors, and of caches that grow in place."""
 
 from __future__ import annotations
 
 from rooftrace.costmodels.ops import Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import vector
 from rooftrace.costmodels.rules.elementwise import flop_per_element
+
+# -- copies ----------------------------------------------------------------------------------------
+# Copies: casts, layout changes, concatenation, padding, repetition, selection.  No flop.
 
 
 @builtin("aten._foreach_clone", fusion="pointwise")

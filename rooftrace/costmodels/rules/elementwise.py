@@ -1,4 +1,4 @@
-"""Elementwise arithmetic: one formula per op, written down, and counted from what is written.
+"""Rules of elementwise ops and random numbers: FLOPs are counted from one formula per op.
 
 Convention: one flop per arithmetic operation, per comparison (min and max included) and per value
 of an elementary function (exp, log, sqrt, tanh, erf ...), which is how jax.roofline counts too.

@@ -1,10 +1,4 @@
-"""Convolutions, forward and backward.  FLOPs as in torch.utils.flop_counter, with one exception.
-
-The exception is the weight gradient of a grouped convolution: that counter multiplies all input
-with all output channels, which is `groups` times too much (torch 2.13, `conv_backward_flop`).
-Winograd and FFT algorithms do fewer multiplications; which one runs is the library's choice, not
-counted.
-"""
+"""Rules of image ops: convolution, pooling, resampling, and the detection ops of torchvision."""
 
 from __future__ import annotations
 
@@ -12,6 +6,14 @@ import math
 
 from rooftrace.costmodels.ops import Cost, OpView, TensorView, Work, builtin
 from rooftrace.costmodels.rules.common import product_precision, vector, vector_precision, widths
+
+# -- convolutions ----------------------------------------------------------------------------------
+# Convolutions, forward and backward.  FLOPs as in torch.utils.flop_counter, with one exception.
+#
+# The exception is the weight gradient of a grouped convolution: that counter multiplies all input
+# with all output channels, which is `groups` times too much (torch 2.13, `conv_backward_flop`).
+# Winograd and FFT algorithms do fewer multiplications; which one runs is the library's choice, not
+# counted.
 
 
 def convolution_flop(batch: int, positions: int, weight: TensorView) -> int:

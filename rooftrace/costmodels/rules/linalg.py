@@ -1,7 +1,4 @@
-"""Factorisations and solves of dense matrices: leading terms of Golub & van Loan, 4th edition.
-
-All of it is vector work here: small batched factorisations do not reach the matrix engine.
-"""
+"""Rules of dense factorisations and solves, Fourier transforms, and sparse products."""
 
 from __future__ import annotations
 
@@ -11,6 +8,11 @@ from collections.abc import Callable
 from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import axes, extent, vector, whole_number_of
 from rooftrace.hardware.precisions import storage_bytes
+
+# -- factorisations --------------------------------------------------------------------------------
+# Factorisations and solves of dense matrices: leading terms of Golub & van Loan, 4th edition.
+#
+# All of it is vector work here: small batched factorisations do not reach the matrix engine.
 
 
 def _matrix(op: OpView) -> tuple[int, int, int, TensorView]:
@@ -130,12 +132,10 @@ def real_fft(op: OpView) -> Cost:
 # Products and sums over the stored elements of a sparse tensor.
 #
 # A graph has indices and values, and a sparse tensor that is made of them for a product, with the
-# shape of a dense one and no bytes; how many elements it stores is the fact `stored` (of the first
-# sparse operand).  Where that is not known (the result of `to_sparse`) every element counts: an
-# upper
-# bound.  Products run on the vector engine, as cuSPARSE's do.  Bytes: a stored element moves with
-# its
-# indices, 8 bytes each.
+# shape of a dense one and no bytes; how many elements it stores is the fact `stored` (of the
+# first sparse operand).  Where that is not known (the result of `to_sparse`) every element
+# counts: an upper bound.  Products run on the vector engine, as cuSPARSE's do.  Bytes: a stored
+# element moves with its indices, 8 bytes each.
 
 INDEX = 8
 """Bytes of an index (int64)."""

@@ -1,7 +1,4 @@
-"""Losses: an elementwise formula, then a reduction to one number; and their gradients.
-
-`reduction` is torch's: 0 none, 1 mean, 2 sum.  Formulas are written as in `elementwise`.
-"""
+"""Rules of losses and softmax, and of their gradients."""
 
 from __future__ import annotations
 
@@ -15,6 +12,11 @@ from rooftrace.costmodels.rules.common import (
     vector,
 )
 from rooftrace.costmodels.rules.elementwise import flop_per_element
+
+# -- losses ----------------------------------------------------------------------------------------
+# Losses: an elementwise formula, then a reduction to one number; and their gradients.
+#
+# `reduction` is torch's: 0 none, 1 mean, 2 sum.  Formulas are written as in `elementwise`.
 
 FORWARD: dict[str, str] = {
     "mse_loss": "(d := x - t) * d",

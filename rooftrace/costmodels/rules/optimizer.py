@@ -1,8 +1,4 @@
-"""Optimizer steps: _foreach_ ops that elementwise has no namesake for, and the fused kernels.
-
-The plain and most _foreach_ forms are priced where their names are (`elementwise`, `creation`,
-`copying`).
-"""
+"""Rules of optimizer steps and of torch's primitive ops."""
 
 from __future__ import annotations
 
@@ -12,6 +8,12 @@ from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import axes, extent, is_complex, total, vector
 from rooftrace.costmodels.rules.elementwise import FORMULAS, pointwise
 from rooftrace.costmodels.rules.linalg import fft_flop
+
+# -- optimizers ------------------------------------------------------------------------------------
+# Optimizer steps: _foreach_ ops that elementwise has no namesake for, and the fused kernels.
+#
+# The plain and most _foreach_ forms are priced where their names are (`elementwise`, `creation`,
+# `copying`).
 
 
 def adam_flop(decoupled: bool, decay: bool, amsgrad: bool) -> int:

@@ -1,13 +1,4 @@
-"""Kernels of state-space models: recurrences over tokens, and causal convolutions.
-
-FLOPs are those of the recurrence as it is computed, an exponential being one (see `elementwise`).
-Bytes are what each kernel reads and writes, once: of a scan over all tokens that are the operands
-and y, since the states stay on the chip.  State-space duality is five kernels, which write for each
-other (state-spaces/mamba, `ssd_combined.py`).
-
-Sizes: B sequences, S tokens, H heads of P numbers, N numbers of a state for each, G groups, L
-tokens of a chunk.
-"""
+"""Rules of recurrent kernels: state-space models, causal convolutions, and delta rules."""
 
 from __future__ import annotations
 
@@ -22,6 +13,17 @@ from rooftrace.costmodels.rules.common import (
     widths,
 )
 from rooftrace.costmodels.rules.elementwise import FORMULAS, flop_per_element
+
+# -- state-space models ----------------------------------------------------------------------------
+# Kernels of state-space models: recurrences over tokens, and causal convolutions.
+#
+# FLOPs are those of the recurrence as it is computed, an exponential being one (see `elementwise`).
+# Bytes are what each kernel reads and writes, once: of a scan over all tokens that are the operands
+# and y, since the states stay on the chip.  State-space duality is five kernels, which write for
+# each other (state-spaces/mamba, `ssd_combined.py`).
+#
+# Sizes: B sequences, S tokens, H heads of P numbers, N numbers of a state for each, G groups, L
+# tokens of a chunk.
 
 SILU = flop_per_element(FORMULAS["silu"])
 SOFTPLUS = flop_per_element(FORMULAS["softplus"])
@@ -164,13 +166,10 @@ def causal_conv1d_update(op: OpView) -> Cost:
 # Linear attention and delta rules as the kernels of flash-linear-attention (fla) run them.
 #
 # A prompt goes in chunks of 64 tokens through a family of kernels (S. Yang et al., arXiv
-# 2312.06635,
-# 2406.06484, 2412.06464).  What one of them writes for the next goes through memory, and counts as
-# bytes of the result.  Rows of a chunk that is not full are computed too.  One token goes through
-# one
-# kernel, which reads and writes the state.  The kernels count as one launch: the gaps between
-# those
-# of a family are not in its time.
+# 2312.06635, 2406.06484, 2412.06464).  What one of them writes for the next goes through memory,
+# and counts as bytes of the result.  Rows of a chunk that is not full are computed too.  One
+# token goes through one kernel, which reads and writes the state.  The kernels count as one
+# launch: the gaps between those of a family are not in its time.
 
 CHUNK = 64
 """Tokens of a chunk, in fla and in vLLM."""

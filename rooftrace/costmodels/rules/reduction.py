@@ -1,7 +1,4 @@
-"""Reductions: n values to one, over some dimensions.  Adding n values is n - 1 adds.
-
-A tree or a block-wise reduction does the same number of operations in another order.
-"""
+"""Rules of reductions, running sums, sorting, and searching."""
 
 from __future__ import annotations
 
@@ -17,6 +14,11 @@ from rooftrace.costmodels.rules.common import (
     total,
     vector,
 )
+
+# -- reductions ------------------------------------------------------------------------------------
+# Reductions: n values to one, over some dimensions.  Adding n values is n - 1 adds.
+#
+# A tree or a block-wise reduction does the same number of operations in another order.
 
 
 def _rows(op: OpView) -> tuple[int, int]:

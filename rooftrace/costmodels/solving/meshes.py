@@ -1,4 +1,4 @@
-"""What a step over a mesh reaches, in one row; rows beside each other."""
+"""Meshes of chips for a step: the ways to split chips over axes, and rows of what each reaches."""
 
 from __future__ import annotations
 

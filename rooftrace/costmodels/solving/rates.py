@@ -1,4 +1,4 @@
-"""The length at which attention takes longer than the MLP: an exact search over whole sizes."""
+"""The length at which attention outlasts the MLP, and rates that make a step compute-bound."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from rooftrace.costmodels.timing.steps import time_plan
 from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+
+# -- passing ---------------------------------------------------------------------------------------
+# The length at which attention takes longer than the MLP: an exact search over whole sizes.
 
 ATTENTION = ("attention",)
 MLP = ("dense", "moe")

@@ -1,4 +1,4 @@
-"""What a service is asked for: prompts and outputs that come, and limits that it has to hold."""
+"""Requests that a service receives, limits that it must hold, and the fewest chips by memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Main effects and interactions over a full factorial grid: every combination of levels, once.
+"""Main effects and interactions over a full factorial grid, given as an array or as table rows.
 
 Sums of squares are those of the analysis of variance of a factorial design without replication
 (Montgomery, Design and Analysis of Experiments, chapters 5 and 14): nothing is fitted, and no test

@@ -1,4 +1,4 @@
-"""A step for any sizes: its graph where it is proven, and its plans under any conditions."""
+"""A step for any sizes, and a table of its totals and times at many points on many chips."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.tracer.formulas import GraphForm, Regime
 from rooftrace.tracer.graph import OpGraph
+
+# -- forms -----------------------------------------------------------------------------------------
+# A step for any sizes: its graph where it is proven, and its plans under any conditions.
 
 Numbers = tuple[int, ...]
 Trace = Callable[[Numbers], OpGraph]

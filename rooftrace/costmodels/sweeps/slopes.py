@@ -1,4 +1,4 @@
-"""What a change of one number does to a step: records, ranked by how much it does."""
+"""Elasticities of a step by sizes, chip facts and knobs, ranked, and exact slopes of totals."""
 
 from __future__ import annotations
 
@@ -148,8 +148,7 @@ class Elasticities(Plain, Shown):
 #
 # Where a named function stands in a formula, its derivative is analytic, of real numbers: d/dT of
 # V (1 - (1 - c/V)^T) is -V ln(1 - c/V) (1 - c/V)^T.  Functions that round have the derivative of
-# what
-# they round.
+# what they round.
 
 Real = Fraction | float
 Numbers = Sequence[int]

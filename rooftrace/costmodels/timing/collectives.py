@@ -1,12 +1,4 @@
-"""How many bytes a collective sends over each level, and in how many steps one after another.
-
-`nbytes` is the whole buffer, counted like nccl-tests do: all_gather, gather: what is there in the
-end; reduce_scatter, scatter: what one rank has in the beginning; all_to_all: what one rank sends,
-the part that it keeps included; broadcast, reduce, all_reduce, send, recv: the tensor.
-
-A group of n ranks stands in N units of a level (nodes), with m = n / N ranks in each.  Inside a
-unit the m ranks work together; then each of them has 1 / m of the unit's bytes to send on.
-"""
+"""Bytes, steps and seconds of collectives and expert exchanges over the levels of a system."""
 
 from __future__ import annotations
 
@@ -37,6 +29,16 @@ from rooftrace.hardware.systems.records import (
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount
+
+# -- wire ------------------------------------------------------------------------------------------
+# How many bytes a collective sends over each level, and in how many steps one after another.
+#
+# `nbytes` is the whole buffer, counted like nccl-tests do: all_gather, gather: what is there in the
+# end; reduce_scatter, scatter: what one rank has in the beginning; all_to_all: what one rank sends,
+# the part that it keeps included; broadcast, reduce, all_reduce, send, recv: the tensor.
+#
+# A group of n ranks stands in N units of a level (nodes), with m = n / N ranks in each.  Inside a
+# unit the m ranks work together; then each of them has 1 / m of the unit's bytes to send on.
 
 
 def per_rank_link_bytes(kind: str, nbytes: float, ranks: int | Sequence[int]) -> float:
@@ -291,8 +293,8 @@ def _beyond(
 # Seconds of sending tokens to the experts of a mixture, and of bringing them back (DeepEP).
 #
 # Each rank has tokens; each token goes to `chosen` experts, spread evenly over the ranks.  A rank
-# is
-# sent a token once, however many of its experts want it; in the mode "low-latency" once for each.
+# is sent a token once, however many of its experts want it; in the mode "low-latency" once for
+# each.
 
 SENDERS = 128
 """Groups of cores that send in the mode "low-latency": one for each expert, up to these."""

@@ -1,4 +1,4 @@
-"""A pipeline as it is priced: its stages' estimates, its step, and what all processes reach."""
+"""A pipeline as it is priced: the costs of its stages, the walk of its actions, and its peaks."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Pipe:
 # The table of a pipeline walked: when each action runs, what is idle, what is alive.
 #
 # A process does its actions in order.  A forward needs the stage before, a backward the stage
-# behind;
-# what they hand over arrives after a transfer, which computing does not wait for otherwise.
+# behind; what they hand over arrives after a transfer, which computing does not wait for
+# otherwise.
 
 Table = Mapping[int, Sequence[Action]]
 

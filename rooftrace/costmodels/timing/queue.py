@@ -1,4 +1,4 @@
-"""The two-track queue: the host enqueues launches in order, the device runs them in order."""
+"""The two-track queue of host and device, and the seconds of collectives and expert exchanges."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from rooftrace.tracer.graph import Group, OpGraph
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Places
+
+# -- queue -----------------------------------------------------------------------------------------
+# The two-track queue: the host enqueues launches in order, the device runs them in order.
 
 
 def schedule(

@@ -1,4 +1,4 @@
-"""A step on a chip in seconds, at one point or at many: the kernels, and the end of the step.
+"""A step on a chip in seconds, at one point or at many: its kernels, its end, and plans as steps.
 
 Per kernel  t_device = max(t_comp, t_hbm, t_net) + kernel gap.
 Per step    t_bound  = max of the totals at the datasheet's rates (perfect overlap),

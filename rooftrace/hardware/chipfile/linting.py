@@ -1,4 +1,4 @@
-"""Remarks of a lint on a file of facts."""
+"""Lint of a chip file: the remarks that it makes, and rates, units and names that look wrong."""
 
 from __future__ import annotations
 

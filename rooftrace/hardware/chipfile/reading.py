@@ -1,4 +1,4 @@
-"""Reads chips from TOML files: those that ship, by name or alias, and any other by its path.
+"""Reads chips from TOML files by name, alias or path, finds those files, and writes chips as TOML.
 
 name = "h200-sxm"
 

@@ -1,4 +1,4 @@
-"""Reads systems from TOML files: those that ship, by name or alias, and any other by its path.
+"""Reads systems from TOML files by name, alias or path, writes them as TOML, and lints such files.
 
 name = "dgx-h100"
 chip = "h100-sxm"                # a chip by name, or a path beside this file

@@ -1,4 +1,4 @@
-"""A trace beside a graph: the measured seconds of each op, and what has no counterpart."""
+"""A trace matched with a graph: the measured seconds and DRAM bytes of each op, and stray calls."""
 
 from __future__ import annotations
 
@@ -208,8 +208,7 @@ class Sums:
 #
 # Both are the same step, run twice: their kernels are two sequences of (name, blocks), matched in
 # order.  ncu empties the caches before each kernel (unless --cache-control none), so a tensor
-# that a
-# kernel finds in L2 in the real run counts as read here.
+# that a kernel finds in L2 in the real run counts as read here.
 
 _KERNEL = records.KINDS.index("kernel")
 _LEAST = 0.5

@@ -1,4 +1,4 @@
-"""What a compiler was given and what it made of it: ops in order, kernels in launch order."""
+"""Kernels of a compiled step matched with ops of a graph: by order, library calls and data flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys by which calls of a trace and ops of a graph are compared: names and input shapes."""
+"""Keys that match calls of a trace with ops of a graph, and the calls at the level of the graph."""
 
 from __future__ import annotations
 

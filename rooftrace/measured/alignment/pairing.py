@@ -1,4 +1,4 @@
-"""The graph of which a trace is a run: of several graphs the best match."""
+"""Reads measurements, makes the graphs of their steps, and finds the graph that fits a trace."""
 
 from __future__ import annotations
 

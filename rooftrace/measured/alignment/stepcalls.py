@@ -1,8 +1,4 @@
-"""The words in the name of a kernel, and those under which an op of our graph stands in one.
-
-Inductor names a kernel after the ops that its nodes were decomposed from: their names without
-namespace and overload, sorted, each once, joined by underscores, with a number behind them.
-"""
+"""Calls of a compiled step in a trace: words in kernel names, the ops behind them, the times."""
 
 from __future__ import annotations
 
@@ -24,6 +20,12 @@ from rooftrace.measured.alignment.compiled import (
 )
 from rooftrace.measured.profiles import Trace, TraceStep, records
 from rooftrace.tracer.graph import Op, OpGraph
+
+# -- words -----------------------------------------------------------------------------------------
+# The words in the name of a kernel, and those under which an op of our graph stands in one.
+#
+# Inductor names a kernel after the ops that its nodes were decomposed from: their names without
+# namespace and overload, sorted, each once, joined by underscores, with a number behind them.
 
 _GRAPH = re.compile(r"^graph_\d+_")
 """What Inductor writes before the name of a kernel in the profiler's range on a CPU."""

@@ -1,9 +1,4 @@
-"""Times code on one device and describes the conditions; torch is imported when called.
-
-Device work is asynchronous: on CUDA kernels are timed between two events, and whole steps on the
-wall between two idle moments of the device.  Data is random, as constant data draws less power and
-so runs faster.  A cold measurement reads a buffer beyond the last cache before every repetition.
-"""
+"""A bench that times code on one device, with samplers of launch costs and pinned CPU threads."""
 
 from __future__ import annotations
 
@@ -24,6 +19,14 @@ from rooftrace.hardware.chip import Fact
 
 if TYPE_CHECKING:
     import torch
+
+# -- clock -----------------------------------------------------------------------------------------
+# Times code on one device and describes the conditions; torch is imported when called.
+#
+# Device work is asynchronous: on CUDA kernels are timed between two events, and whole steps on the
+# wall between two idle moments of the device.  Data is random, as constant data draws less power
+# and so runs faster.  A cold measurement reads a buffer beyond the last cache before every
+# repetition.
 
 NOISY = 0.25
 """The relative spread from which a fact is noted as noisy."""

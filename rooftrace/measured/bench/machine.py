@@ -1,8 +1,4 @@
-"""Measures the machine it runs on, quickly, as a `Chip`; knows no datasheet.
-
-Every rate is the median of several repetitions on random data after a warm-up, and its source text
-says how many, how far they spread, and under which torch. torch is imported only when called.
-"""
+"""Measures the machine it runs on as a `Chip`, and reads its devices and measuring conditions."""
 
 from __future__ import annotations
 
@@ -33,6 +29,13 @@ from rooftrace.measured.bench.clock import (
 
 if TYPE_CHECKING:
     import torch
+
+# -- chip peaks ------------------------------------------------------------------------------------
+# Measures the machine it runs on, quickly, as a `Chip`; knows no datasheet.
+#
+# Every rate is the median of several repetitions on random data after a warm-up, and its source
+# text says how many, how far they spread, and under which torch. torch is imported only when
+# called.
 
 
 def measure_chip(

@@ -1,4 +1,4 @@
-"""Measures a user's module: wall time of its step, and the time of every op of its graph."""
+"""Measures a user's module, steps or target on a device: wall time, and the time of every op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model of the suite, with random weights and inputs on any device; nothing is downloaded."""
+"""The models of the measurement suite, built with random weights and inputs; none is downloaded."""
 
 from __future__ import annotations
 
@@ -100,9 +100,8 @@ def _generators(device: str) -> list[int]:
 # The models of the measurement suite: their sizes, inputs and phases; nothing is downloaded.
 #
 # A model has up to three scales: full for a GPU, small for a CPU, tiny for a trial.  A row in a
-# run
-# file names model, scale, phase and sizes, so that `traced_model` can capture the same step again,
-# on meta.
+# run file names model, scale, phase and sizes, so that `traced_model` can capture the same step
+# again, on meta.
 
 # -- language --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One operation to time: its least FLOPs and bytes, and how it is made and timed.
+"""Operations that the suite times alone, from products to copies: their cases, sizes and graphs.
 
 A case is data until it is made.  Its flops and bytes predict its time on a device of known speed:
 a slow device leaves out cases that only a fast one can afford.

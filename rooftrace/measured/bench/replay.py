@@ -1,8 +1,4 @@
-"""The measured time of each op of a graph that runs on real tensors, op by op, under a profiler.
-
-Every op runs inside a range named after its id, so that all kernels inside belong to it.  The
-host is slower than in the module's own run; the kernels are the same.
-"""
+"""Replays a graph to time each op, and notes which ops Inductor puts into each kernel."""
 
 from __future__ import annotations
 
@@ -24,6 +20,12 @@ from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.bench.steps import RANGE, on_device, profiled
 from rooftrace.tracer.graph import Op, OpGraph, to_fx, written
 from rooftrace.tracer.metacopies import torch_dtype
+
+# -- replay ----------------------------------------------------------------------------------------
+# The measured time of each op of a graph that runs on real tensors, op by op, under a profiler.
+#
+# Every op runs inside a range named after its id, so that all kernels inside belong to it.  The
+# host is slower than in the module's own run; the kernels are the same.
 
 _NUMBER = "_op"
 """The fact of an expanded op that says which op of the short graph it comes from."""
@@ -211,11 +213,9 @@ def _op_time(graph: OpGraph, op: Op, seconds: float, run: _Times) -> OpTime:
 # What Inductor makes of a module: its kernels, and the ops of the program behind each of them.
 #
 # Inductor calls a pass of the user's after it has fused the nodes of a graph, and notes which
-# nodes
-# went into each kernel that it writes.  Both are settings of one `torch.compile`, so nothing
-# changes
-# for anything else in the process.  Every node remembers the op that it was decomposed from, the
-# module that called it, and the number of its autograd node.
+# nodes went into each kernel that it writes.  Both are settings of one `torch.compile`, so
+# nothing changes for anything else in the process.  Every node remembers the op that it was
+# decomposed from, the module that called it, and the number of its autograd node.
 
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 _WRITTEN = "_inductor_triton_kernel_to_post_grad_node_info"

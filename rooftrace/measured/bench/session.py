@@ -1,4 +1,4 @@
-"""A plan of what to measure, and the command line that repeats it."""
+"""Measurement sessions: the plan of a suite, the run so far, and timed scripts as rows of a run."""
 
 from __future__ import annotations
 

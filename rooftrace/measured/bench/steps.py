@@ -1,4 +1,4 @@
-"""Steps that really run: a phase of a module on real tensors, timed, profiled, with its memory.
+"""Steps that really run, on real tensors: built from a target, timed, profiled, with their memory.
 
 They run the steps that the tracer captures: the same phases, the same start of backward, and an
 optimizer that keeps fp32 masters of low-precision weights.

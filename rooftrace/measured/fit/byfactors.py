@@ -1,4 +1,4 @@
-"""Shares measured bytes of kernels among kinds of bytes: one factor for each kind.
+"""Factors by kind of bytes, fitted to the measured bytes of kernels by maximum likelihood.
 
 A kernel that uses x[k] bytes of kind k is expected to move  sum of factor[k] * x[k].  Factors are
 those with which each kernel's measured bytes, shared among kinds by their part of what is expected

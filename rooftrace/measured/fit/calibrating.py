@@ -1,4 +1,4 @@
-"""Which numbers a fit frees: those that lower the error on what was left out beyond chance."""
+"""Fits knobs to measurements: traces the steps, chooses the numbers to free, reports errors."""
 
 from __future__ import annotations
 

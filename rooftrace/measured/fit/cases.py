@@ -1,8 +1,4 @@
-"""The cases of a fit: measured times, each with the kernels that took it.
-
-A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row of
-the table only, so that a fit sees the speed of each class.
-"""
+"""The cases of a fit, measured times with their kernels, and the measured bytes of kernels."""
 
 from __future__ import annotations
 
@@ -38,6 +34,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
+
+# -- cases -----------------------------------------------------------------------------------------
+# The cases of a fit: measured times, each with the kernels that took it.
+#
+# A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row
+# of the table only, so that a fit sees the speed of each class.
 
 MAPPED = 32 * 2**20
 """Bytes: glibc maps a larger block anew at every call (the highest M_MMAP_THRESHOLD), and its first

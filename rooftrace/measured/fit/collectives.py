@@ -1,8 +1,4 @@
-"""Reads measured collectives: the text that nccl-tests print, and a CSV of one row for each point.
-
-CSV: the columns op, ranks, bytes, seconds; where they matter dtype and library.  Bytes count the
-whole buffer, like the size of nccl-tests.
-"""
+"""Reads measured collectives, fits the constants of each op, and builds a system with them."""
 
 from __future__ import annotations
 
@@ -21,6 +17,12 @@ from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
 from rooftrace.hardware.units import listed, plural
 from rooftrace.measured.profiles import tables
+
+# -- reading ---------------------------------------------------------------------------------------
+# Reads measured collectives: the text that nccl-tests print, and a CSV of one row for each point.
+#
+# CSV: the columns op, ranks, bytes, seconds; where they matter dtype and library.  Bytes count the
+# whole buffer, like the size of nccl-tests.
 
 SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
 COLUMNS = ("op", "dtype", "ranks", "bytes", "seconds", "library")

@@ -1,4 +1,4 @@
-"""Knobs that a fit may change, as a vector: the logarithm of each over its start."""
+"""Fits knobs to measured times robustly, and tells from left-out cases how far to trust the fit."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
+
+# -- free knobs ------------------------------------------------------------------------------------
+# Knobs that a fit may change, as a vector: the logarithm of each over its start.
 
 LAYOUT, LAYOUT_PRIOR = "layout", 0.5
 """One factor on the layout copies of all classes, and how far it usually is from 1: a guess."""
@@ -170,11 +173,9 @@ def _noise(off: Array, free: int) -> float:
 # From measured times to knobs: a robust fit that reports what it cannot identify.
 #
 # Every number is fitted as a factor (its logarithm is free), around a prior that says how far
-# such a
-# factor usually is from where the fit starts: few measurements move it little, many as far as they
-# say.  A number that they tell little about is reported as not identified, and keeps its start,
-# which
-# is what is typical of such chips.
+# such a factor usually is from where the fit starts: few measurements move it little, many as far
+# as they say.  A number that they tell little about is reported as not identified, and keeps its
+# start, which is what is typical of such chips.
 
 _FEWEST_KERNELS = 5
 FEW = ("compute", "memory")

@@ -1,8 +1,4 @@
-"""Why a step reads fewer bytes of its weights than it uses: what rules know of it.
-
-As used are whole matrices and tables, all experts, as wide as what they are multiplied with, once
-for each op that uses them.
-"""
+"""Bytes that kernels of a measured step move, and why weights are read less than used."""
 
 from __future__ import annotations
 
@@ -19,6 +15,12 @@ from rooftrace.costmodels.ops import MATRIX, Access, Cost, bytes_by_kind, kinds_
 from rooftrace.costmodels.planning import Plan
 from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
+
+# -- causes ----------------------------------------------------------------------------------------
+# Why a step reads fewer bytes of its weights than it uses: what rules know of it.
+#
+# As used are whole matrices and tables, all experts, as wide as what they are multiplied with, once
+# for each op that uses them.
 
 CAUSES = ("rows", "experts", "precision")
 _WEIGHTS = "weights"

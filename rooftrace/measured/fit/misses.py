@@ -1,8 +1,4 @@
-"""The op of a graph that each second of a run's row belongs to.
-
-A replay names ops by id.  The profiler sums equal calls, by name and input shapes, with their own
-time and, in newer runs, the time that includes inner calls.
-"""
+"""Measured seconds of a row by op, and likely reasons for the miss of each kernel's prediction."""
 
 from __future__ import annotations
 
@@ -17,6 +13,12 @@ from rooftrace.costmodels.ops import COMPUTED, MATRIX
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment import Alignment, Stray, keys
 from rooftrace.measured.bench import ModelRow
+
+# -- row seconds -----------------------------------------------------------------------------------
+# The op of a graph that each second of a run's row belongs to.
+#
+# A replay names ops by id.  The profiler sums equal calls, by name and input shapes, with their own
+# time and, in newer runs, the time that includes inner calls.
 
 _FEWEST = 0.8
 """Share of the graph's calls of an op that a run must have to be a run of them: a mixture of
@@ -208,8 +210,7 @@ def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
 # Each kernel as predicted beside what was measured, and a likely reason where the two differ.
 #
 # A reason comes from the numbers (a share of the bandwidth, kernels that were not fused), never
-# from
-# a fit.  Predicted seconds are `t_device`, the gap between kernels included.
+# from a fit.  Predicted seconds are `t_device`, the gap between kernels included.
 
 CLOSE = 0.2
 """A measurement this near to the prediction, as a share of it, needs no reason."""

@@ -1,4 +1,4 @@
-"""A trace of a compiled step beside its graph: kernel by kernel, as the compiler fused them."""
+"""Validates predictions against measured steps and traces, compiled steps kernel by kernel."""
 
 from __future__ import annotations
 

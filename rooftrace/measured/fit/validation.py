@@ -1,4 +1,4 @@
-"""Predicted beside measured: one step, one kernel, one class of kernels.
+"""Records of a validation: steps, kernels and classes predicted and measured, with their errors.
 
 Errors are (predicted - measured) / measured.  A value that was not measured is None, never 0.
 """

@@ -1,4 +1,4 @@
-"""What a part of a step costs, in sums that add up over parts and over steps."""
+"""Graphs of live steps, traced on meta from notes, and prices, fitted between traced sizes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, Ste
 from rooftrace.tracer import trace
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.metacopies import overrides, tensors_in
+
+# -- prices ----------------------------------------------------------------------------------------
+# What a part of a step costs, in sums that add up over parts and over steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

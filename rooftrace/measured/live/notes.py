@@ -1,4 +1,4 @@
-"""What tells calls of a module apart, and how many items they have, by their arguments alone."""
+"""Notes of a step that runs: calls told apart by their arguments, gradients, and optimizers."""
 
 from __future__ import annotations
 
@@ -76,9 +76,8 @@ def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> ItemCount:
 # What a real step does, noted while it runs: calls of modules, gradients, optimizers that stepped.
 #
 # A note has sizes and meta twins of the arguments, never their data, so that a step of any size
-# can
-# be traced later.  Hooks are there for the length of a step alone, and none inside of compiled
-# code.
+# can be traced later.  Hooks are there for the length of a step alone, and none inside of
+# compiled code.
 
 _AUTOCAST = ("cpu", "cuda")
 _WRAPPERS = ("_orig_mod", "module")

@@ -1,4 +1,4 @@
-"""The device that steps run on, and its chip: by its name, or measured."""
+"""The device and chip of a live loop, profiles of a few steps, and remarks on the estimate."""
 
 from __future__ import annotations
 

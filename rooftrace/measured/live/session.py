@@ -1,4 +1,4 @@
-"""Times of steps added up by what the steps did."""
+"""A live session: a user's loop timed and profiled against its prediction, and its slow kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks of all libraries share: a session of one training, and what it has to say."""
+"""The callback for the Trainer of transformers, and the session that all such callbacks share."""
 
 from __future__ import annotations
 

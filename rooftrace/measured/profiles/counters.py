@@ -1,4 +1,4 @@
-"""What moved between memory and caches in total, as counters of memory controllers tell it."""
+"""DRAM bytes from hardware counters: totals of regions by LIKWID, each kernel by AMD's rocprof."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 from rooftrace.errors import ProfileError
 from rooftrace.measured.profiles import tables, tables as tabular
 from rooftrace.measured.profiles.tables import KernelCounters
+
+# -- counters --------------------------------------------------------------------------------------
+# What moved between memory and caches in total, as counters of memory controllers tell it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +72,8 @@ def memory_count(
 # Reads the CSV of `likwid-perfctr -g MEM`: DRAM bytes of regions, or of a whole command.
 #
 # LIKWID writes tables: a line `TABLE,...` that names the region, the group and the number of
-# lines,
-# a header with the hardware threads, and the lines.  One thread of each socket counts what its
-# memory
-# controllers move, and the others have 0: so the sum over threads is the total.
+# lines, a header with the hardware threads, and the lines.  One thread of each socket counts what
+# its memory controllers move, and the others have 0: so the sum over threads is the total.
 
 LIKWID = "likwid-perfctr -C 0-3 -g MEM -o FILE.csv ..."
 
@@ -286,10 +287,8 @@ def _numbers(
 #
 # rocprof and rocprofv2 write a line for each dispatch, with a column for each counter.  rocprofv3
 # writes a line for each counter of each dispatch, into *_counter_collection.csv; the files of
-# several
-# passes may stand in one file, each with its header.  Grids are counted in work items there, and
-# in
-# blocks here.
+# several passes may stand in one file, each with its header.  Grids are counted in work items
+# there, and in blocks here.
 
 ROCPROF = "rocprofv3 --pmc FETCH_SIZE WRITE_SIZE --output-format csv -- ..."
 

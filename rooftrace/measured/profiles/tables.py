@@ -1,4 +1,4 @@
-"""Reading a CSV file so that every error names its line and column."""
+"""Reads CSV tables so that errors name line and column: step times and Nsight Compute counters."""
 
 from __future__ import annotations
 
@@ -134,8 +134,7 @@ def whole_number(path: Path, line: int, column: str, text: str) -> int | None:
 # Step times from a table: a plain CSV with one measured step in each line.
 #
 # Columns may come in any order and case; a prefix "infer_" or "train_" is dropped, so that tables
-# of
-# timm's benchmark read as they are.  Spaces and dashes count as underscores.
+# of timm's benchmark read as they are.  Spaces and dashes count as underscores.
 #
 #   target      model, target, name                        what ran; required
 #   time        ms | step_ms | latency_ms | step_time_ms | step_time (ms, as timm writes it)
@@ -323,8 +322,7 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
 # Reads the CSV of Nsight Compute, `--page raw` or `--page details`: counters by kernel.
 #
 # The raw page has a column for each metric and a second line with the units; the details page has
-# a
-# line for each metric.  Lines that ncu prints before the table ("==PROF== ...") are skipped.
+# a line for each metric.  Lines that ncu prints before the table ("==PROF== ...") are skipped.
 
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 _DURATION = "Duration"

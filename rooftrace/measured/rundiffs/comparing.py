@@ -1,4 +1,4 @@
-"""How far a difference of two means may come from noise, by the spread over the measured steps."""
+"""Compares two measured steps: pairs calls and kernels, and tells changes from noise."""
 
 from __future__ import annotations
 

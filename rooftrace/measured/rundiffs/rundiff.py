@@ -1,8 +1,4 @@
-"""What the name of a kernel says: which kernel it is, whatever its tiles, types and release.
-
-Two devices, and two releases of a library, name the same kernel differently.  The name of a kernel
-from a template is kept in its arguments ("elementwise_kernel<..., direct_copy_kernel_cuda, ...>").
-"""
+"""Records of a comparison of two measured runs: kernel names, metrics, sides and changes."""
 
 from __future__ import annotations
 
@@ -21,6 +17,13 @@ from rooftrace.hardware.units import format_time
 from rooftrace.measured.alignment import keys
 from rooftrace.tracer.inventory import Change
 from rooftrace.tracer.inventory.changes import CAPACITY, COUNT, SECONDS, Limited, Metrics
+
+# -- kernel names ----------------------------------------------------------------------------------
+# What the name of a kernel says: which kernel it is, whatever its tiles, types and release.
+#
+# Two devices, and two releases of a library, name the same kernel differently.  The name of a
+# kernel from a template is kept in its arguments
+# ("elementwise_kernel<..., direct_copy_kernel_cuda, ...>").
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?!\w|::)")
 """A word of a name, and not a namespace."""

@@ -1,4 +1,4 @@
-"""Commands on measurements: measure, calibrate, validate."""
+"""Commands that measure, calibrate and validate, and that list, show and lint chips and systems."""
 
 from __future__ import annotations
 

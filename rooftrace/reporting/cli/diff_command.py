@@ -1,4 +1,4 @@
-"""Commands on weights: inventory, and a diff of checkpoints."""
+"""The commands `diff`, of targets, revisions or checkpoints, and `inventory`, of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of commands, made of the arguments that our functions take."""
+"""Options of commands: made of the arguments of our functions, or shared by several commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of a command: all are checked here before it begins, and --force lets them replace."""
+"""Outputs of a command: paths checked before it begins, and a stdout that reports failed writes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from rooftrace._escapes import visible
 from rooftrace._formats import TEXTS
 from rooftrace._outputs import OutputError, check_output, outputs_of_command
 from rooftrace.errors import RequestError
+
+# -- outputs ---------------------------------------------------------------------------------------
+# Outputs of a command: all are checked here before it begins, and --force lets them replace.
 
 
 class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only

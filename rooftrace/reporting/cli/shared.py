@@ -1,4 +1,4 @@
-"""What commands share: from option values to graphs, chips and executions; writing a result."""
+"""Code that commands share: writing of results and timelines, their options, and progress."""
 
 from __future__ import annotations
 

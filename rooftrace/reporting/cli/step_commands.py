@@ -1,4 +1,4 @@
-"""Commands on steps of a target: what they consist of, what limits them, and what answers say."""
+"""Commands on steps of a target: kernels, limits, sensitivities and answers, and size sweeps."""
 
 from __future__ import annotations
 

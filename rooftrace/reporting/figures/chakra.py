@@ -1,7 +1,4 @@
-"""Messages of MLCommons Chakra's execution traces (et_def.proto) as bytes of protocol buffers.
-
-A file is one GlobalMetadata and then Nodes, each after its length.
-"""
+"""Steps saved as execution traces of MLCommons Chakra: bytes of messages, nodes, process groups."""
 
 from __future__ import annotations
 
@@ -19,6 +16,11 @@ from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import Results
 from rooftrace.tracer.graph import Collective, Group, OpGraph
+
+# -- schema ----------------------------------------------------------------------------------------
+# Messages of MLCommons Chakra's execution traces (et_def.proto) as bytes of protocol buffers.
+#
+# A file is one GlobalMetadata and then Nodes, each after its length.
 
 VERSION = "1.0.0"
 """Of the schema."""
@@ -134,10 +136,8 @@ def _varint(value: int) -> bytes:
 # A step as execution traces of MLCommons Chakra, which simulators of networks read.
 #
 # One file for each process, NAME.RANK.et, and NAME.groups.json with the ranks of each group.  A
-# node
-# is a kernel with its seconds on the chip, or an exchange with its bytes; what the host does is
-# left
-# out.
+# node is a kernel with its seconds on the chip, or an exchange with its bytes; what the host does
+# is left out.
 
 _SUFFIX = ".et"
 _TWO = {"send": SEND, "recv": RECV}

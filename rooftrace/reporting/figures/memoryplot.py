@@ -1,4 +1,4 @@
-"""What a figure of a report is of, in a line: precision, sizes, execution and chips."""
+"""A figure of the bytes alive over a step by role, and captions that say what a figure is of."""
 
 from __future__ import annotations
 

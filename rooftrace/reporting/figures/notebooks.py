@@ -1,4 +1,4 @@
-"""The figures that a notebook shows of results about measured time."""
+"""Figures that a notebook shows below the table of a result, by the type of the result."""
 
 from __future__ import annotations
 

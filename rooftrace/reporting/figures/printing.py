@@ -1,8 +1,4 @@
-"""Colours that mean the same on every output: what limits, phases, families of ops, kinds of bytes.
-
-The four never share a tone: limiters have the strong tones of Okabe and Ito's palette, families
-the muted and kinds the light ones of Paul Tol's.  All stay apart for colour-blind readers.
-"""
+"""Colours, sheets and files of figures: one palette for all outputs, and PNG, SVG or PDF files."""
 
 from __future__ import annotations
 
@@ -23,6 +19,12 @@ from rooftrace.errors import RequestError, hint
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
+
+# -- palette ---------------------------------------------------------------------------------------
+# Colours that mean the same on every output: what limits, phases, families of ops, kinds of bytes.
+#
+# The four never share a tone: limiters have the strong tones of Okabe and Ito's palette, families
+# the muted and kinds the light ones of Paul Tol's.  All stay apart for colour-blind readers.
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 GREY = "#999999"

@@ -1,4 +1,4 @@
-"""Log-log rooflines: where each phase, or each family of a phase, stands under the chips' roofs."""
+"""Log-log rooflines: phases, op families, or steps of many models under the roofs of chips."""
 
 from __future__ import annotations
 

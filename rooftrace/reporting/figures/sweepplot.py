@@ -1,4 +1,4 @@
-"""A step over the values of one size, as points along the roofline of each chip."""
+"""Figures of a step as its sizes change, on rooflines and as lines, and of its scaling on chips."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rooftrace.costmodels.solving import MeshRow, ScalingAnswer
+
+
+# -- rooflines -------------------------------------------------------------------------------------
+# A step over the values of one size, as points along the roofline of each chip.
 
 _ROOM = 2.0
 """How far the axes go beyond what they show, as a factor."""

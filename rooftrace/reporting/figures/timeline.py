@@ -1,8 +1,4 @@
-"""A whole run of a script as a timeline for Perfetto: its data loaders beside the device.
-
-Turns stand in the order in which they ran.  The host loads the batch of a turn while the device
-runs the turn before; a turn begins when its batch is there and the device is free.
-"""
+"""Timelines for Perfetto: a step as predicted and measured, and a run of a script with loaders."""
 
 from __future__ import annotations
 
@@ -27,6 +23,13 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.timing.queue import Communication
     from rooftrace.measured.alignment import Alignment
     from rooftrace.reporting.sections import Results
+
+
+# -- runs ------------------------------------------------------------------------------------------
+# A whole run of a script as a timeline for Perfetto: its data loaders beside the device.
+#
+# Turns stand in the order in which they ran.  The host loads the batch of a turn while the device
+# runs the turn before; a turn begins when its batch is there and the device is free.
 
 LIMIT_OF_A_RUN = 20_000
 """Turns that have slices of their own; of a longer stretch, the last turns are one slice."""
@@ -125,10 +128,9 @@ def _slice(track: int, name: str, begin: float, seconds: float, **facts: Any) ->
 # A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
 #
 # One process of tracks shows the estimate: what the host enqueues, what the device runs (a track
-# for
-# each of its streams), the modules.  Another shows a run: its kernels by stream and its ops by
-# thread, from a trace, or one track of ops from seconds by op id.  Arrows go from each predicted
-# kernel to the measured one.
+# for each of its streams), the modules.  Another shows a run: its kernels by stream and its ops
+# by thread, from a trace, or one track of ops from seconds by op id.  Arrows go from each
+# predicted kernel to the measured one.
 
 LIMIT = 50_000
 """Slices of a track; more launches than this are folded (see `playback`)."""

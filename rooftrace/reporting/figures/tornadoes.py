@@ -1,4 +1,4 @@
-"""Main effects as a tornado: a bar for each factor, from its lowest to its highest mean."""
+"""Tornado charts of effects and elasticities, and charts of device counts and of Pareto fronts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from rooftrace.reporting.renderers import words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+# -- tornado ---------------------------------------------------------------------------------------
+# Main effects as a tornado: a bar for each factor, from its lowest to its highest mean.
 
 LEFT, SPAN = 0.235, 0.545  # of the page: before the bars, and the bars
 ROOM = 0.30  # of the longest bar, kept free at both ends for words

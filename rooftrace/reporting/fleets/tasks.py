@@ -1,4 +1,4 @@
-"""What comes of one task, wherever it runs: the bytes of its part, or the line of its error."""
+"""Tasks of a fleet: keys, outcomes, parquet files of their rows, and the result of the fleet."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from rooftrace.errors import RequestError, worded
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+# -- outcomes --------------------------------------------------------------------------------------
+# What comes of one task, wherever it runs: the bytes of its part, or the line of its error.
 
 _LONGEST = 500
 """Characters of an error's first line that are kept."""

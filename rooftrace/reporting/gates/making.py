@@ -1,4 +1,4 @@
-"""Why costs moved since a lock was written: the revision that wrote it is built from git."""
+"""Functions that make a lock of costs, check it, and find the causes of changes since."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ from rooftrace.tracer.requests import Job, names
 from rooftrace.tracer.revisions import RevisionError, repositories
 from rooftrace.tracer.revisions.repositories import Commit
 from rooftrace.tracer.sources.apart import Traced, trace_each_apart
+
+# -- causes ----------------------------------------------------------------------------------------
+# Why costs moved since a lock was written: the revision that wrote it is built from git.
 
 _MOST = 2
 """Causes of a phase that are told."""

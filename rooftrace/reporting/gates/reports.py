@@ -1,4 +1,4 @@
-"""A lock and a check in words: for the terminal, as markdown, and as a comment on a change."""
+"""Reports of locks and checks: views, a comment on a change, code quality for GitLab, and JUnit."""
 
 from __future__ import annotations
 
@@ -192,8 +192,7 @@ def why_notes(result: GateOutcome) -> list[view.Part]:
 # A check as other programs take it: a comment, GitLab's code quality, JUnit.
 #
 # A comment is Markdown as GitHub and GitLab show it.  Neither shows SVG that stands in a comment,
-# so
-# its figures are bars of letters, and a chart in mermaid.
+# so its figures are bars of letters, and a chart in mermaid.
 
 MARKER = "<!-- rooftrace check -->"
 """The first line of a comment, by which it is known again."""

@@ -1,9 +1,4 @@
-"""The kernels of a step as a page shows them: sums of those that are alike, as columns of numbers.
-
-Kernels are alike where name, module pattern, family, part, precision and fusion agree.  A page
-holds so many of them at most; those with less time are summed up by module, family and part, so
-that every total stays whole.
-"""
+"""JSON data for the script of a report's page: chips, steps, memory, modules and kernels."""
 
 from __future__ import annotations
 
@@ -21,6 +16,14 @@ from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 if TYPE_CHECKING:
     from rooftrace.costmodels.memory import Memory
     from rooftrace.reporting.sections import Results
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+# The kernels of a step as a page shows them: sums of those that are alike, as columns of numbers.
+#
+# Kernels are alike where name, module pattern, family, part, precision and fusion agree.  A page
+# holds so many of them at most; those with less time are summed up by module, family and part, so
+# that every total stays whole.
 
 MOST_GROUPS = 1500
 OTHERS_DEPTH, MOST_OTHERS = 3, 500

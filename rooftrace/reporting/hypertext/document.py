@@ -1,7 +1,4 @@
-"""A view in a cell of a notebook: HTML; here, and nowhere else, text is escaped for it.
-
-It shows what a screen shows: the same parts, names of columns and units.  Long tables are cut.
-"""
+"""HTML of a result: a notebook cell, and a page in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -24,6 +21,12 @@ from rooftrace.reporting.renderers.words import short_module
 
 if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
+
+
+# -- cells -----------------------------------------------------------------------------------------
+# A view in a cell of a notebook: HTML; here, and nowhere else, text is escaped for it.
+#
+# It shows what a screen shows: the same parts, names of columns and units.  Long tables are cut.
 
 MOST_ROWS = 40
 """Rows of a table in a cell; a sentence says how many more there are."""
@@ -136,10 +139,10 @@ def _cell(column: Column, row: object) -> str:
 # -- document --------------------------------------------------------------------------------------
 # A page of HTML that a person explores: one file that needs no network and opens from disk.
 #
-# What a result says stands in it as plain HTML, so that it is read, searched and printed without a
-# script.  A script of its own sorts tables and, for a report, draws what can be explored.  A
-# policy
-# in the file lets no other script run, and nothing be loaded, whatever a name in the result says.
+# What a result says stands in it as plain HTML, so that it is read, searched and printed without
+# a script.  A script of its own sorts tables and, for a report, draws what can be explored.  A
+# policy in the file lets no other script run, and nothing be loaded, whatever a name in the
+# result says.
 
 _EXPLORER = """<div id="explorer">
 <noscript><p>What can be explored needs JavaScript; all tables stand below.</p></noscript>

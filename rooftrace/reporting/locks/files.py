@@ -1,7 +1,4 @@
-"""The file of a lock: TOML that a person reviews, sorted, a line for each fact.
-
-The same costs are the same bytes on every machine.
-"""
+"""Lock files, settings of the cost gate in pyproject.toml, and the user's project."""
 
 from __future__ import annotations
 
@@ -36,6 +33,11 @@ from rooftrace.reporting.requests.calls import PRICED, Kept, PricedTable, Target
 from rooftrace.tracer.inventory.changes import TOTALS
 from rooftrace.tracer.launch import understood
 from rooftrace.tracer.requests import names
+
+# -- lock files ------------------------------------------------------------------------------------
+# The file of a lock: TOML that a person reviews, sorted, a line for each fact.
+#
+# The same costs are the same bytes on every machine.
 
 NAME = "costs.lock"
 _AGAIN = "`rooftrace lock` writes it anew"

@@ -1,13 +1,4 @@
-"""Budgets: what may grow by how much, and what must stay below a limit.
-
-A budget is a line of [tool.rooftrace.budgets] in pyproject.toml:
-
-    time = "5%"                            # the whole step, in every phase: 5 % more than the lock
-    "training.memory" = "1 GiB"            # one phase: at most 1 GiB more than the lock
-    "decode.time" = "<= 20 ms"             # a limit, whatever the lock says
-    "model.layers.*.mlp flops" = 0         # a module, or all that differ only in numbers
-    "*.attention training.time" = ["2%", "<= 5 ms"]
-"""
+"""Records of budgets and of locked costs, and the conversion of estimates into them."""
 
 from __future__ import annotations
 
@@ -33,6 +24,17 @@ from rooftrace.reporting.requests.calls import Kept
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 from rooftrace.tracer.inventory import Limit
 from rooftrace.tracer.inventory.changes import TOTALS, amount_of
+
+# -- budgets ---------------------------------------------------------------------------------------
+# Budgets: what may grow by how much, and what must stay below a limit.
+#
+# A budget is a line of [tool.rooftrace.budgets] in pyproject.toml:
+#
+#     time = "5%"                          # the whole step, in every phase: 5 % more than the lock
+#     "training.memory" = "1 GiB"          # one phase: at most 1 GiB more than the lock
+#     "decode.time" = "<= 20 ms"           # a limit, whatever the lock says
+#     "model.layers.*.mlp flops" = 0       # a module, or all that differ only in numbers
+#     "*.attention training.time" = ["2%", "<= 5 ms"]
 
 Said: TypeAlias = str | int | float | list[str | int | float]
 """What stands behind a key of a table of budgets."""

@@ -1,4 +1,4 @@
-"""Text for LaTeX: what builders emphasise is set so, and no name is ever a command.
+"""Tables for LaTeX: escaped text, numbers aligned in one unit, and columns with heads and widths.
 
 The source is ASCII and needs no package: it compiles under pdfLaTeX, XeLaTeX and LuaLaTeX, in the
 font encodings OT1 and T1.  A letter that these cannot set is a visible escape.
@@ -18,6 +18,9 @@ from rooftrace._escapes import visible
 from rooftrace.hardware.units import CAPACITY_STEPS, COUNT_STEPS, DECIMAL_STEPS, MISSING, TIME_STEPS
 from rooftrace.reporting.renderers.escaping import runs
 from rooftrace.reporting.renderers.model import Cell, Column, Table
+
+# -- text ------------------------------------------------------------------------------------------
+# Text for LaTeX: what builders emphasise is set so, and no name is ever a command.
 
 _ASCII = {
     "\\": r"\textbackslash{}",

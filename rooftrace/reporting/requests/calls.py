@@ -1,4 +1,4 @@
-"""Options as files keep them: what a lock and a project say of targets and of prices."""
+"""Arguments that each public call takes, and options as lock files and projects store them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ from rooftrace.reporting.requests.questions import (
     SolveArguments,
     SweepArguments,
 )
+
+# -- options ---------------------------------------------------------------------------------------
+# Options as files keep them: what a lock and a project say of targets and of prices.
 
 Kept: TypeAlias = options.Plain | list[str] | dict[str, options.Plain]
 """The value of an option in a file."""

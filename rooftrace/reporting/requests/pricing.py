@@ -1,4 +1,4 @@
-"""What runs: the options of a target, its sizes and how it is traced."""
+"""Options of a request: the target and its sizes, and the chips and constants that price it."""
 
 from __future__ import annotations
 
@@ -128,8 +128,7 @@ class PrecisionOptions:
 # How steps are priced: on which chips, run how, with which constants.
 #
 # An argument that changes prices is one field here: it is then taken by every call and every
-# command
-# that prices, by a side of a diff and by a lock.
+# command that prices, by a side of a diff and by a lock.
 
 USUAL_CHIP = "that of --knobs, else h200-sxm"
 _FIELDS = frozenset(each.name for each in fields(ExecutionModel)) - {"name"}

@@ -1,4 +1,4 @@
-"""A call as it asks: what runs, and how it is priced."""
+"""The checked request of a call: the job to trace, and the options to price it with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines: the step that the stages of a phase make together, and what each process holds."""
+"""Opening sections of a report: what is priced, the verdict, and pipelines of stages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
     from rooftrace.costmodels.memory import Memory
     from rooftrace.reporting.sections.results import Results
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+# Pipelines: the step that the stages of a phase make together, and what each process holds.
 
 
 def piped(results: Results) -> list[Pipe]:

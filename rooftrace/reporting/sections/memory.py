@@ -1,4 +1,4 @@
-"""Whether each phase fits, and what its peak is made of."""
+"""Report sections on memory: the fit of each phase and its peak; and on exchange between chips."""
 
 from __future__ import annotations
 

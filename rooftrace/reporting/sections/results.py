@@ -1,4 +1,4 @@
-"""Sums over the kernels of an estimate by any key; knows sums, knows no layout."""
+"""Results of a report: estimates by phase, execution and chip, and sums over kernels."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
     from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
     from rooftrace.costmodels.planning import Unsupported
+
+
+# -- tallies ---------------------------------------------------------------------------------------
+# Sums over the kernels of an estimate by any key; knows sums, knows no layout.
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -1,4 +1,4 @@
-"""The kernels that take the time."""
+"""Report sections on steps: the longest kernels, costs side by side, and what-ifs that help."""
 
 from __future__ import annotations
 

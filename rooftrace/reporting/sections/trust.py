@@ -1,4 +1,4 @@
-"""Experts: how many a layer reaches, and how many tokens each of those has, by the policy."""
+"""Report sections on the grounds of the numbers: coverage, assumptions, routing, and chip facts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.planning import Unsupported
     from rooftrace.reporting.sections.results import Results
     from rooftrace.tracer.graph import Op, OpGraph
+
+
+# -- routing ---------------------------------------------------------------------------------------
+# Experts: how many a layer reaches, and how many tokens each of those has, by the policy.
 
 _FACTS = {
     "rows": "tokens",

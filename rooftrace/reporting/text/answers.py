@@ -1,4 +1,4 @@
-"""Answers in words: the answer first, then its margin, the second best, and what it rests on."""
+"""Views of answers about deployments, rates, lengths and chips, and of explorations."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from rooftrace.hardware.units import (
     plural,
 )
 from rooftrace.reporting.renderers import model as view, units
+
+# -- answers ---------------------------------------------------------------------------------------
+# Answers in words: the answer first, then its margin, the second best, and what it rests on.
 
 _ROWS = 10
 _FRONT = 8

@@ -1,4 +1,4 @@
-"""A diff in words: for the terminal and as markdown."""
+"""Views, for the terminal and Markdown, of a diff, the origins of its sides, and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An explanation in words: every number beside the formula and the numbers that it comes from."""
+"""Views of an explanation, each number with its formula, and of several models on one roofline."""
 
 from __future__ import annotations
 

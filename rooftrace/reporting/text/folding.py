@@ -1,4 +1,4 @@
-"""Tables that stay short: rows that differ in sizes stand in one, with the range of each number."""
+"""Parts that views share: folded tables, totals before and after, and measured byte factors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from rooftrace.tracer.inventory import Change
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.ops import ByteFactor, ByteFactors
+
+
+# -- folding ---------------------------------------------------------------------------------------
+# Tables that stay short: rows that differ in sizes stand in one, with the range of each number.
 
 _WHOLE = 12
 """Tables of so many rows are not folded."""

@@ -1,4 +1,4 @@
-"""What comes with rooftrace, as tables: a line for each chip or each system."""
+"""Views of the chips and systems that come with rooftrace, and of the inventory of a model."""
 
 from __future__ import annotations
 

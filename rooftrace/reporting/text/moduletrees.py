@@ -1,4 +1,4 @@
-"""A tree of modules in words: as torchinfo prints it, and as fvcore's table of FLOPs."""
+"""Views of module trees, of a step's products and nodes, and of FLOPs against other counters."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.estimates.moduletree import ModuleNode, Summary
     from rooftrace.costmodels.estimates.rows import Breakdown, BreakdownRow
     from rooftrace.tracer.graph import OpGraph
+
+
+# -- trees -----------------------------------------------------------------------------------------
+# A tree of modules in words: as torchinfo prints it, and as fvcore's table of FLOPs.
 
 GRAPH_DEPTH = 3
 """How far down the modules of a graph are shown."""

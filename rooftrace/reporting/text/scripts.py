@@ -1,4 +1,4 @@
-"""A script in words: its turns, the pieces of a step, what the host did, what was assumed."""
+"""Views of a script, of a loop that was watched as it ran, and of graph breaks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from rooftrace.measured.live import LiveResult, OffKernel
 from rooftrace.reporting.renderers import model as view, units, words
 from rooftrace.reporting.text.folding import Folding
 from rooftrace.tracer.scripts import Script
+
+# -- scripts ---------------------------------------------------------------------------------------
+# A script in words: its turns, the pieces of a step, what the host did, what was assumed.
 
 _LIMITS = {"compute": "compute", "hbm": "HBM", "network": "network", "launch": "launch"}
 _KINDS = {"training": "step", "inference": "no grad"}

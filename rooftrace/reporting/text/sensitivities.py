@@ -1,4 +1,4 @@
-"""Elasticities and effects in words: what moves a step, ranked, and what does not move it."""
+"""Views of elasticities, effects, device meshes, and the scaling of a step over chips."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from rooftrace.hardware.units import (
     plural,
 )
 from rooftrace.reporting.renderers import model as view, units
+
+# -- sensitivities ---------------------------------------------------------------------------------
+# Elasticities and effects in words: what moves a step, ranked, and what does not move it.
 
 ON_SCREEN = 20
 """Facts and knobs that a screen shows; a page has all that change anything."""

@@ -1,4 +1,4 @@
-"""A sweep and a form in words: what was proven, the best lines, where limiters and steps change."""
+"""Views of sweeps over sizes, of forms, and of fleets that sweep many targets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from rooftrace.costmodels.sweeps import Form, Sweep
 from rooftrace.hardware.units import MISSING, format_time, plural
 from rooftrace.reporting.fleets import SweepFleet
 from rooftrace.reporting.renderers import model as view, units, words
+
+# -- sweeps ----------------------------------------------------------------------------------------
+# A sweep and a form in words: what was proven, the best lines, where limiters and steps change.
 
 MOST_LINES = 24
 """Lines of a table that is shown whole."""

@@ -1,4 +1,4 @@
-"""The kernels with the largest errors of prediction, as a table."""
+"""Views of validations and calibrations, and of the kernels with the largest prediction errors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What Dynamo keeps for the whole process, as it was before a run of ours.
-
-Compiled code is kept with each function's code object, for every caller in the process.  What a run
-of ours adds is taken out again; what others compiled stays.
-"""
+"""Functions that Dynamo compiles in a run, reasons of graph breaks, and the reset of its state."""
 
 from __future__ import annotations
 
@@ -25,6 +21,12 @@ from rooftrace.tracer.breaks import records
 from rooftrace.tracer.graph import pattern_of
 from rooftrace.tracer.metacopies import original_of, overrides, replaced, tensors
 from rooftrace.tracer.requests import source as lines
+
+# -- state -----------------------------------------------------------------------------------------
+# What Dynamo keeps for the whole process, as it was before a run of ours.
+#
+# Compiled code is kept with each function's code object, for every caller in the process.  What a
+# run of ours adds is taken out again; what others compiled stays.
 
 _CONTAINERS = (
     ("torch._dynamo.utils", "counters"),

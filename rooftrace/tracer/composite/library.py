@@ -1,4 +1,4 @@
-"""The library of our own operators, `torch.ops.rooftrace`, and what their kernels share."""
+"""The operator library `torch.ops.rooftrace`, its use in user modes, and attention backends."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ def differentiable() -> Iterator[None]:
 # Ops that stay whole, as the dispatch modes of the user's own code see them.
 #
 # On a GPU a mode (a selective checkpoint's policy, a counter, a logger) is shown the op that
-# PyTorch
-# chooses there, and not ours.  While such a mode stands before the recorder, an op of ours calls
-# that
-# public op; the recorder, which gets it last, runs and records ours in its place.
+# PyTorch chooses there, and not ours.  While such a mode stands before the recorder, an op of
+# ours calls that public op; the recorder, which gets it last, runs and records ours in its place.
 
 
 class _Showing(threading.local):
@@ -94,8 +92,8 @@ def unrecorded() -> Tensor:
 #
 # Conditions are those of ATen's `sdp_utils.cpp` and `sdp_utils_cpp.h` (native/transformers).  Two
 # things are left open, as a graph is for any chip and may be priced in another precision: fp32
-# counts
-# as a half, and grouped heads with a mask count as fused where cuDNN comes first on some chips.
+# counts as a half, and grouped heads with a mask count as fused where cuDNN comes first on some
+# chips.
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FUSED = (*_HALVES, torch.float32)

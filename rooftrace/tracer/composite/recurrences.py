@@ -1,12 +1,4 @@
-"""Ops of ours for the kernels of state-space models; only rewrites make them.
-
-The kernels on a CPU say what the ops compute, token by token; those of the libraries are
-`causal_conv1d` (Dao-AILab/causal-conv1d), `selective_scan` and `selective_state_update`
-(state-spaces/mamba, arXiv 2312.00752), and the five that `mamba_chunk_scan_combined` launches for
-state-space duality (arXiv 2405.21060): `ssd_steps`, `ssd_states`, `ssd_passing`, `ssd_products`,
-`ssd_output`.  Sizes: B sequences of S tokens, H heads of P numbers, states of N numbers for each,
-G groups of heads with keys and queries of their own.
-"""
+"""Operators for state-space models and for linear attention, which only rewrites make."""
 
 from __future__ import annotations
 
@@ -18,6 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rooftrace.tracer.composite.library import define
+
+# -- state spaces ----------------------------------------------------------------------------------
+# Ops of ours for the kernels of state-space models; only rewrites make them.
+#
+# The kernels on a CPU say what the ops compute, token by token; those of the libraries are
+# `causal_conv1d` (Dao-AILab/causal-conv1d), `selective_scan` and `selective_state_update`
+# (state-spaces/mamba, arXiv 2312.00752), and the five that `mamba_chunk_scan_combined` launches for
+# state-space duality (arXiv 2405.21060): `ssd_steps`, `ssd_states`, `ssd_passing`, `ssd_products`,
+# `ssd_output`.  Sizes: B sequences of S tokens, H heads of P numbers, states of N numbers for each,
+# G groups of heads with keys and queries of their own.
 
 
 def _laid_out(
@@ -297,16 +299,14 @@ define(
 # Linear attention with a decaying state, with and without a delta rule, as one op each.
 #
 # Only rewrites make them; the kernels let such a graph run on real tensors.  They go token by
-# token,
-# which is what the chunked kernels of libraries compute:
+# token, which is what the chunked kernels of libraries compute:
 #
 #     D_t = exp(g_t) S_{t-1}    S_t = D_t + k_t (beta_t (v_t - D_t^T k_t))^T     o_t = scale S_t^T
 #     q_t
 #
 # (S. Yang et al., "Gated Delta Networks", arXiv 2412.06464; without g arXiv 2406.06484; with a g
-# for
-# each channel of the keys Kimi Linear, arXiv 2510.26692).  Linear attention adds k_t v_t^T instead
-# (arXiv 2312.06635).
+# for each channel of the keys Kimi Linear, arXiv 2510.26692).  Linear attention adds k_t v_t^T
+# instead (arXiv 2312.06635).
 
 
 def _delta_rule(

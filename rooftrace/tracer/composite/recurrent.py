@@ -1,7 +1,4 @@
-"""Recurrent networks as one op with its backward, where PyTorch on meta unrolls them over time.
-
-A GPU runs one cuDNN kernel.  The CPU kernels let a captured graph run on real tensors.
-"""
+"""Recurrent networks and RMS norm as single operators with a backward."""
 
 from __future__ import annotations
 
@@ -14,6 +11,11 @@ from torch._prims_common import suggest_memory_format
 
 from rooftrace.tracer.composite import library
 from rooftrace.tracer.composite.library import OPS, define, differentiable
+
+# -- recurrent networks ----------------------------------------------------------------------------
+# Recurrent networks as one op with its backward, where PyTorch on meta unrolls them over time.
+#
+# A GPU runs one cuDNN kernel.  The CPU kernels let a captured graph run on real tensors.
 
 _aten: Any = torch.ops.aten
 _CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}

@@ -1,8 +1,4 @@
-"""Ops of ours that no entry point of aten stands for.
-
-Only rewrites make attention on latents and the append to a cache that has room; a sparse tensor is
-coalesced by an op on its indices and its values.  The kernels let such a graph run on real tensors.
-"""
+"""Operators for serving: latent and packed attention, cache appends, sparse tensors, experts."""
 
 from __future__ import annotations
 
@@ -16,6 +12,13 @@ from rooftrace.tracer.composite import recurrences  # noqa: F401
 from rooftrace.tracer.composite.attention import MORE, OPTIONS, attended, composed
 from rooftrace.tracer.composite.library import OPS, define
 from rooftrace.tracer.requests import RequestLengths
+
+# -- ops without an entry point --------------------------------------------------------------------
+# Ops of ours that no entry point of aten stands for.
+#
+# Only rewrites make attention on latents and the append to a cache that has room; a sparse tensor
+# is coalesced by an op on its indices and its values.  The kernels let such a graph run on real
+# tensors.
 
 
 def _latent_attention(
@@ -202,8 +205,7 @@ def attend(
 # -- experts ---------------------------------------------------------------------------------------
 # What servers run around experts as operators of our own: the choice of experts, the rows of each
 # expert, products that take and put back rows by their numbers, and the sum of what a token's
-# experts
-# make.
+# experts make.
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: torch.softmax(x, -1),

@@ -1,4 +1,4 @@
-"""Which devices there are, and which one a thread uses: what torch.cuda asks of its C half."""
+"""Answers of torch.cuda and torch.accelerator on emulated devices, defaults, and legacy names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from rooftrace.tracer.fake_cuda import memory
 from rooftrace.tracer.fake_cuda.memory import free
 from rooftrace.tracer.fake_cuda.state import Answers, Emulation, kernel_refused, refusal
 from rooftrace.tracer.metacopies import original_of
+
+# -- devices ---------------------------------------------------------------------------------------
+# Which devices there are, and which one a thread uses: what torch.cuda asks of its C half.
 
 _cuda: Any = torch.cuda
 _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")

@@ -1,4 +1,4 @@
-"""Whether code that imports a module goes on without it: the import stands in a `try`."""
+"""Imports of GPU code under emulation: guards, a stand-in for Triton, and compiled extensions."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ from rooftrace.tracer.fake_cuda.state import (
 )
 from rooftrace.tracer.metacopies import original_of, put
 from rooftrace.tracer.requests import spec_after
+
+# -- guarded imports -------------------------------------------------------------------------------
+# Whether code that imports a module goes on without it: the import stands in a `try`.
 
 _HERE = str(Path(__file__).resolve().parents[2]) + os.sep
 _NAMED = frozenset({"ImportError", "ModuleNotFoundError"})

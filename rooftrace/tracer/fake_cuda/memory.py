@@ -1,7 +1,4 @@
-"""Files of `torch.save`: tensors of the device are written without numbers, and read as such.
-
-What is on the host is written and read as it is.
-"""
+"""Memory, random generators and saved files of an emulated CUDA device."""
 
 from __future__ import annotations
 
@@ -15,6 +12,11 @@ from torch import Tensor, _weights_only_unpickler as unpickler, serialization
 
 from rooftrace.tracer.fake_cuda.state import Answers, DeviceError, Emulation, refusal
 from rooftrace.tracer.metacopies import original_of, overrides
+
+# -- files -----------------------------------------------------------------------------------------
+# Files of `torch.save`: tensors of the device are written without numbers, and read as such.
+#
+# What is on the host is written and read as it is.
 
 _META = "meta"
 _NOTES = "_rooftrace"
@@ -238,8 +240,7 @@ def generator_answers(here: Emulation) -> Iterator[Answers]:
 #
 # The recording knows the bytes of tensors.  Which blocks and segments the allocator would make of
 # them is priced elsewhere, after the run: here reserved memory is the largest so far in segments
-# of
-# 2 MiB, which a real allocator exceeds.
+# of 2 MiB, which a real allocator exceeds.
 
 _cuda: Any = torch.cuda
 _SEGMENT = 2 << 20

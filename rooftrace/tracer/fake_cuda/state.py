@@ -1,8 +1,4 @@
-"""Classes of torch that hold something of the device: streams, events, graphs, without a device.
-
-User code may import these classes and keep them.  So each stays the same object, with other methods
-meanwhile.
-"""
+"""State of an emulated CUDA device: its facts, clock and meter, errors, and stand-in classes."""
 
 from __future__ import annotations
 
@@ -17,6 +13,12 @@ from typing import Any, Literal, Protocol
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.tracer.requests import TraceError, source_line
+
+# -- classes ---------------------------------------------------------------------------------------
+# Classes of torch that hold something of the device: streams, events, graphs, without a device.
+#
+# User code may import these classes and keep them.  So each stays the same object, with other
+# methods meanwhile.
 
 _OWN = frozenset(
     {
@@ -111,8 +113,7 @@ def kernel_refused(what: str, kind: type[DeviceError] = DeviceError) -> DeviceEr
 #
 # Chip files know architecture, memory, units, L2, clock and bus.  What they do not know (the name
 # that the driver gives) stands in a table here; what only a GPU in a slot has (its number on the
-# bus)
-# is made up.
+# bus) is made up.
 
 _NAMED: dict[str, str] = {
     "a10": "NVIDIA A10",

@@ -1,9 +1,4 @@
-"""Streams and events of torch.cuda: queues that a recording tells apart, and times of its clock.
-
-Work on a stream is recorded under its name, and an event that one stream waits for keeps the order
-(see `sharded.streams`).  The classes stay those of torch, with other methods, so that what user
-code imported before is what it gets.
-"""
+"""Streams, events and CUDA graphs of an emulated device."""
 
 from __future__ import annotations
 
@@ -25,6 +20,13 @@ from rooftrace.tracer.fake_cuda.state import Answers, Emulation, made, methods, 
 from rooftrace.tracer.metacopies import overrides, tensors
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.sharding import fsdp as queues
+
+# -- streams ---------------------------------------------------------------------------------------
+# Streams and events of torch.cuda: queues that a recording tells apart, and times of its clock.
+#
+# Work on a stream is recorded under its name, and an event that one stream waits for keeps the
+# order (see `sharded.streams`).  The classes stay those of torch, with other methods, so that what
+# user code imported before is what it gets.
 
 _CUDA = 1
 """torch's number for the type of the device."""

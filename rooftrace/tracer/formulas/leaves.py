@@ -1,4 +1,4 @@
-"""Numbers of a record that sizes change, and how each is computed: at one place, or at many."""
+"""Numbers that differ between graphs of one structure, their formulas, and repeated sequences."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+
+# -- varying numbers -------------------------------------------------------------------------------
+# Numbers of a record that sizes change, and how each is computed: at one place, or at many.
 
 Numbers = tuple[int, ...]
 """A value for each size of a form."""
@@ -263,8 +267,7 @@ def _shown(path: Path) -> str:
 # Sequences that grow with a size, such as the modules of all layers, in a form that does not.
 #
 # A series is blocks of items whose numbers grow by equal steps from block to block.  Two blocks
-# and
-# their count say all of it, so that graphs of 8 and of 80 layers have one structure.
+# and their count say all of it, so that graphs of 8 and of 80 layers have one structure.
 
 _DIGITS = re.compile(r"\d+")
 _LONGEST = 256

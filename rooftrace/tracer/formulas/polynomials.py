@@ -1,4 +1,4 @@
-"""Polynomials with rational coefficients whose values are whole numbers.
+"""Formulas for numbers of a graph: polynomials, named functions, and exact fitting to samples.
 
 A formula says one number of a graph, such as the rows of a tensor, by the sizes of the call.  Its
 symbols have places instead of names: the sizes first, then numbers that named functions give.
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+
+# -- polynomials -----------------------------------------------------------------------------------
+# Polynomials with rational coefficients whose values are whole numbers.
 
 Powers = tuple[int, ...]
 """The power of each symbol in a term; symbols behind the last one have power 0."""

@@ -1,10 +1,4 @@
-"""Traces kept on disk, by what they depend on: the source's files, its sizes, the versions.
-
-They lie in ROOFTRACE_CACHE, by default `rooftrace` in the user's folder for caches; "off" keeps
-none.  Beside them lie parts of sweeps that are not whole yet.  Nothing is read from, or written to,
-a folder in which another user can write.  A trace of code is used again only while all files that
-it came from are as they were.
-"""
+"""Traces of one source at many sizes, and the cache on disk that keeps them."""
 
 from __future__ import annotations
 
@@ -27,6 +21,14 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.graph import OpGraph, graphs_bytes, load_graphs
 from rooftrace.tracer.requests import Job, names
 from rooftrace.tracer.sources import ModuleSource, apart, traced
+
+# -- cache -----------------------------------------------------------------------------------------
+# Traces kept on disk, by what they depend on: the source's files, its sizes, the versions.
+#
+# They lie in ROOFTRACE_CACHE, by default `rooftrace` in the user's folder for caches; "off" keeps
+# none.  Beside them lie parts of sweeps that are not whole yet.  Nothing is read from, or written
+# to, a folder in which another user can write.  A trace of code is used again only while all files
+# that it came from are as they were.
 
 VARIABLE = "ROOFTRACE_CACHE"
 _MOST = 2 << 30
@@ -193,10 +195,9 @@ def _environment() -> list[Any]:
 # One source at many sizes: which names its sizes have, and its trace at any of them.
 #
 # Sizes are batch, seq and kv; integers of a config ("config.num_hidden_layers") or keyword
-# arguments
-# of the function that a target names; names that stand in the shapes of inputs
-# ("x=8,3,side,side");
-# and dimensions of the arguments of a call ("x.1", or "0.1" for the first one).
+# arguments of the function that a target names; names that stand in the shapes of inputs
+# ("x=8,3,side,side"); and dimensions of the arguments of a call ("x.1", or "0.1" for the first
+# one).
 
 _LENGTHS = ("batch", "seq", "kv")
 _WORD = re.compile(r"[A-Za-z_]\w*")

@@ -1,7 +1,8 @@
-"""What a graph from a file must fit beside `verify`: sizes and counts that a trace can have.
+"""Graph files: JSON encoding and decoding, and bounds on the sizes and counts in a file.
 
-Pricing does not grow with counts where it can be closed over the iterations.  Where it cannot, the
-bounds here keep it short.
+The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a
+time stamp.  It is strict JSON: an infinity or a NaN among arguments and facts of ops stands as
+{"number": "-inf"}.  Older files have it bare, and are read too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from rooftrace.tracer.graph.records import (
     refs,
 )
 from rooftrace.tracer.metacopies.scopes import collector_off
+
+# -- bounds ----------------------------------------------------------------------------------------
+# Where pricing cannot be closed over the iterations, these bounds keep it short.
 
 MOST_ELEMENTS = (1 << 63) - 1
 """Elements of all copies of a value together, and runs of an op: what torch can count."""
@@ -125,12 +129,7 @@ def _check_op(graph: OpGraph, op: Op) -> None:
 
 
 # -- graphfile -------------------------------------------------------------------------------------
-# Graphs on disk: one JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
-#
-# The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a
-# time
-# stamp.  It is strict JSON: an infinity or a NaN among arguments and facts of ops stands as
-# {"number": "-inf"}.  Older files have it bare, and are read too.
+# One JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
 
 SCHEMA = "rooftrace.graph/3"
 

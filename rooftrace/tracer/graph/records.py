@@ -1,4 +1,4 @@
-"""The words that the records of a graph use, each for one thing."""
+"""Records of a graph: tensors, ops, repeats, assumptions, operands, exchanges and module paths."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rooftrace.hardware.precisions import storage_bytes
+
+# -- words -----------------------------------------------------------------------------------------
+# The words that the records of a graph use, each for one thing.
 
 ROLES = ("weights", "activations", "kv", "gradients", "optimizer", "temporary", "constants")
 """Whose bytes a tensor is.

@@ -1,8 +1,4 @@
-"""Puts back whatever a traced call changes in the user's own objects.
-
-A module whose tensors are all on meta is traced itself, not a copy, and with its own hooks.  After
-the trace, attributes of its modules and of the objects that they and the hooks hold are restored.
-"""
+"""Arguments of a traced call on meta, and restoration of the objects that the call changes."""
 
 from __future__ import annotations
 
@@ -39,6 +35,13 @@ from rooftrace.tracer.metacopies import (
 )
 from rooftrace.tracer.requests import RequestLengths
 from rooftrace.tracer.values import META, REAL_VALUE, Values, masks
+
+# -- restoring -------------------------------------------------------------------------------------
+# Puts back whatever a traced call changes in the user's own objects.
+#
+# A module whose tensors are all on meta is traced itself, not a copy, and with its own hooks.
+# After the trace, attributes of its modules and of the objects that they and the hooks hold are
+# restored.
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _DEPTH = 6

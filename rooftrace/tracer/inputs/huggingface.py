@@ -1,4 +1,4 @@
-"""Inputs of Hugging Face models, by the names of their parameters and their configs."""
+"""Inputs of a module at requested sizes, with guesses for Hugging Face models."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ from rooftrace.tracer.inputs.modalities import (
 from rooftrace.tracer.metacopies import dtype_name, inputs_on_meta, parameters_of, twin
 from rooftrace.tracer.requests import Request, RequestLengths
 from rooftrace.tracer.values import REAL_VALUE
+
+# -- hugging face models ---------------------------------------------------------------------------
+# Inputs of Hugging Face models, by the names of their parameters and their configs.
 
 DEFAULT_LENGTH = 2048
 """Default sequence length, where the model allows it."""

@@ -1,4 +1,4 @@
-"""Quantities that are compared: their units, and how they are written."""
+"""Changes of quantities between two sides: metrics, limits on growth, and matching of items."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from rooftrace.hardware.units import (
     format_traffic,
     parse,
 )
+
+# -- metrics ---------------------------------------------------------------------------------------
+# Quantities that are compared: their units, and how they are written.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the values of a tensor are, in a few numbers; knows no tensor."""
+"""Records of the tensors of models and checkpoints: statistics, sums, and what two differ in."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from rooftrace.tracer.inventory.changes import (
     relative,
     union,
 )
+
+# -- statistics ------------------------------------------------------------------------------------
+# What the values of a tensor are, in a few numbers; knows no tensor.
 
 BINS = 50
 """Of a histogram, between the smallest and the largest finite value."""

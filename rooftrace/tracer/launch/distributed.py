@@ -1,8 +1,4 @@
-"""`torch.distributed` in a program that runs as one rank of many, whose others are not there.
-
-Its process group is a fake one of the size that the program asks for: collectives return at once,
-and a recording sees them.  Objects that ranks tell each other are taken to be the same on each.
-"""
+"""`torch.distributed` in a program of which one rank runs, and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -26,6 +22,12 @@ from rooftrace.tracer.launch import records
 from rooftrace.tracer.launch.records import CommandLine, HardExit, Ranks
 from rooftrace.tracer.metacopies import original_of, put
 from rooftrace.tracer.sharding import ddp, fsdp
+
+# -- distributed -----------------------------------------------------------------------------------
+# `torch.distributed` in a program that runs as one rank of many, whose others are not there.
+#
+# Its process group is a fake one of the size that the program asks for: collectives return at once,
+# and a recording sees them.  Objects that ranks tell each other are taken to be the same on each.
 
 OBJECTS = (
     "ranks",

@@ -1,4 +1,4 @@
-"""`accelerate launch`: what accelerate's own functions make of its words and its configuration."""
+"""Command lines of launchers (torchrun, accelerate, deepspeed ...) read as programs to run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from typing import Any
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.launch.records import CommandLine, check_runner
+
+# -- accelerate ------------------------------------------------------------------------------------
+# `accelerate launch`: what accelerate's own functions make of its words and its configuration.
 
 _PORT = 29500
 _COMMAND = "accelerate.commands.launch"
@@ -105,8 +108,7 @@ def _quiet() -> Iterator[None]:
 # Launchers of many processes: what each makes of its words.
 #
 # Each takes the words after its name and gives a CommandLine whose program is as it was written.
-# The
-# launcher's own parser is asked where it is installed.
+# The launcher's own parser is asked where it is installed.
 
 _DEFAULT_PORT = "29500"
 

@@ -1,4 +1,4 @@
-"""Variables of the environment that a program sees: those of its launcher, and no network."""
+"""Records of a launch, variables of its environment, and notebooks read as programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from types import CodeType
 from typing import Literal
 
 from rooftrace.errors import RequestError
+
+# -- environment -----------------------------------------------------------------------------------
+# Variables of the environment that a program sees: those of its launcher, and no network.
 
 OFFLINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",

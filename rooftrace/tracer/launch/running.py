@@ -1,4 +1,4 @@
-"""A program runs as `__main__`, as if Python had been started with it."""
+"""Runs a program in this process as `__main__`, and ends it as Python would."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ from rooftrace.tracer.launch.records import (
 )
 from rooftrace.tracer.launch.scratch import guard, redirect, refusal
 from rooftrace.tracer.metacopies import original_of, put
+
+# -- preparing -------------------------------------------------------------------------------------
+# A program runs as `__main__`, as if Python had been started with it.
 
 
 def prepared(

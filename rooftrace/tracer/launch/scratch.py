@@ -1,7 +1,4 @@
-"""The kernel keeps a process, and those that it starts, from writing outside of a folder.
-
-Landlock of Linux refuses whatever they call: it needs no rights, and cannot be taken back.
-"""
+"""Confines a program's file writes to a scratch folder, by Landlock and redirected functions."""
 
 from __future__ import annotations
 
@@ -28,6 +25,11 @@ import torch
 from rooftrace.errors import RequestError
 from rooftrace.tracer.launch.overlay import Overlay, folder_of, opened
 from rooftrace.tracer.metacopies import original_of, put
+
+# -- landlock --------------------------------------------------------------------------------------
+# The kernel keeps a process, and those that it starts, from writing outside of a folder.
+#
+# Landlock of Linux refuses whatever they call: it needs no rights, and cannot be taken back.
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on x86-64, aarch64 and most others
 _VERSION, _PATH_BENEATH = 1, 1
@@ -149,9 +151,9 @@ def _done(returned: int) -> int:
 # A program's files in a scratch folder: what stands for functions that name files.
 #
 # Redirected are Python's own (`open`, `os`, `shutil`, `pathlib`) and what is built on them,
-# torch's
-# and safetensors' writers and sqlite3.  Other libraries that open files by name in C, such as HDF5
-# and Arrow, and programs that are started, are for the kernel to refuse (`landlock`).
+# torch's and safetensors' writers and sqlite3.  Other libraries that open files by name in C,
+# such as HDF5 and Arrow, and programs that are started, are for the kernel to refuse
+# (`landlock`).
 
 _READING = ("access", "lstat", "readlink", "stat", "statvfs", "getxattr", "listxattr")
 _CHANGING = (

@@ -1,10 +1,4 @@
-"""Iterations of a graph, and whether they are alike: the blocks of ops that belong together.
-
-Every op of an iteration bears its label, a number.  A pass goes through the labels one by one, up
-in forward and down in backward; the ops of one label in one pass are a block.  Two iterations are
-alike if their blocks are, pass by pass: the same ops on the same sizes, wired alike - to values of
-their own, of the iteration beside them, or that all share.
-"""
+"""Blocks of a graph's ops by iteration, and one iteration written in place of a repeat."""
 
 from __future__ import annotations
 
@@ -30,6 +24,14 @@ from rooftrace.tracer.graph import (
     refs,
     split,
 )
+
+# -- blocks ----------------------------------------------------------------------------------------
+# Iterations of a graph, and whether they are alike: the blocks of ops that belong together.
+#
+# Every op of an iteration bears its label, a number.  A pass goes through the labels one by one, up
+# in forward and down in backward; the ops of one label in one pass are a block.  Two iterations are
+# alike if their blocks are, pass by pass: the same ops on the same sizes, wired alike - to values
+# of their own, of the iteration beside them, or that all share.
 
 _INDICES = {
     "aten.select": ("index",),
@@ -318,8 +320,7 @@ def _trim(run: Mapping[int, Block]) -> None:
 # Writes one iteration for all of a repeat, once it is known which values correspond.
 #
 # Nothing is rolled that `expand` would not restore, value for value and op for op; what ops hold
-# is
-# that of the iteration that stands.
+# is that of the iteration that stands.
 
 
 class Collapse:

@@ -1,4 +1,4 @@
-"""Whose bytes a value is that an op makes."""
+"""Roles of storages that ops make, and blocks written in place of the calls that repeat them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from msgspec.structs import replace
 from rooftrace.tracer.graph import Argument, Neighbour, Op, OpGraph, Ref, Tensor, in_order, refs
 from rooftrace.tracer.lowering.blocks import NotAlikeError
 from rooftrace.tracer.recording import ops as traits
+
+# -- roles -----------------------------------------------------------------------------------------
+# Whose bytes a value is that an op makes.
 
 
 def with_filled_roles(values: Sequence[Tensor], ops: Iterable[Op]) -> tuple[Tensor, ...]:

@@ -1,5 +1,4 @@
-"""Assumptions of a graph as a whole: those made beside the step, and those on fallbacks, which say
-in which lines the function stands that runs in place of a package's kernel."""
+"""Lowers the recorded fx graph to an OpGraph, with the assumptions that its ops rest on."""
 
 from __future__ import annotations
 
@@ -44,6 +43,10 @@ from rooftrace.tracer.recording import META_KEY, Entry, Recorded, Recorder, ops,
 from rooftrace.tracer.repeats import RecordedCall, RepeatedCall, Twin, repeated
 from rooftrace.tracer.requests import assumptions as asked
 from rooftrace.tracer.sharding import fsdp
+
+# -- assumptions -----------------------------------------------------------------------------------
+# Assumptions of a graph as a whole: those made beside the step, and those on fallbacks, which say
+# in which lines the function stands that runs in place of a package's kernel.
 
 
 def without_asides(graph: OpGraph, asides: Collection[int]) -> OpGraph:
@@ -114,8 +117,7 @@ def _span(text: str) -> tuple[str, int, int]:
 # From the recorded fx graph to plain records.
 #
 # `lower` is where fx's `node.meta` ends: what goes in is a graph made by `capture`, what comes
-# out is
-# an OpGraph that verifies.
+# out is an OpGraph that verifies.
 
 _ENTRY_ROLES = {
     "parameter": "weights",

@@ -1,9 +1,4 @@
-"""Layers of a stack stand once: modules of one container that are alike.
-
-Of a run of modules ("model.layers.3", "model.layers.4" ...) the first and the last stay as they
-are, so that what happens between neighbours still stands in the graph.  The second one stands for
-all others.
-"""
+"""Rolls up alike layers of a stack and turns of a loop, so that one stands for all of them."""
 
 from __future__ import annotations
 
@@ -20,6 +15,13 @@ from rooftrace.tracer.lowering.blocks import Blocks, Collapse, NotAlikeError
 
 if TYPE_CHECKING:
     from rooftrace.tracer.repeats import Loop
+
+# -- stacks ----------------------------------------------------------------------------------------
+# Layers of a stack stand once: modules of one container that are alike.
+#
+# Of a run of modules ("model.layers.3", "model.layers.4" ...) the first and the last stay as they
+# are, so that what happens between neighbours still stands in the graph.  The second one stands for
+# all others.
 
 MIN_COUNT = 2
 """As many iterations at least make a repeat."""

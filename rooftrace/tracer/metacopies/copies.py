@@ -1,9 +1,4 @@
-"""Functions that hold parts of a model: copies of them, which hold the parts of its copy.
-
-A step's optimizer may stand in its closure, among the globals that it names, on the object whose
-method it is, or with a hook on a parameter.  `copy.deepcopy` does not copy functions, so these
-would still refer to the original.
-"""
+"""Copies of functions that hold parts of a model, and meta twins of modules and inputs."""
 
 from __future__ import annotations
 
@@ -27,6 +22,13 @@ from rooftrace.tracer.metacopies import tensors, tensors as owners, tensors as t
 from rooftrace.tracer.metacopies.tensors import own_tensors, tensors_in
 from rooftrace.tracer.requests import TraceError
 from rooftrace.tracer.values import META, REAL_VALUE, masks
+
+# -- functions -------------------------------------------------------------------------------------
+# Functions that hold parts of a model: copies of them, which hold the parts of its copy.
+#
+# A step's optimizer may stand in its closure, among the globals that it names, on the object whose
+# method it is, or with a hook on a parameter.  `copy.deepcopy` does not copy functions, so these
+# would still refer to the original.
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")

@@ -1,8 +1,4 @@
-"""Contexts of one thread.
-
-Torch's own way of entering a mode notes what was on in variables that all threads share, and
-restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
-"""
+"""Changes of torch's modes, random state and functions, seen by one thread or some threads."""
 
 from __future__ import annotations
 
@@ -24,6 +20,12 @@ from torch.utils._device import DeviceContext
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.metacopies.scopes import Scope
+
+# -- contexts --------------------------------------------------------------------------------------
+# Contexts of one thread.
+#
+# Torch's own way of entering a mode notes what was on in variables that all threads share, and
+# restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
 
 _dispatch: Any = _python_dispatch
 _functions: Any = overrides
@@ -224,10 +226,9 @@ def draws_undone(devices: bool = False) -> Iterator[None]:
 # Functions and attributes of other people's modules and classes, replaced for some threads.
 #
 # The first scope that replaces a name puts a guard there; the last one puts the original back.
-# The
-# guard runs the replacement of the scope that its thread belongs to, and the original in any other
-# thread.  So scopes of several threads may overlap and end in any order, and code that keeps a
-# reference to the guard keeps the original.
+# The guard runs the replacement of the scope that its thread belongs to, and the original in any
+# other thread.  So scopes of several threads may overlap and end in any order, and code that
+# keeps a reference to the guard keeps the original.
 #
 # A process that runs nothing but a script has no other threads: `put` replaces for all, for good.
 

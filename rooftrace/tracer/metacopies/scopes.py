@@ -1,8 +1,4 @@
-"""Scopes: which recording a thread belongs to, and what it has in place of functions of torch.
-
-A patch of a module or a class is seen by every thread of the process.  So a patch of ours asks
-first whether the thread that calls it belongs to a recording, and else does what was there before.
-"""
+"""Scopes that tie threads to recordings, and changes of the process that recordings share."""
 
 from __future__ import annotations
 
@@ -14,6 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rooftrace.tracer.recording import Release, installed_release
+
+# -- scopes ----------------------------------------------------------------------------------------
+# Scopes: which recording a thread belongs to, and what it has in place of functions of torch.
+#
+# A patch of a module or a class is seen by every thread of the process.  So a patch of ours asks
+# first whether the thread that calls it belongs to a recording, and else does what was there
+# before.
 
 
 class Scope:

@@ -1,4 +1,4 @@
-"""Our names of torch's dtypes, and back."""
+"""Helpers for tensors: dtype names, subclasses, tensors in nested values, and owning modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that cannot be traced, each refused with its reason and what to do."""
+"""Attempts to run a phase under a recorder, checks before them, and their results as graphs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ from rooftrace.tracer.repeats import UnlikeLayersError
 from rooftrace.tracer.requests import Options, TraceError, assumptions, names, users_traceback
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import UnknownValueError, Values, masks
+
+# -- refusals --------------------------------------------------------------------------------------
+# Modules that cannot be traced, each refused with its reason and what to do.
 
 _DEEP = 64
 """A tree of modules of this depth may be why Python's stack of calls was too short."""

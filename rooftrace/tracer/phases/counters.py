@@ -1,4 +1,4 @@
-"""The count of one counter for one call, by module and op."""
+"""FLOP counts of a call by other counters (PyTorch's FlopCounterMode, fvcore), by module."""
 
 from __future__ import annotations
 
@@ -244,8 +244,7 @@ def _named(analysis: Any, path: str) -> nn.Module:
 # What other counters say of the same call of the same module.
 #
 # They see the module as it is: nothing of ours is active while they run.  A peer that cannot run
-# on
-# meta tensors gets a copy with real ones of any value, if the module is small.
+# on meta tensors gets a copy with real ones of any value, if the module is small.
 
 MOST_REAL_BYTES = 2 * 1024**3
 """The most bytes of a module that is copied to real tensors."""

@@ -1,4 +1,4 @@
-"""Optimizers: one step in the steady state, and copies of the user's optimizers."""
+"""Optimizer steps: one in the steady state, those of the user's code, and optimizer copies."""
 
 from __future__ import annotations
 

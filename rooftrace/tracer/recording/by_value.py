@@ -1,8 +1,4 @@
-"""Quantised modules of torch.ao: weights packed into objects of TorchScript, integers behind them.
-
-Their ops have no meta kernels.  A packed weight is unpacked once; the graph has its tensors
-instead.  Shapes come from the float op that corresponds to the quantised one.
-"""
+"""Ops whose results depend on values, which meta tensors lack, and quantised modules."""
 
 from __future__ import annotations
 
@@ -22,6 +18,12 @@ from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.requests import source as lines
 from rooftrace.tracer.values import META, Values, masks
+
+# -- quantised modules -----------------------------------------------------------------------------
+# Quantised modules of torch.ao: weights packed into objects of TorchScript, integers behind them.
+#
+# Their ops have no meta kernels.  A packed weight is unpacked once; the graph has its tensors
+# instead.  Shapes come from the float op that corresponds to the quantised one.
 
 _STORED = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 """What a quantised tensor is on meta: its integers."""
@@ -158,8 +160,8 @@ def _rows(bags: bool, tensors: list[Tensor], args: Any) -> Tensor:
 # Ops whose result depends on values, which meta tensors do not have.
 #
 # Values come from `values`: exact where they are known, else from a policy that is recorded as an
-# assumption.
-# ANSWERS is the one table of such ops: each has a function that runs and records a call of it.
+# assumption. ANSWERS is the one table of such ops: each has a function that runs and records a
+# call of it.
 
 Answer = Callable[[Tape, Call], Any]
 """Runs and records a call, and returns what it returns; NotImplemented: run it like any other."""

@@ -1,8 +1,4 @@
-"""Tensors that stand from before a recording: they take memory until the code lets go of them.
-
-No recording keeps them alive.  One that an op reads becomes a value as any other; the others are
-values that nothing reads, freed where they went.
-"""
+"""Values of a recording that no op made: weights, inputs, constants, and tensors from before."""
 
 from __future__ import annotations
 
@@ -34,6 +30,12 @@ from rooftrace.tracer.recording.taperecords import (
 )
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import Values, masks
+
+# -- standing --------------------------------------------------------------------------------------
+# Tensors that stand from before a recording: they take memory until the code lets go of them.
+#
+# No recording keeps them alive.  One that an op reads becomes a value as any other; the others are
+# values that nothing reads, freed where they went.
 
 _FREE: Any = getattr(torch.ops.rooftrace, marks.FREE_STORAGES.partition(".")[2]).default
 
@@ -138,9 +140,8 @@ class Standing:
 # Values that no op made: parameters, buffers, inputs, states and constants enter the graph.
 #
 # A tensor that an op reads, and that the graph does not know, is a weight that the code has just
-# put
-# into a module, an input of a step, or a constant.  If its origin is unknown, an assumption says
-# so.
+# put into a module, an input of a step, or a constant.  If its origin is unknown, an assumption
+# says so.
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.bool})
 """Precisions of tensors that torch makes from Python's numbers without a recorded op, and that no

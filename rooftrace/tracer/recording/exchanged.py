@@ -1,9 +1,4 @@
-"""Counts of rows that processes tell each other before they exchange the rows: who gets how many.
-
-One process is traced, so what the others send is unknown.  By a policy that treats all classes
-alike each process sends as many rows to every other, and gets as many as it sends.  By one that
-prefers classes all processes prefer the same ones.
-"""
+"""Values and counts that processes exchange, and expected counts of what routed rows reach."""
 
 from __future__ import annotations
 
@@ -26,6 +21,13 @@ from rooftrace.tracer.requests import assumptions as asked
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import choices as distinct
 from rooftrace.tracer.values.masks import Known, small
+
+# -- exchanged counts ------------------------------------------------------------------------------
+# Counts of rows that processes tell each other before they exchange the rows: who gets how many.
+#
+# One process is traced, so what the others send is unknown.  By a policy that treats all classes
+# alike each process sends as many rows to every other, and gets as many as it sends.  By one that
+# prefers classes all processes prefer the same ones.
 
 _ALIKE = ("expected", "uniform", "balanced")
 """Policies by which every class is as likely as another."""
@@ -191,8 +193,8 @@ def _said(call: Call, facts: Mapping[str, Any]) -> str:
 # Known values that processes exchange where one of them is run and the others are not there.
 #
 # Every process is taken to hold the same values: a sum over them is the value times their number,
-# a
-# maximum is the value.  What ops of the fake process group leave in real memory is set right, too.
+# a maximum is the value.  What ops of the fake process group leave in real memory is set right,
+# too.
 
 SAME = "every process is taken to hold the same values as this one"
 _OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -317,10 +319,9 @@ def _reduced(value: Tensor, reduction: str, ranks: int) -> Tensor | None:
 # Expected counts of what routed rows reach, on the ops that read or write by them.
 #
 # The code got one draw of indices; how many experts an op touches is on average another number,
-# and
-# not a whole one.  It takes the place of the draw's number where the op takes exactly the classes
-# that a router chose: a grouped product with one group for each class, and reads and writes of the
-# rows of a weight that has one row for each class.
+# and not a whole one.  It takes the place of the draw's number where the op takes exactly the
+# classes that a router chose: a grouped product with one group for each class, and reads and
+# writes of the rows of a weight that has one row for each class.
 
 _INDEXED = {
     "aten.index": (0, 1),

@@ -1,4 +1,4 @@
-"""One pair of hooks on the calls of all modules, for all recordings of the process."""
+"""Calls of modules, of torch functions and of compiled code, as a recording sees them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, masks
+
+# -- module calls ----------------------------------------------------------------------------------
+# One pair of hooks on the calls of all modules, for all recordings of the process.
 
 _NAME = "calls"
 """Under which a scope keeps who watches its calls."""
@@ -182,8 +185,8 @@ _COUNTER = "set_fullgraph_compiled_frame_count"
 # Torch-level calls: their names, and the few that leave the dispatcher for Python or a device.
 #
 # `.tolist()`, `.numpy()`, f-strings and `torch.tensor([...])` never reach a dispatch mode; a
-# device
-# that is not there must not be asked for: everything but the CPU is the meta device while tracing.
+# device that is not there must not be asked for: everything but the CPU is the meta device while
+# tracing.
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})

@@ -1,9 +1,4 @@
-"""FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.
-
-PyTorch refuses flex_attention on meta, and traces a graph of its own for its backward.  While
-`flex_whole` is active, `rooftrace.flex_attention` replaces it.  The visible pairs come from calls
-of its mask function; they are exact where the mask depends on known values only.
-"""
+"""Higher-order ops on meta tensors: flex_attention as one op, cond, and while_loop."""
 
 from __future__ import annotations
 
@@ -37,6 +32,13 @@ from rooftrace.tracer.metacopies import (
 )
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, Values
+
+# -- flex attention --------------------------------------------------------------------------------
+# FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.
+#
+# PyTorch refuses flex_attention on meta, and traces a graph of its own for its backward.  While
+# `flex_whole` is active, `rooftrace.flex_attention` replaces it.  The visible pairs come from calls
+# of its mask function; they are exact where the mask depends on known values only.
 
 _KERNEL: Any = flex_forward
 _OUTPUTS = len(get_args(get_type_hints(type(_KERNEL).__call__).get("return"))) or 3

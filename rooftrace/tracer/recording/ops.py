@@ -1,4 +1,4 @@
-"""What torch says of an op that decides whether its values can be known: tags, schema, name."""
+"""Facts about ops and their calls: tags, schemas, names, and the tensors that they write."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import Tensor, fx
 
 from rooftrace.tracer.metacopies import tensors as trees
 from rooftrace.tracer.recording import groups
+
+# -- traits ----------------------------------------------------------------------------------------
+# What torch says of an op that decides whether its values can be known: tags, schema, name.
 
 UNINITIALISED = frozenset(
     {

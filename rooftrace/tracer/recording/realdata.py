@@ -1,7 +1,4 @@
-"""The result of a test for inf and nan on finite numbers, from the ops that compute it.
-
-A test that uses any other op is not recognised.
-"""
+"""Values that code asks for, computed from real tensors, and tests for inf and nan."""
 
 from __future__ import annotations
 
@@ -23,6 +20,11 @@ from rooftrace.tracer.recording.ops import written_nodes
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.recording.taperecords import META_KEY
 from rooftrace.tracer.repeats import RepeatedCall
+
+# -- finite numbers --------------------------------------------------------------------------------
+# The result of a test for inf and nan on finite numbers, from the ops that compute it.
+#
+# A test that uses any other op is not recognised.
 
 _SAME = {"aten.eq.Tensor": True, "aten.ne.Tensor": False}
 """Of a number and itself: nan alone differs."""
@@ -92,15 +94,14 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
 # -- realdata --------------------------------------------------------------------------------------
 # Values that code asks for, computed from the real tensors that the caller gave.
 #
-# A module with real weights, called with real inputs, is traced on meta copies of them.  Where its
-# code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that make it,
-# and only those, are run on the real tensors.  Ops that write in place run in their order, on
-# copies.
-# Results are kept, so a value inside a loop is not computed from the start again.
+# A module with real weights, called with real inputs, is traced on meta copies of them.  Where
+# its code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that
+# make it, and only those, are run on the real tensors.  Ops that write in place run in their
+# order, on copies. Results are kept, so a value inside a loop is not computed from the start
+# again.
 #
 # A value cannot be computed if it depends on random numbers, an assumption, a tensor without data
-# or
-# a shortened loop, or if the ops would exceed the limits below, which hold for one capture.
+# or a shortened loop, or if the ops would exceed the limits below, which hold for one capture.
 
 MAX_FLOP = 2 * 10**10
 """The most FLOP of matrix products for values of one capture: about a second on a CPU."""

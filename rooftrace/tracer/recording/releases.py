@@ -1,4 +1,4 @@
-"""Which ops are registered with torch in this process.  Loads no torch and no library itself."""
+"""Releases of PyTorch with their CUDA kernels, and the ops registered in this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from dataclasses import dataclass
 
 from rooftrace.errors import RequestError
+
+# -- registered ops --------------------------------------------------------------------------------
+# Which ops are registered with torch in this process.  Loads no torch and no library itself.
 
 
 def registered_ops(library: str) -> frozenset[str]:

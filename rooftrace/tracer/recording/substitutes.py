@@ -1,8 +1,4 @@
-"""Random numbers that the traced code draws on the host: the same in every trace.
-
-A generator that belongs to the process is seeded and restored only where no other thread could
-draw from it meanwhile.  Otherwise a recording's threads draw from generators of its own.
-"""
+"""Substitutes for ops without a meta kernel, and repeatable random numbers on the host."""
 
 from __future__ import annotations
 
@@ -22,6 +18,12 @@ from rooftrace.tracer.metacopies import original_of, overrides, replaced, scopes
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, masks
+
+# -- random numbers --------------------------------------------------------------------------------
+# Random numbers that the traced code draws on the host: the same in every trace.
+#
+# A generator that belongs to the process is seeded and restored only where no other thread could
+# draw from it meanwhile.  Otherwise a recording's threads draw from generators of its own.
 
 _SEED = 0
 

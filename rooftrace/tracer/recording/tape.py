@@ -1,8 +1,4 @@
-"""Where an op comes from: its module, the part of the step, the function and the source line.
-
-In backward the origin is that of the forward op which the running autograd node differentiates;
-both carry the number of the node.
-"""
+"""The tape of a recording: ops as an fx graph, with their origins and the paths of modules."""
 
 from __future__ import annotations
 
@@ -47,6 +43,12 @@ from rooftrace.tracer.recording.taperecords import (
 from rooftrace.tracer.requests import source_line
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import META, Values, masks
+
+# -- origins ---------------------------------------------------------------------------------------
+# Where an op comes from: its module, the part of the step, the function and the source line.
+#
+# In backward the origin is that of the forward op which the running autograd node differentiates;
+# both carry the number of the node.
 
 
 class Origins:

@@ -1,4 +1,4 @@
-"""The interface of a watcher of the code's loops; this default does nothing."""
+"""Records of a recorded graph: nodes, tags on tensors, recomputed ops, and thread positions."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from rooftrace.tracer.graph import Collective, Group, Tensor as Value
 from rooftrace.tracer.metacopies import tensors, tensors as owners, tensors as trees
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.values import Values
+
+# -- loops -----------------------------------------------------------------------------------------
+# The interface of a watcher of the code's loops; this default does nothing.
 
 
 class LoopWatch:
@@ -184,8 +187,7 @@ class Shards:
 # Tags on tensors: which value of the graph each stands for, and how long its bytes live.
 #
 # A tag is an attribute of the tensor, under a name that only one recording uses.  PyTorch keeps
-# the
-# attributes of a tensor as long as its bytes are referred to, also by autograd.
+# the attributes of a tensor as long as its bytes are referred to, also by autograd.
 
 _SERIAL = itertools.count()
 
@@ -335,11 +337,9 @@ def _bytes_read(tensor: Tensor) -> Any:
 # Which ops of a backward run a forward again: recomputation by checkpoints or custom backwards.
 #
 # The autograd engine sets the grad mode of all code that it calls.  If such code turns gradients
-# on
-# itself, it builds a graph of its own: it runs a forward again.  That holds for checkpoints of
+# on itself, it builds a graph of its own: it runs a forward again.  That holds for checkpoints of
 # either kind, for reversible blocks and for any custom backward, also where the engine's own mode
-# is
-# on (gradients of gradients).  What runs inside, with gradients off too (the forward of an
+# is on (gradients of gradients).  What runs inside, with gradients off too (the forward of an
 # `autograd.Function`, a `no_grad` block), belongs to it.
 
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled

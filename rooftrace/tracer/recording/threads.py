@@ -1,9 +1,4 @@
-"""Stand-ins for functions and classes of torch that need a device, during a trace.
-
-User code may import these names meanwhile and keep them.  So a class stays the same object, with
-other methods during the trace, and a stand-in function calls the original after the trace.  Other
-threads of the process see neither (see `patches`).
-"""
+"""Threads that the traced code starts, recorded like it, and stand-ins for device functions."""
 
 from __future__ import annotations
 
@@ -29,6 +24,13 @@ from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.requests import source_line, spec_after
+
+# -- stand-ins -------------------------------------------------------------------------------------
+# Stand-ins for functions and classes of torch that need a device, during a trace.
+#
+# User code may import these names meanwhile and keep them.  So a class stays the same object, with
+# other methods during the trace, and a stand-in function calls the original after the trace.  Other
+# threads of the process see neither (see `patches`).
 
 
 class _PlainImports:
@@ -247,12 +249,9 @@ def static_caches_counted() -> Iterator[None]:
 # Threads: work that the traced code hands to other threads is recorded like its own.
 #
 # Dispatch modes, function modes and the default device belong to one thread.  A recorder is
-# entered
-# in the threads that its code starts, around the calls that it submits to a pool, and in any
-# thread
-# that calls one of its modules.  Threads of anybody else run as they are.  Ops are recorded one
-# at a
-# time, under a lock.
+# entered in the threads that its code starts, around the calls that it submits to a pool, and in
+# any thread that calls one of its modules.  Threads of anybody else run as they are.  Ops are
+# recorded one at a time, under a lock.
 
 _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""

@@ -1,4 +1,4 @@
-"""Whether two modules are the same to their code: it could not tell their calls apart."""
+"""Comparison of modules and of the arguments of their calls, to tell which calls repeat."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.blocks import RecordedCall
 from rooftrace.tracer.requests import source_line
 from rooftrace.tracer.values import masks
+
+# -- alike modules ---------------------------------------------------------------------------------
+# Whether two modules are the same to their code: it could not tell their calls apart.
 
 PLAIN: tuple[type, ...] = (*trees.PLAIN, torch.Size)
 _HOOKS = (

@@ -1,4 +1,4 @@
-"""Watches reads of attributes of modules, in one thread, without a change that others notice."""
+"""State that calls of modules read: module attributes, globals, closures, and contexts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.metacopies import scopes, tensors
+
+# -- attributes ------------------------------------------------------------------------------------
+# Watches reads of attributes of modules, in one thread, without a change that others notice.
 
 _ABSENT = tensors.ABSENT
 _LOCK = threading.RLock()
@@ -128,10 +131,8 @@ class Watched:
 # State outside of modules that Python code reads: globals, closures, class attributes, contexts.
 #
 # A call may be repeated (see `calls`) only while this state is what it was.  `Outside` watches
-# which
-# functions a call enters and remembers what each of them can see at that moment.  Code of torch
-# and
-# of the standard library is not looked into.
+# which functions a call enters and remembers what each of them can see at that moment.  Code of
+# torch and of the standard library is not looked into.
 
 _DEPTH = 3
 """How deep objects inside objects are looked into."""

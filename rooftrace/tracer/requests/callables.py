@@ -1,4 +1,4 @@
-"""An exported program as modules, with the paths and class names that they had."""
+"""Functions and exported programs wrapped as modules, so that they trace as modules do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from rooftrace.tracer.metacopies import copies, tensors
+
+# -- exported programs -----------------------------------------------------------------------------
+# An exported program as modules, with the paths and class names that they had.
 
 _FOR_READERS = ("nn_module_stack", "stack_trace")
 """What is kept of the notes on nodes of an exported program; the rest has fake tensors."""
@@ -74,8 +77,8 @@ def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
 # Plain functions and exported programs as modules, so that they trace as modules do.
 #
 # A function keeps the modules, parameters and tensors that it refers to (in its closure, as a
-# method,
-# in a partial, or as globals) as its children: they move to meta with it, under their names.
+# method, in a partial, or as globals) as its children: they move to meta with it, under their
+# names.
 
 _EXPORTED = "torch.export.exported_program"
 

@@ -1,4 +1,4 @@
-"""Import finders that come before others and change the specs that these return."""
+"""Bytecode analysis of the answers with which code goes on, and import finders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from importlib.machinery import ModuleSpec
 from inspect import getattr_static
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+
+# -- import finders --------------------------------------------------------------------------------
+# Import finders that come before others and change the specs that these return.
 
 
 def spec_after(

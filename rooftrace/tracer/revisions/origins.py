@@ -1,4 +1,4 @@
-"""Which commit of a range wrote a line, or took one away."""
+"""Origins of a diff: the revisions of its sides, commits that changed lines, and bisection."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Runs the program `git`: never a shell, a hook, a pager, a prompt, a filter or the network.
-
-In the user's repository git is only asked for names: what a revision is called there, and where its
-files lie.  `.git/config` can name programs for nearly everything else: filters, drivers of diffs,
-monitors, transports.  So everything else is asked of a git folder of our own, which has the
-repository's objects, names and index and nothing of its configuration.
-"""
+"""Git repositories, their commits and checkouts, as the program `git` gives them."""
 
 from __future__ import annotations
 
@@ -23,6 +17,14 @@ from pathlib import Path
 from rooftrace._plain import Plain
 from rooftrace._writing import aside
 from rooftrace.errors import RequestError
+
+# -- git -------------------------------------------------------------------------------------------
+# Runs the program `git`: never a shell, a hook, a pager, a prompt, a filter or the network.
+#
+# In the user's repository git is only asked for names: what a revision is called there, and where
+# its files lie.  `.git/config` can name programs for nearly everything else: filters, drivers of
+# diffs, monitors, transports.  So everything else is asked of a git folder of our own, which has
+# the repository's objects, names and index and nothing of its configuration.
 
 
 class RevisionError(RequestError):

@@ -1,10 +1,4 @@
-"""The time that a script sees: that of this machine, or that of the chip and its system.
-
-Simulated time passes as on this machine before the first turn.  From then on what recording takes,
-and what the script's own Python takes, is left out.  What passes is what turns are expected to take
-on the device, data loaders where they take longer than the turn that runs meanwhile, and what the
-script sleeps.
-"""
+"""The graphs of a script's stretches, and the clocks that the script sees."""
 
 from __future__ import annotations
 
@@ -28,6 +22,14 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.recording import META_KEY, Entry, Recorded, taperecords
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Derived, TurnPiece, Turns
+
+# -- clocks ----------------------------------------------------------------------------------------
+# The time that a script sees: that of this machine, or that of the chip and its system.
+#
+# Simulated time passes as on this machine before the first turn.  From then on what recording
+# takes, and what the script's own Python takes, is left out.  What passes is what turns are
+# expected to take on the device, data loaders where they take longer than the turn that runs
+# meanwhile, and what the script sleeps.
 
 _CLOCKS = ("time", "perf_counter", "monotonic")
 """Functions of the standard library that give seconds, each with one for nanoseconds."""

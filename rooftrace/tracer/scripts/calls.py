@@ -1,4 +1,4 @@
-"""The modules of a script that are called from outside of any module."""
+"""Calls of a script's outermost modules: how they look, and results given without a new run."""
 
 from __future__ import annotations
 

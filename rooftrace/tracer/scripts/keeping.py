@@ -1,4 +1,4 @@
-"""Which turn a call of a module belongs to: a training step, or a turn of its own."""
+"""Turns of a script, opened and kept in the book by kind, and the optimizers that step."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from rooftrace.tracer.scripts.watching import (
     Variety,
     methods_around,
 )
+
+# -- kinds -----------------------------------------------------------------------------------------
+# Which turn a call of a module belongs to: a training step, or a turn of its own.
 
 
 class Kinds:

@@ -1,4 +1,4 @@
-"""The tensors of the device over the whole run of a script, whichever recorder was on."""
+"""Meta tensors shown to a script as tensors on a CUDA device, and host values behind them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from rooftrace.tracer.metacopies import (
 )
 from rooftrace.tracer.recording import Entry, Tape, functions, info_of, ops, taperecords
 from rooftrace.tracer.values import META, Values
+
+# -- device tensors --------------------------------------------------------------------------------
+# The tensors of the device over the whole run of a script, whichever recorder was on.
 
 
 class DeviceTensors:
@@ -102,8 +105,7 @@ def knows(tape: Tape, storage: Any) -> bool:
 # What tensors of the device hold that came from the host: the host's own tensors, read on demand.
 #
 # Nothing is copied when a script moves a tensor.  Where somebody asks for its value, or for that
-# of a
-# view of it, it is that of the host tensor, unless either was written to in the meantime.
+# of a view of it, it is that of the host tensor, unless either was written to in the meantime.
 
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 """What has a view share the version of its base; torch switches it off while a mode has an op."""
@@ -237,8 +239,7 @@ def _on_host(func: Any, arguments: Any, real: Mapping[int, Tensor]) -> Any:
 # Tensors on meta, shown to a script as tensors on a CUDA device.
 #
 # A function mode answers what a script asks of a tensor's place.  The recorder, autograd and
-# torch's
-# own kernels go on seeing meta tensors.
+# torch's own kernels go on seeing meta tensors.
 
 _modes_on: Any = overrides._get_current_function_mode_stack
 _GET: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a run of a script was found to consist of: plain records."""
+"""Records of a script's run, graphs of turns joined from pieces, and records as bytes."""
 
 from __future__ import annotations
 

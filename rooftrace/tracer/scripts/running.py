@@ -1,4 +1,4 @@
-"""The error of a script that failed, and the way to it: through the script, and what it calls."""
+"""Runs a script to its last wanted step: its record, its error, memory, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, OURS, TRAINING, FailedCall, Failure, Script
 from rooftrace.tracer.scripts.watching import OpenTurn, watch, watch_marks
 from rooftrace.tracer.values import Values
+
+# -- failures --------------------------------------------------------------------------------------
+# The error of a script that failed, and the way to it: through the script, and what it calls.
 
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = sysconfig.get_path("stdlib")

@@ -1,9 +1,4 @@
-"""Calls that differ from others in one length only: what they give and cost follows from those.
-
-A call is recorded at several lengths.  Where all that it did is a formula of the length, the next
-one is answered by the formulas.  They are checked at lengths that grow by an eighth; where a check
-fails, the module is run aside, at lengths between, to find the first at which it runs otherwise.
-"""
+"""Watches a script's calls and batches, its open turn, and calls that differ in length only."""
 
 from __future__ import annotations
 
@@ -32,6 +27,14 @@ from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, ModuleCall, Result
 from rooftrace.tracer.scripts.records import Derived, TurnPiece, Turns, graph_form, without_varying
+
+# -- lengths ---------------------------------------------------------------------------------------
+# Calls that differ from others in one length only: what they give and cost follows from those.
+#
+# A call is recorded at several lengths.  Where all that it did is a formula of the length, the next
+# one is answered by the formulas.  They are checked at lengths that grow by an eighth; where a
+# check fails, the module is run aside, at lengths between, to find the first at which it runs
+# otherwise.
 
 Ops = Sequence[Any]
 """The ops of a call, each with the shapes that it made."""

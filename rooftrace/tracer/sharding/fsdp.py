@@ -1,8 +1,4 @@
-"""Streams of a device that is not there: which one work is put on, and which waits for which.
-
-They stand for `torch.cuda.Stream` and `torch.cuda.Event` in code that asks a mesh for its device.
-An event is an op in the recording (see `collectives.marks`), so its order among the work is kept.
-"""
+"""FSDP2 modules and device meshes on meta, with streams of a device that is not there."""
 
 from __future__ import annotations
 
@@ -23,6 +19,12 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.graph import marks
 from rooftrace.tracer.metacopies import original_of, replaced, tensors
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
+
+# -- streams ---------------------------------------------------------------------------------------
+# Streams of a device that is not there: which one work is put on, and which waits for which.
+#
+# They stand for `torch.cuda.Stream` and `torch.cuda.Event` in code that asks a mesh for its device.
+# An event is an op in the recording (see `collectives.marks`), so its order among the work is kept.
 
 _Library: Any = torch.library.Library
 _library = _Library("rooftrace", "FRAGMENT")

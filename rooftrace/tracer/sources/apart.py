@@ -1,4 +1,4 @@
-"""Where a process that traces a target runs: its interpreter, its folder, its files."""
+"""Traces a target in a new process, with the interpreter, folder and files of that process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from rooftrace.tracer.graph import GraphError, GraphFileError, OpGraph, load_gra
 from rooftrace.tracer.launch import ownprocess
 from rooftrace.tracer.requests import Job, Options, Request, names
 from rooftrace.tracer.sources.starting import Moves
+
+# -- places ----------------------------------------------------------------------------------------
+# Where a process that traces a target runs: its interpreter, its folder, its files.
 
 _OURS = str(Path(__file__).resolve().parents[2])
 
@@ -131,11 +134,9 @@ def _users_path() -> list[str]:
 # Traces a target in a new process, in which nothing was imported or patched before.
 #
 # The job goes in as JSON; graphs come back through a graph file, progress and errors as JSON.
-# What
-# the target prints goes to stderr.  The process is forked from one that has torch (see
-# `launching`);
-# that of a checkout, or of another interpreter, begins with `starting`.  `worker` is the other
-# side.
+# What the target prints goes to stderr.  The process is forked from one that has torch (see
+# `launching`); that of a checkout, or of another interpreter, begins with `starting`.  `worker`
+# is the other side.
 
 _START = Path(__file__).with_name("starting.py")
 PROCESSES = True

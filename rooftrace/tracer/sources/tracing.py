@@ -1,4 +1,4 @@
-"""The graphs of a target that is a script: its steps, found while it runs."""
+"""Sources of graphs (modules, steps, scripts, targets, files), and the graphs of a job."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from rooftrace.tracer.sources.apart import Traced, can_go_apart, trace_apart
 
 if TYPE_CHECKING:
     from rooftrace.tracer.inputs import Inputs, Loaded
+
+# -- scripts ---------------------------------------------------------------------------------------
+# The graphs of a target that is a script: its steps, found while it runs.
 
 
 def script_graphs(job: Job) -> dict[str, OpGraph]:
@@ -247,8 +250,7 @@ def _with_size(old: Any, dimension: int, size: int, name: str) -> Any:
 # Sources that are named: code, a config, an exported program, traced here or in another process.
 #
 # A Hugging Face model over a mesh is spread for each kind of phase: replicas share their weights
-# in
-# training only.  Its pipeline is traced stage by stage.
+# in training only.  Its pipeline is traced stage by stage.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The precision that a model of a config computes in, and where that stands."""
+"""Hugging Face configs: computing precision, weights not built, and fields that load code."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from rooftrace.tracer.metacopies import dtype_name
 from rooftrace.tracer.targets.declared import Declared
 from rooftrace.tracer.targets.quantized_weights import forms_of_copy
 from rooftrace.tracer.weights import CheckpointError, open_checkpoint
+
+# -- precision -------------------------------------------------------------------------------------
+# The precision that a model of a config computes in, and where that stands.
 
 DEFAULT = torch.bfloat16
 """What models are published in, where nothing says."""
@@ -212,9 +215,8 @@ def _size(layer: nn.Module, forms: Mapping[int, str]) -> tuple[int, int]:
 # Fields of a Hugging Face config that make transformers load code or ask the hub.
 #
 # A config is data.  Without `trust_remote_code` such a field is refused, at any depth; `auto_map`
-# is
-# taken out, because a config that transformers knows has its class there.  docs/security.md lists
-# them.
+# is taken out, because a config that transformers knows has its class there.  docs/security.md
+# lists them.
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that are torch's or transformers' own.  transformers takes a name

@@ -1,4 +1,4 @@
-"""The inputs of a program: which sizes are fixed, and which may change."""
+"""Reads files of torch.export.save as data: graph, weights, inputs, and size expressions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from rooftrace._reading import MOST_BYTES, FileKind, json_of
 from rooftrace.errors import TargetError
+
+# -- inputs ----------------------------------------------------------------------------------------
+# The inputs of a program: which sizes are fixed, and which may change.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,9 @@ class Dimensions:
 # Reads what torch.export.save wrote, as data: its graph is checked, and no pickle is opened.
 #
 # torch.export.load would run what a file asks for: pickles of weights, constants and sample
-# inputs,
-# expressions that Python evaluates, guards that are compiled, compiled libraries.  Here the graph
-# is
-# parsed as JSON; ops have to be ops of torch that are there, sizes arithmetic; weights are their
-# shapes alone.  torch then builds the program of what was checked.
+# inputs, expressions that Python evaluates, guards that are compiled, compiled libraries.  Here
+# the graph is parsed as JSON; ops have to be ops of torch that are there, sizes arithmetic;
+# weights are their shapes alone.  torch then builds the program of what was checked.
 
 KIND = FileKind("exported program", TargetError)
 _MOST_ENTRIES = 1_000_000

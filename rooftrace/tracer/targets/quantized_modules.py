@@ -1,4 +1,4 @@
-"""What a quantised checkpoint says of its weights: which modules, in which format."""
+"""Declarations of quantised checkpoints: which modules are stored in which format."""
 
 from __future__ import annotations
 

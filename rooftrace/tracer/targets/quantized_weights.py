@@ -1,7 +1,4 @@
-"""GGUF files (llama.cpp): the config of their header, and the type of each tensor.
-
-The packages `gguf` and transformers read them; only the header is, and no weight.
-"""
+"""Quantised weights of a module, marked with formats from declarations or a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,6 +18,11 @@ from rooftrace.hardware.units import format_share, format_traffic, plural
 from rooftrace.tracer.targets.declared import Declared
 from rooftrace.tracer.targets.quantized_modules import Scheme, WeightFormat, plain
 from rooftrace.tracer.values import masks
+
+# -- gguf ------------------------------------------------------------------------------------------
+# GGUF files (llama.cpp): the config of their header, and the type of each tensor.
+#
+# The packages `gguf` and transformers read them; only the header is, and no weight.
 
 _WHOLE = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64", "MXFP4": "mxfp4",
           "NVFP4": "nvfp4", "I8": "int8"}  # fmt: skip

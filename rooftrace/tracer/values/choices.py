@@ -1,9 +1,4 @@
-"""How many different classes a number of rows reach, when each chooses k of them: expected numbers.
-
-The rows choose independently of each other.  A class that a row chooses with probability p is then
-reached by some of T rows with 1 - (1 - p)^T, however a row's own choices depend on each other; the
-expected number of classes reached is the sum of that.
-"""
+"""Choices by unknown scores: drawn indices, and expected numbers of distinct classes."""
 
 from __future__ import annotations
 
@@ -19,6 +14,13 @@ from torch import Tensor
 from rooftrace.errors import RequestError
 from rooftrace.tracer.formulas import polynomials
 from rooftrace.tracer.requests import assumptions as asked
+
+# -- expected distinct -----------------------------------------------------------------------------
+# How many different classes a number of rows reach, when each chooses k of them: expected numbers.
+#
+# The rows choose independently of each other.  A class that a row chooses with probability p is
+# then reached by some of T rows with 1 - (1 - p)^T, however a row's own choices depend on each
+# other; the expected number of classes reached is the sum of that.
 
 _STEP = 0.05
 _LEAST, _MOST = -39.0, 3.7

@@ -1,4 +1,4 @@
-"""Values that are never written out: elementwise ops on small tensors, which are broadcast.
+"""Implicit values of masks and other broadcast tensors: elementwise ops, never written out.
 
 The mask of a sequence of 131,072 tokens has 1.7e10 elements, and is a comparison of two ranges.  So
 it is held as that comparison, at any size; views of it are views of the ranges.
@@ -170,8 +170,7 @@ def _squeezed(tensor: Tensor) -> Tensor:
 # Implicit values through the ops that make and change masks: what each makes of them.
 #
 # IMPLIED is the table of such ops; each has a function from a call, bound to the names of its
-# schema,
-# to the implicit value of the output.
+# schema, to the implicit value of the output.
 
 Held = Callable[[Any], Implicit | None]
 """The implicit value of a tensor or of a number; None for a tensor that nothing is known of."""

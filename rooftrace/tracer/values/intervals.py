@@ -1,9 +1,4 @@
-"""Bounds of an `Implicit` value over many elements at once, from bounds of its leaves.
-
-OPS is the table of elementwise ops that such a value can be made of.  Numbers are float64; true and
-false are 1 and 0.  Where both bounds of all parts are equal, so are those of the result, and they
-are the value.
-"""
+"""Bounds of implicit values over many elements, and the pairs that a boolean value shows."""
 
 from __future__ import annotations
 
@@ -16,6 +11,13 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.values.implicit import LEAF, UNKNOWN, Implicit
+
+# -- bounds ----------------------------------------------------------------------------------------
+# Bounds of an `Implicit` value over many elements at once, from bounds of its leaves.
+#
+# OPS is the table of elementwise ops that such a value can be made of.  Numbers are float64; true
+# and false are 1 and 0.  Where both bounds of all parts are equal, so are those of the result, and
+# they are the value.
 
 Bounds = tuple[Tensor, Tensor]
 """The least and the largest value, of equal shapes."""
@@ -225,8 +227,7 @@ OPS: dict[str, Interval] = {
 # Which pairs of rows and columns an `Implicit` truth shows, exactly and at any size.
 #
 # The plane is cut into four again and again.  Bounds of the value over a square say that all of
-# its
-# pairs are shown, or none; only squares with both are cut further, down to a few pairs.
+# its pairs are shown, or none; only squares with both are cut further, down to a few pairs.
 
 _MOST_SQUARES = 1 << 21
 """How many squares are looked at before a truth counts as unknown: it has no pattern.  They are

@@ -1,4 +1,4 @@
-"""Which meta tensors of one capture hold a value that is known, and what writing to them changes.
+"""Meta tensors with known values: writes that change them, and results of ops, computed once.
 
 A value is a CPU tensor, or `Implicit`.  It is kept on the meta tensor itself, under a key of the
 capture.

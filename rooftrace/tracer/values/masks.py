@@ -1,4 +1,4 @@
-"""Marks on meta tensors: the real tensor that a meta tensor stands for, and its value."""
+"""Marks of values on meta tensors, and attention masks as patterns of visible pairs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from rooftrace.tracer.recording import Call
 from rooftrace.tracer.values.implicit import LEAF, UNKNOWN, Held, Implicit
 from rooftrace.tracer.values.intervals import NoPatternError, ShownPairs, shown_pairs
+
+# -- marks -----------------------------------------------------------------------------------------
+# Marks on meta tensors: the real tensor that a meta tensor stands for, and its value.
 
 META = torch.device("meta")
 

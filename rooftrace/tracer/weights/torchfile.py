@@ -1,4 +1,4 @@
-"""A few elements of a tensor at a time, whatever its strides: what is copied has a bound."""
+"""Reads tensors of torch.save files slice by slice, and records what such a file holds."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from rooftrace._reading import FileKind
 from rooftrace.tracer.metacopies import dtype_name, tensors as subclasses
+
+# -- slices ----------------------------------------------------------------------------------------
+# A few elements of a tensor at a time, whatever its strides: what is copied has a bound.
 
 SLICE = 1 << 18
 """Elements that are read at once: 2 MiB as doubles, which a cache holds."""
