@@ -1,8 +1,8 @@
 """Graph files: JSON encoding and decoding, and bounds on the sizes and counts in a file.
 
-The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a
-time stamp.  It is strict JSON: an infinity or a NaN among arguments and facts of ops stands as
-{"number": "-inf"}.  Older files have it bare, and are read too.
+A file (gzip by suffix) holds one graph per phase, and is reproducible: keys are sorted where order
+carries nothing, no dates, gzip without a time stamp.  It is strict JSON: an infinity or a NaN in
+arguments and facts stands as {"number": "-inf"}; older files have it bare, and are read too.
 """
 
 from __future__ import annotations
@@ -127,9 +127,6 @@ def _check_op(graph: OpGraph, op: Op) -> None:
             f"{MOST_LISTED:,} at most, as it is priced copy by copy"
         )
 
-
-# -- graphfile -------------------------------------------------------------------------------------
-# One JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
 
 SCHEMA = "rooftrace.graph/3"
 
