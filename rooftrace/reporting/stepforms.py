@@ -212,6 +212,8 @@ def form(
     job = Job.of(form, source, args, kwargs, phase=phase).of_one_phase()
     levels = levels_of(over)
     job.refuse(levels, "its values are those of `over`; leave it out")
+    later = "a form has the model's own precisions; `sweep`, `solve` and its `estimate` take others"
+    job.refuse(("weights_dtype", "kv_dtype"), later)
     with telling(progress):
         return form_of(job, levels, most)
 

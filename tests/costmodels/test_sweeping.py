@@ -242,6 +242,12 @@ def test_none_of_several_is_an_error(name: str) -> None:
         rt.sweep(*wide_step(), over={"0.0": range(1, 65)}, **{name: []})
 
 
+@pytest.mark.parametrize("name", ["weights_dtype", "kv_dtype"])
+def test_a_form_is_priced_in_other_precisions_later(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}='fp8': a form has the model's own precisions"):
+        rt.form(*wide_step(), over={"0.0": range(1, 65)}, **{name: "fp8"})
+
+
 @pytest.mark.parametrize("form", [("mixtral", "decode")], indirect=True)
 def test_expected_numbers_and_notes_part_no_sizes(
     form: rt.Form, monkeypatch: pytest.MonkeyPatch
