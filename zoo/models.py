@@ -22,7 +22,7 @@ from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.inputs.calls import Inputs, call_inputs
 from rooftrace.tracer.inputs.huggingface import model_inputs
 from rooftrace.tracer.inputs.modalities import Sizes, required
-from rooftrace.tracer.metacopies.tensors import tensors_in
+from rooftrace.tracer.metacopies.trees import tensors_in
 from rooftrace.tracer.requests.request import Request
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.target import built, load_target

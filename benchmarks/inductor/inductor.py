@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.metacopies.tensors import torch_dtype
+from rooftrace.tracer.metacopies.trees import torch_dtype
 
 CUDA = torch.device("cuda", 0)
 

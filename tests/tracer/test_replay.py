@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rooftrace as rt
 from rooftrace.tracer.graph.rebuild import to_fx
 from rooftrace.tracer.graph.records import GraphError
-from rooftrace.tracer.metacopies.tensors import tensors_in
+from rooftrace.tracer.metacopies.trees import tensors_in
 from tests.conftest import in_turn
 
 IN_EVAL = (

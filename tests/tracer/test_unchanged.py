@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.metacopies.copies import inputs_on_meta, on_meta
-from rooftrace.tracer.metacopies.tensors import tensors_in
+from rooftrace.tracer.metacopies.trees import tensors_in
 from rooftrace.tracer.requests.source import TraceError
 from rooftrace.tracer.values.masks import REAL
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.metacopies.tensors import bytes_of
+from rooftrace.tracer.metacopies.trees import bytes_of
 from rooftrace.tracer.recording.recorder import Recorder
 
 pytestmark = pytest.mark.quick

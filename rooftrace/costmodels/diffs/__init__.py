@@ -1,4 +1,4 @@
-"""diffs."""
+"""Two estimates compared: kernels matched, and rows of changes with their causes."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""estimates."""
+"""A plan on a chip, kernel by kernel and in total; its modules, nodes, products and queue."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a step come from: formulas, limits, and tests that would tell a limit."""
+"""Formulas of kernels and steps, what limits them, tests that would tell; critical batches."""
 
 from rooftrace._face import face
 

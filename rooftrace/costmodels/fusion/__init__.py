@@ -1,4 +1,4 @@
-"""Which ops are one kernel, and which named join made it so."""
+"""Ops that are one kernel, the named joins that made it so, and its bytes through HBM."""
 
 from rooftrace._face import face
 

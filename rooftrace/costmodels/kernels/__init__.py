@@ -1,4 +1,4 @@
-"""Seconds of single kernels on a chip, by its peaks or by calibrated constants."""
+"""Amounts of kernels, and their seconds on a chip by its peaks or by calibrated constants."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""Calibrated constants: what fractions of its peaks a chip reaches, and their files."""
+"""Calibrated constants: fractions of its peaks that a chip reaches; intervals; their files."""
 
 from rooftrace._face import face
 

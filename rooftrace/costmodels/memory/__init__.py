@@ -1,4 +1,4 @@
-"""Bytes alive over a step, and the largest batch that fits."""
+"""Bytes alive over a step, PyTorch's allocator run over it, the largest batch that fits."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""ops."""
+"""The cost of an op by its rule: FLOPs by engine and precision, bytes by storage; families."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""Plans: a graph priced, grouped into kernels and launched; still without a chip."""
+"""Plans: a graph priced, grouped into kernels and launched under an execution model."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""solving."""
+"""Answers: the size, chip, mesh or rate that holds a limit; every candidate is evaluated."""
 
 from rooftrace._face import face
 

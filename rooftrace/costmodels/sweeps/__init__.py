@@ -1,4 +1,4 @@
-"""sweeps."""
+"""A step at many sizes on many chips: tables, cliffs, elasticities and factorial grids."""
 
 from rooftrace._face import face
 

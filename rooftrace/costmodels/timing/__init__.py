@@ -1,4 +1,4 @@
-"""Seconds of a plan on a chip: its kernels, the queue of host and device, the step."""
+"""Seconds of a plan on a chip: kernels, collectives, queue, streams, pipelines, the step."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""Timing on one device: the clock, costs of launches, the device's own facts, and its peaks."""
+"""The measurement suite of one device: clock, peaks, operations alone, models step by step."""
 
 from rooftrace._face import face
 

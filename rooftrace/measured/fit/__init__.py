@@ -1,4 +1,4 @@
-"""Calibrated constants from measured steps."""
+"""Constants fitted to measured steps, and measured steps compared with predicted ones."""
 
 from rooftrace._face import face
 

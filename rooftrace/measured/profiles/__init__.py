@@ -1,4 +1,4 @@
-"""profiles."""
+"""Files of measurements: traces of torch.profiler, tables, and counters of profilers."""
 
 from rooftrace._face import face
 

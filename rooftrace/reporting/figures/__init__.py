@@ -1,4 +1,4 @@
-"""Figures of a report, and the timeline for Perfetto."""
+"""Figures, the timeline for Perfetto, and execution traces for simulators of networks."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""renderers."""
+"""Sections of tables and notes, their units, and the outputs that print them."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""breaks."""
+"""torch.compile's front end run without a compiler: where graphs break, and why."""
 
 from rooftrace._face import face
 

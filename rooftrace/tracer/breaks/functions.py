@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.breaks import records
 from rooftrace.tracer.graph import pattern_of
-from rooftrace.tracer.metacopies import original_of, overrides, replaced, tensors
+from rooftrace.tracer.metacopies import original_of, overrides, replaced, trees
 from rooftrace.tracer.requests import source as lines
 
 # -- state -----------------------------------------------------------------------------------------
@@ -204,9 +204,7 @@ class DynamoFunctions:
         self.touched = Touched()
         self.causes: list[records.Cause] = []
         self._nearest: list[int] = []  # by cause: how deep it is below the function that it cuts
-        self._paths = {
-            id(module): tensors.shown_path(path) for path, module in root.named_modules()
-        }
+        self._paths = {id(module): trees.shown_path(path) for path, module in root.named_modules()}
         self._compiling: list[_Function] = []
         self._generated: dict[CodeType, _Function] = {}
         self._skipped: dict[CodeType, int] = {}

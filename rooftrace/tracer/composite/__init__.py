@@ -1,4 +1,4 @@
-"""composite."""
+"""Attention, recurrent networks, norms and dropout as one op each."""
 
 from rooftrace._face import face
 

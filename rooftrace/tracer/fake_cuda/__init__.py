@@ -1,4 +1,4 @@
-"""fake_cuda."""
+"""A CUDA device that is not there: what torch.cuda says of a chip."""
 
 from rooftrace._face import face
 

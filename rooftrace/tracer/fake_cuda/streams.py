@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftrace.tracer.composite import library
 from rooftrace.tracer.fake_cuda.state import Answers, Emulation, made, methods, nothing, refusal
-from rooftrace.tracer.metacopies import overrides, tensors
+from rooftrace.tracer.metacopies import overrides, trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.sharding import fsdp as queues
 
@@ -292,7 +292,7 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and any(tensors.is_wrapper(kind) for kind in types):
+        if types and any(trees.is_wrapper(kind) for kind in types):
             return NotImplemented
         instead = library.behind(func)
         if instead is not None:

@@ -1,4 +1,4 @@
-"""Whole numbers as exact formulas of sizes: fitted, evaluated, written out; no torch."""
+"""Whole numbers as exact formulas of sizes; graphs of formulas, and where they are proven."""
 
 from rooftrace._face import face
 

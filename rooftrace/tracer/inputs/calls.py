@@ -25,11 +25,9 @@ from rooftrace.tracer.metacopies import (
     overrides,
     own_tensors,
     parameters_of,
-    tensors as owners,
-    tensors as subclasses,
-    tensors as trees,
     tensors_in,
     torch_dtype,
+    trees,
     twin,
     with_tensors,
 )
@@ -81,14 +79,14 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
 
     Inside none of them has a gradient.  Their content is kept on the host.
     """
-    own = [t for part in module.modules() for t in owners.own_tensors(part)]
-    own += [t for part in module.modules() for _, t in owners.beside_in(part)]
+    own = [t for part in module.modules() for t in trees.own_tensors(part)]
+    own += [t for part in module.modules() for _, t in trees.beside_in(part)]
     tensors = list({id(t): t for t in (*own, *trees.tensors_in(inputs))}.values())
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
     marks = [(t, dict(t.__dict__)) for t in tensors]
-    counted = tuple(t for t in tensors if type(t) in subclasses.ORDINARY and not t.is_inference())
+    counted = tuple(t for t in tensors if type(t) in trees.ORDINARY and not t.is_inference())
     autograd: Any = torch.autograd
     preserved = autograd._unsafe_preserve_version_counter(counted)  # as the content is
     with preserved, overrides.draws_undone(devices=True):
@@ -111,9 +109,9 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
     Code that writes to them is not seen by autograd.
     """
-    if isinstance(tensor, owners.LAZY):
+    if isinstance(tensor, trees.LAZY):
         return
-    for part, _ in subclasses.parts_of(tensor):
+    for part, _ in trees.parts_of(tensor):
         for piece in trees.pieces_of(part):
             if not piece.is_meta:
                 once = piece.data

@@ -1,4 +1,4 @@
-"""What a module or a file of weights consists of: parameters, bytes, statistics."""
+"""Tensors and values of a module or a checkpoint, two of them compared; limits of changes."""
 
 from rooftrace._face import face
 

@@ -25,13 +25,7 @@ from rooftrace.tracer.inventory.records import (
     WeightStatistics,
     merged,
 )
-from rooftrace.tracer.metacopies import (
-    dtype_name,
-    overrides,
-    tensors as owners,
-    tensors as subclasses,
-    tensors as trees,
-)
+from rooftrace.tracer.metacopies import dtype_name, overrides, trees
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.weights import Checkpoint, Stored
 from rooftrace.tracer.weights.torchfile import as_doubles, flat_slice, ranges
@@ -78,8 +72,8 @@ def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") 
         layers[item.role].append(_layer(item, shared, taken, weights))
     config = getattr(source, "config", None)
     return ModelInfo(
-        name=name or str(getattr(config, "name_or_path", "") or owners.class_name(source)),
-        kind=owners.class_name(source),
+        name=name or str(getattr(config, "name_or_path", "") or trees.class_name(source)),
+        kind=trees.class_name(source),
         layers=tuple(layers["parameter"]),
         buffers=(*layers["buffer"], *layers["attribute"]),
         modules=sum(1 for module in source.modules() if not any(True for _ in module.children())),
@@ -98,9 +92,9 @@ def _held_by(root: nn.Module) -> tuple[list[_Held], dict[int, list[str]]]:
     for own in (_registered, _beside):
         for path, module in root.named_modules(remove_duplicate=False):
             for role, name, tensor in own(module, seen):
-                whole = owners.shown_path(f"{path}.{name}" if path else name)
+                whole = trees.shown_path(f"{path}.{name}" if path else name)
                 if id(tensor) not in names:
-                    held.append(_Held(tensor, whole, module, owners.shown_path(path), role))
+                    held.append(_Held(tensor, whole, module, trees.shown_path(path), role))
                 spelled = names.setdefault(id(tensor), [])
                 if whole not in spelled:
                     spelled.append(whole)
@@ -124,7 +118,7 @@ def _beside(module: nn.Module, seen: set[int]) -> _Named:
     """Tensors in other attributes; packed weights are unpacked."""
     if isinstance(module, torch.jit.ScriptModule):
         return  # its other attributes are code's
-    for name, tensor in owners.beside_in(module, seen):
+    for name, tensor in trees.beside_in(module, seen):
         yield "attribute", name, tensor
     for name, item in vars(module).items():
         if isinstance(item, torch.ScriptObject) and hasattr(item, "unpack"):
@@ -148,7 +142,7 @@ _Region = tuple[int, int, int]
 
 def _region(tensor: Tensor) -> _Region | None:
     """The bytes of a plain tensor; None where it has none of its own."""
-    if isinstance(tensor, (*owners.LAZY, FakeTensor)) or subclasses.is_hollow(tensor):
+    if isinstance(tensor, (*trees.LAZY, FakeTensor)) or trees.is_hollow(tensor):
         return None
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
@@ -174,11 +168,11 @@ def _layer(item: _Held, shared: tuple[str, ...], taken: set[_Region], weights: b
         "name": item.name,
         "role": item.role,
         "module": item.path,
-        "kind": owners.class_name(item.owner),
+        "kind": trees.class_name(item.owner),
         "requires_grad": asks,
         "shared": shared,
     }
-    if isinstance(tensor, owners.LAZY):
+    if isinstance(tensor, trees.LAZY):
         note = "it has no shape before the first call"
         return LayerInfo(**named, dtype=_dtype(tensor), note=note)
     shape = _shape(tensor)
@@ -209,18 +203,18 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 def _dtype(tensor: Tensor) -> str:
     name = dtype_name(tensor.dtype)
     kind = type(tensor)
-    if kind in subclasses.ORDINARY or isinstance(tensor, owners.LAZY) or not _parts(tensor):
+    if kind in trees.ORDINARY or isinstance(tensor, trees.LAZY) or not _parts(tensor):
         return name
     return f"{name} in {kind.__name__}"
 
 
 def _plain_parts(tensor: Tensor) -> list[tuple[Tensor, str]]:
     """The plain tensors that hold the bytes of a tensor; of several views of the same the first."""
-    if isinstance(tensor, owners.LAZY):
+    if isinstance(tensor, trees.LAZY):
         return [(tensor, "")]
     parts: list[tuple[Tensor, str]] = []
     regions: set[_Region] = set()
-    for part, suffix in subclasses.parts_of(tensor):
+    for part, suffix in trees.parts_of(tensor):
         region = _region(part)
         if region is None or region not in regions:
             parts.append((part, suffix))
@@ -249,7 +243,7 @@ def _new_bytes(tensor: Tensor, taken: set[_Region]) -> int:
 def _parts(tensor: Tensor) -> tuple[StoredPart, ...]:
     """What a wrapper stores; empty for a plain tensor."""
     parts = _plain_parts(tensor)
-    if len(parts) == 1 and (parts[0][0] is tensor or type(tensor) in subclasses.ORDINARY):
+    if len(parts) == 1 and (parts[0][0] is tensor or type(tensor) in trees.ORDINARY):
         return ()
     return tuple(
         StoredPart(suffix, dtype_name(part.dtype), tuple(part.shape), _size(part))
@@ -287,7 +281,7 @@ def _plain(tensor: Tensor) -> tuple[Tensor | None, str]:
         return pieces[-1], "of the stored values alone: it is sparse"
     if getattr(tensor, "quant_state", None) is not None:
         return None, "packed by bitsandbytes: its bytes are no values"
-    wrapped = subclasses.is_hollow(tensor) or tensor.is_quantized
+    wrapped = trees.is_hollow(tensor) or tensor.is_quantized
     if not wrapped:
         if _parts(tensor) and not tensor.is_floating_point():
             return tensor, "of the stored integers, without scales"
@@ -295,7 +289,7 @@ def _plain(tensor: Tensor) -> tuple[Tensor | None, str]:
     if tensor.numel() > _MOST_UNPACKED:
         return None, f"not unpacked: more than {_MOST_UNPACKED:,} elements"
     unpacked: Any = tensor.dequantize()
-    if not isinstance(unpacked, Tensor) or subclasses.is_hollow(unpacked):
+    if not isinstance(unpacked, Tensor) or trees.is_hollow(unpacked):
         return None, f"not unpacked: {type(tensor).__name__}.dequantize() gives no plain tensor"
     return unpacked, "of the values it unpacks to"
 

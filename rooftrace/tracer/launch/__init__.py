@@ -1,4 +1,4 @@
-"""launch."""
+"""A command line as a program in a process of its own: launchers, ranks, --scratch."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""lowering."""
+"""From the recorded torch.fx.Graph to plain records."""
 
 from rooftrace._face import face
 

@@ -38,7 +38,7 @@ from rooftrace.tracer.lowering.inline import (
     with_filled_roles,
 )
 from rooftrace.tracer.lowering.stacks import roll_loops, roll_stacks
-from rooftrace.tracer.metacopies import dtype_name, tensors
+from rooftrace.tracer.metacopies import dtype_name, trees
 from rooftrace.tracer.recording import META_KEY, Entry, Recorded, Recorder, ops, taperecords
 from rooftrace.tracer.repeats import RecordedCall, RepeatedCall, Twin, repeated
 from rooftrace.tracer.requests import assumptions as asked
@@ -214,7 +214,7 @@ def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
 
 
 def _dense(value: TorchTensor) -> TorchTensor:
-    dense = value.to_dense() if tensors.is_sparse(value) else value
+    dense = value.to_dense() if trees.is_sparse(value) else value
     return dense.clone(memory_format=torch.contiguous_format)  # one element may have the stride 0
 
 

@@ -1,4 +1,4 @@
-"""metacopies."""
+"""Copies of modules on meta, tensors in nested objects, and overrides for one thread."""
 
 from rooftrace._face import face
 

@@ -2,7 +2,7 @@ from rooftrace.tracer.metacopies import (
     copies as copies,
     overrides as overrides,
     scopes as scopes,
-    tensors as tensors,
+    trees as trees,
 )
 from rooftrace.tracer.metacopies.copies import (
     Twins as Twins,
@@ -17,7 +17,7 @@ from rooftrace.tracer.metacopies.overrides import (
     replaced as replaced,
 )
 from rooftrace.tracer.metacopies.scopes import Scope as Scope
-from rooftrace.tracer.metacopies.tensors import (
+from rooftrace.tracer.metacopies.trees import (
     dtype_name as dtype_name,
     own_tensors as own_tensors,
     parameters_of as parameters_of,

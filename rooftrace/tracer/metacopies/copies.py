@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.metacopies import tensors, tensors as owners, tensors as trees
-from rooftrace.tracer.metacopies.tensors import own_tensors, tensors_in
+from rooftrace.tracer.metacopies import trees
+from rooftrace.tracer.metacopies.trees import own_tensors, tensors_in
 from rooftrace.tracer.requests import TraceError
 from rooftrace.tracer.values import META, REAL_VALUE, masks
 
@@ -147,7 +147,7 @@ def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: dict[int, int]
     seen[id(item)] = depth
     inside: Iterable[Any] | None = _parts_of_callable(item)
     if inside is None and isinstance(item, nn.Module):
-        inside = [*owners.weights_in(item)]
+        inside = [*trees.weights_in(item)]
     elif inside is None and isinstance(item, dict):
         inside = [*item.keys(), *item.values()]
     elif inside is None and isinstance(item, (list, tuple, set, frozenset)):
@@ -192,7 +192,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
     """A meta tensor of the same size; a sparse one has as many stored elements."""
     if tensor.layout is not torch.sparse_coo:
         return torch.empty_like(tensor, device=META)
-    places, values = (torch.empty_like(piece, device=META) for piece in tensors.pieces_of(tensor))
+    places, values = (torch.empty_like(piece, device=META) for piece in trees.pieces_of(tensor))
     with torch.no_grad():
         return torch.sparse_coo_tensor(
             places, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
@@ -228,7 +228,7 @@ def on_meta(module: nn.Module) -> nn.Module:
             memo[id(script)] = _loaded_on_meta(script)
     for path, owner in module.named_modules():
         for tensor in () if id(owner) in inside else own_tensors(owner):
-            if any(part.device.type != "meta" for part, _ in tensors.parts_of(tensor)):
+            if any(part.device.type != "meta" for part, _ in trees.parts_of(tensor)):
                 twins.of(tensor, owned=True, name=_name_in(owner, path, tensor))
     if not memo:
         return module
@@ -304,7 +304,7 @@ class Twins:
         made: Tensor | None
         if isinstance(tensor, FakeTensor):
             made = tensor  # `check_traceable` refuses it, and says what to do
-        elif type(tensor) in tensors.ORDINARY or isinstance(tensor, tensors.LAZY):
+        elif type(tensor) in trees.ORDINARY or isinstance(tensor, trees.LAZY):
             made = _aliased(tensor, self._storages) if not owned else None
             if made is None:
                 made = parameter_twin(tensor) if owned else _plain_twin(tensor)
@@ -320,12 +320,12 @@ class Twins:
                     "class __tensor_flatten__ and __tensor_unflatten__, or build the module under "
                     "`with torch.device('meta'):` and pass that"
                 ) from error
-        lazy = isinstance(tensor, tensors.LAZY)
-        if owned and not lazy and tensor.layout is torch.strided and not tensors.is_hollow(tensor):
-            self._storages.setdefault(tensors.bytes_of(tensor), made)
+        lazy = isinstance(tensor, trees.LAZY)
+        if owned and not lazy and tensor.layout is torch.strided and not trees.is_hollow(tensor):
+            self._storages.setdefault(trees.bytes_of(tensor), made)
         self.memo[id(tensor)] = made
         self._kept.append(tensor)
-        attributes = tensors.attributes_of(tensor)
+        attributes = trees.attributes_of(tensor)
         known_names = vars(made)
         rest = {n: item for n, item in attributes.items() if n not in known_names}
         if rest:
@@ -344,7 +344,7 @@ class Twins:
             inner = {n: self._part(getattr(tensor, n), owned) for n in names}
             size, stride = tensor.size(), tensor.stride() if _has_strides(tensor) else None
             made = kind.__tensor_unflatten__(inner, _on_no_device(context), size, stride)
-        elif tensors.is_hollow(tensor):
+        elif trees.is_hollow(tensor):
             made = Tensor._make_wrapper_subclass(
                 kind,
                 tensor.size(),
@@ -358,7 +358,7 @@ class Twins:
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META
             )
             made = Tensor._make_subclass(kind, empty, False)
-            made.__dict__[tensors.HAS_BYTES] = True
+            made.__dict__[trees.HAS_BYTES] = True
             if not owned and tensor.device.type == "cpu" and masks.small(tensor):
                 made.__dict__[REAL_VALUE] = tensor.detach().as_subclass(Tensor).clone()
         if made.requires_grad != tensor.requires_grad and made.is_leaf:
@@ -384,11 +384,11 @@ class Twins:
         """
         seen: set[int] = set()
         for module in modules:
-            special = any(type(tensor) not in tensors.ORDINARY for tensor in own_tensors(module))
-            for name, tensor in tensors.beside_in(module, seen):
+            special = any(type(tensor) not in trees.ORDINARY for tensor in own_tensors(module))
+            for name, tensor in trees.beside_in(module, seen):
                 if tensor.device.type != "cpu" or id(tensor) in self.memo:
                     continue
-                if special or tensors.bytes_of(tensor) in self._storages:
+                if special or trees.bytes_of(tensor) in self._storages:
                     self.of(tensor, name=name)
 
     def handles(self, module: nn.Module) -> None:
@@ -402,8 +402,8 @@ class Twins:
                     self.memo.setdefault(id(item), make(item))
                 elif type(item).__module__ in ("threading", "queue", "_thread", "_queue"):
                     continue  # a queue is emptied by a thread that knows the original
-                elif not isinstance(item, (*tensors.PLAIN, Tensor, nn.Module, type)):
-                    inside += tensors.held_in(item)
+                elif not isinstance(item, (*trees.PLAIN, Tensor, nn.Module, type)):
+                    inside += trees.held_in(item)
             waiting = inside
 
     def finish(self) -> None:
@@ -421,9 +421,9 @@ class Twins:
 
 def _aliased(tensor: Tensor, storages: Mapping[int, Tensor]) -> Tensor | None:
     """A meta tensor on the storage of the twin whose original shares bytes with `tensor`."""
-    if tensor.layout is not torch.strided or tensors.bytes_of(tensor) not in storages:
+    if tensor.layout is not torch.strided or trees.bytes_of(tensor) not in storages:
         return None
-    base = storages[tensors.bytes_of(tensor)]
+    base = storages[trees.bytes_of(tensor)]
     empty = torch.empty(0, dtype=tensor.dtype, device=META)
     where = base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     return empty.set_(*where)
@@ -462,7 +462,7 @@ def _name_in(owner: nn.Module, path: str, tensor: Tensor) -> str:
 
 def parameter_twin(tensor: Tensor) -> Tensor:
     """A meta tensor for an ordinary one that a module owns: a parameter stays one."""
-    if isinstance(tensor, tensors.LAZY):
+    if isinstance(tensor, trees.LAZY):
         kind: Any = type(tensor)
         empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
         return empty

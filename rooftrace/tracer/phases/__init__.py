@@ -1,4 +1,4 @@
-"""What is run: the phases of a step, a step of the user, the optimizer."""
+"""Phases of a step, steps of the user, optimizers, and what other counters say of a call."""
 
 from rooftrace._face import face
 

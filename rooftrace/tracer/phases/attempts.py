@@ -20,14 +20,7 @@ from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lowering import NotAlikeError, lower, with_fallbacks, without_asides
-from rooftrace.tracer.metacopies import (
-    dtype_name,
-    own_tensors,
-    tensors as owners,
-    tensors as subclasses,
-    tensors as trees,
-    tensors_in,
-)
+from rooftrace.tracer.metacopies import dtype_name, own_tensors, tensors_in, trees
 from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installed_release
 from rooftrace.tracer.repeats import UnlikeLayersError
 from rooftrace.tracer.requests import Options, TraceError, assumptions, names, users_traceback
@@ -149,9 +142,7 @@ def graph_of(
     release = recorder.scope.release
     if release != installed_release():
         workload["torch"] = str(release)
-    outputs = [
-        part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
-    ]
+    outputs = [part for t in tensors_in(step.output) for part, _ in trees.parts_of(t, beside=False)]
     graph = lower(
         recorder,
         _look_for_gaps(recorder, outputs, module),
@@ -185,15 +176,15 @@ def describe(module: nn.Module) -> dict[str, Any]:
         if parameter.dtype.is_floating_point:
             name = dtype_name(parameter.dtype)
             sizes[name] = sizes.get(name, 0) + parameter.numel()
-    config = owners.asked(module, "config")
+    config = trees.asked(module, "config")
     return {
         "name": getattr(config, "name_or_path", "") or type(module).__name__,
         "class": type(module).__name__,
         "params": sum(p.numel() for p in parameters),
         "params_trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "dtype": max(sizes, key=lambda n: sizes[n]) if sizes else "fp32",
-        "bytes_parameters": subclasses.stored_bytes(parameters),
-        "bytes_buffers": subclasses.stored_bytes(buffers),
+        "bytes_parameters": trees.stored_bytes(parameters),
+        "bytes_buffers": trees.stored_bytes(buffers),
         **as_stored(module),
     }
 
@@ -204,7 +195,7 @@ def declared_in(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
         for name, form in masks.stored_in(part).items():
             tensor = part._parameters.get(name)
             if tensor is not None:
-                yield owners.shown_path(f"{path}.{name}" if path else name), tensor, form
+                yield trees.shown_path(f"{path}.{name}" if path else name), tensor, form
 
 
 def as_stored(module: nn.Module) -> dict[str, Any]:
@@ -217,7 +208,7 @@ def as_stored(module: nn.Module) -> dict[str, Any]:
         return {}
     total, elements = 0, Counter[str]()
     for parameter in module.parameters():
-        size, form = subclasses.stored_bytes([parameter]), stored.get(id(parameter))
+        size, form = trees.stored_bytes([parameter]), stored.get(id(parameter))
         if form is not None:
             count = size // parameter.element_size()
             elements[precision(form).element] += count

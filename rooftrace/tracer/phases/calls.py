@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer.inputs import Inputs, calls as arguments
-from rooftrace.tracer.metacopies import parameters_of, tensors as trees, tensors_in, with_tensors
+from rooftrace.tracer.metacopies import parameters_of, tensors_in, trees, with_tensors
 from rooftrace.tracer.requests import names
 from rooftrace.tracer.values import META, REAL_VALUE
 

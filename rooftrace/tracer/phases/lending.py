@@ -26,8 +26,8 @@ from rooftrace.tracer.metacopies import (
     original_of,
     own_tensors,
     replaced,
-    tensors,
     tensors_in,
+    trees,
 )
 from rooftrace.tracer.recording import Recorder
 
@@ -162,7 +162,7 @@ class _Loan:
                 "give the step as a function to rooftrace.trace(step, module, ...), which makes a "
                 "copy"
             )
-        lazy = next((p for p in root.parameters() if isinstance(p, tensors.LAZY)), None)
+        lazy = next((p for p in root.parameters() if isinstance(p, trees.LAZY)), None)
         if lazy is not None:
             raise RequestError(
                 f"{type(root).__name__} has parameters without sizes yet ({type(lazy).__name__}): "

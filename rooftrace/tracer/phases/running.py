@@ -15,7 +15,7 @@ from rooftrace._progress import tell
 from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
-from rooftrace.tracer.metacopies import copies, on_meta, overrides, own_tensors, tensors, tensors_in
+from rooftrace.tracer.metacopies import copies, on_meta, overrides, own_tensors, tensors_in, trees
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.phases.attempts import (
     Step,
@@ -110,9 +110,7 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
     if options.optimizer != "none":
         optimizer_class(options.optimizer)
     if options.assume:
-        paths = [
-            tensors.shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)
-        ]
+        paths = [trees.shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)]
         assumptions.check_modules(options.assume, paths, type(module).__name__)
 
 
@@ -167,7 +165,7 @@ class PhaseRunner:
 
     def materialise(self) -> None:
         """Give lazy parameters their shapes by one call that is not recorded."""
-        if tensors.is_lazy(self.module):
+        if trees.is_lazy(self.module):
             recorder = Recorder(record=False)
             with torch.no_grad(), recorder:
                 self.calls.call(self.inputs.args, self.inputs.kwargs)

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
-from rooftrace.tracer.metacopies import original_of, replaced, tensors, tensors as trees
+from rooftrace.tracer.metacopies import original_of, replaced, trees
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.values import META
 
@@ -409,8 +409,8 @@ def gradients_of(recorder: Recorder, parameter: Tensor) -> dict[int, str]:
     if gradient is None:
         return {}
     name = recorder.name_of(parameter) or ("" if entry is None else entry.name)
-    parts = tensors.parts_of(gradient)
-    parts = parts if tensors.is_sparse(gradient) else parts[:1]
+    parts = trees.parts_of(gradient)
+    parts = parts if trees.is_sparse(gradient) else parts[:1]
     tags = [(recorder.tags.of(part), suffix) for part, suffix in parts]
     return {tag.storage: f"{name}.grad{suffix}" for tag, suffix in tags if tag is not None}
 

@@ -24,14 +24,7 @@ from torch.optim.optimizer import (
 from rooftrace.errors import RequestError
 from rooftrace.tracer.graph import Op, OpGraph, Ref, in_order
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
-from rooftrace.tracer.metacopies import (
-    Twins,
-    copies,
-    overrides,
-    own_tensors,
-    tensors as owners,
-    tensors_in,
-)
+from rooftrace.tracer.metacopies import Twins, copies, overrides, own_tensors, tensors_in, trees
 from rooftrace.tracer.phases import lending, stepping
 from rooftrace.tracer.phases.attempts import (
     OwnBackwardError as OwnBackwardError,
@@ -238,7 +231,7 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
             twins.handles(module)
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
         twins.of(tensor)
-    shapes = {tensor.shape for tensor in own if not isinstance(tensor, owners.LAZY)}
+    shapes = {tensor.shape for tensor in own if not isinstance(tensor, trees.LAZY)}
     for tensor in tensors_in(held):
         if _is_kept_for_weights(tensor, shapes):
             twins.of(tensor)
@@ -254,7 +247,7 @@ def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool
 
     Such a tensor counts as being on the device, and ops on it count as work of the step.
     """
-    if tensor.device.type != "cpu" or isinstance(tensor, owners.LAZY):
+    if tensor.device.type != "cpu" or isinstance(tensor, trees.LAZY):
         return False
     weighs = tensor.is_floating_point() and tensor.dim() > 0 and tensor.shape in shapes
     return weighs or (tensor.is_leaf and tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Runs code under a dispatch mode, which records every op on a tape."""
+"""Runs code under a dispatch mode, and records every op on a tape: a torch.fx.Graph."""
 
 from rooftrace._face import face
 

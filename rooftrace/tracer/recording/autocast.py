@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import Scope, original_of, replaced, scopes, tensors as subclasses
+from rooftrace.tracer.metacopies import Scope, original_of, replaced, scopes, trees
 
 _KEY = "AutocastIPU"
 _DEVICE = "ipu"
@@ -209,7 +209,7 @@ def _listed(names: str) -> Iterator[tuple[str, Any]]:
 
 def _eligible(tensor: Tensor) -> bool:
     """Whether autocast changes a tensor: it leaves fp64 alone and, here, tensors of the host."""
-    on_host = tensor.device.type == "cpu" and not subclasses.is_wrapper(type(tensor))
+    on_host = tensor.device.type == "cpu" and not trees.is_wrapper(type(tensor))
     return tensor.is_floating_point() and tensor.dtype != torch.float64 and not on_host
 
 

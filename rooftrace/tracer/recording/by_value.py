@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
@@ -306,7 +306,7 @@ def _factorised(tape: Tape, call: Call) -> Any:
 def _checked_inside(tape: Tape, call: Call) -> None:
     """Raise the error of a factorisation with a check of its own, if its value is known."""
     values = tape.values
-    matrices = tensors.listed(call.args)
+    matrices = trees.listed(call.args)
     entries = [values.exact(t) for t in matrices]
     exact = {id(t): e.value for t, e in zip(matrices, entries, strict=True) if e is not None}
     if any(entry is None for entry in entries):
@@ -347,7 +347,7 @@ def _masked_index(tape: Tape, call: Call) -> Any:
             text = f"index_put of {put.shape[0]} values where {count} positions are assumed"
             taint |= {values.assume("shape", text)}
     run_args = (args[0], indices, *rest)
-    run = replace(call, args=run_args, tensors=tensors.listed(run_args))
+    run = replace(call, args=run_args, tensors=trees.listed(run_args))
     out = run.run()
     with values.uniform.followed(call, [out]):
         taint |= values.propagate(run, [out]) or taperecords.NO_TAINT
@@ -395,7 +395,7 @@ def _counted(tape: Tape, call: Call) -> Any:
     made = values.results.of(call, exact) if known else None
     made = call.func(*plain, **call.kwargs) if made is None else made
     out = tree_map_only(Tensor, lift, made)
-    tape.record(call, tensors.listed(out), single=isinstance(out, Tensor), taint=taint)
+    tape.record(call, trees.listed(out), single=isinstance(out, Tensor), taint=taint)
     return out
 
 

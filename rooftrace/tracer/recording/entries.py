@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.graph import UNRECORDED, marks
-from rooftrace.tracer.metacopies import own_tensors, tensors, tensors_in
+from rooftrace.tracer.metacopies import own_tensors, tensors_in, trees
 from rooftrace.tracer.recording.taperecords import (
     KEPT,
     META_KEY,
@@ -81,7 +81,7 @@ class Standing:
         """What a tensor is that stands from before; None: it does not, or is known otherwise."""
         if not self._there or tensor.layout is not torch.strided:
             return None
-        key = tensors.bytes_of(tensor)
+        key = trees.bytes_of(tensor)
         stand = self._there.get(key)
         storage = None if stand is None else stand.reference()
         return stand if storage is not None and storage._cdata == key else None
@@ -96,7 +96,7 @@ class Standing:
         stand = self.of(tensor)
         if stand is None:
             return None
-        del self._there[tensors.bytes_of(tensor)]
+        del self._there[trees.bytes_of(tensor)]
         self._stands.remove(stand)
         self._graph.erase_node(stand.node)
         return stand.entry.spec.storage
@@ -183,8 +183,8 @@ class Entries:
         """Enter the tensors of a module, under its path and a dot."""
         names = _names_in(module)
         transient = getattr(module, "_non_persistent_buffers_set", ())
-        if any(type(tensor) not in tensors.ORDINARY for tensor in own_tensors(module)):
-            for of, part in tensors.beside_in(module):  # the state of a quantised layer
+        if any(type(tensor) not in trees.ORDINARY for tensor in own_tensors(module)):
+            for of, part in trees.beside_in(module):  # the state of a quantised layer
                 self._beside.setdefault(id(part), ("parameter", f"{prefix}{of}"))
         for tensor in own_tensors(module):
             name = names[id(tensor)]
@@ -197,8 +197,8 @@ class Entries:
                 kind = "constant"
             if recording:
                 self.enter(tensor, kind, prefix + name)
-            if kind != "constant" and type(tensor) in tensors.ORDINARY:
-                for of, item in tensors.attributes_of(tensor).items():
+            if kind != "constant" and type(tensor) in trees.ORDINARY:
+                for of, item in trees.attributes_of(tensor).items():
                     for part in _scales_in(tensor, item):
                         self._beside.setdefault(id(part), (kind, f"{prefix}{name}.{of}"))
 
@@ -210,15 +210,15 @@ class Entries:
 
     def enter(self, tensor: Tensor, kind: str, name: str) -> None:
         """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
-        if isinstance(tensor, tensors.LAZY):
+        if isinstance(tensor, trees.LAZY):
             return  # it has no sizes yet
         storages: dict[int, int] = {}
-        for part, suffix in tensors.parts_of(tensor):
+        for part, suffix in trees.parts_of(tensor):
             tag = self._tags.of(part)
             if tag is None and part.device.type != "cpu":
-                tag = self._entered(part, kind, name + suffix, storages.get(tensors.bytes_of(part)))
+                tag = self._entered(part, kind, name + suffix, storages.get(trees.bytes_of(part)))
             if tag is not None:
-                storages.setdefault(tensors.bytes_of(part), tag.storage)
+                storages.setdefault(trees.bytes_of(part), tag.storage)
 
     def constant(self, tensor: Tensor) -> Tag:
         """Enter `tensor` as a constant of the graph."""
@@ -242,7 +242,7 @@ class Entries:
         if storage is None:
             storage = self._spans.number(tensor, kind, self._tags.new_storage)
         if kind != "constant" and self.storage_of(tensor) is None:
-            self.storages[tensors.bytes_of(tensor)] = storage, _reference(tensor)
+            self.storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
         if tensor.layout is not torch.strided:
             self.say_sparse()
         node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
@@ -273,12 +273,12 @@ class Entries:
         self._tags.mark(tensor, tag)
         reference = _held(tensor, self.weakly)
         self._tensors.append(reference)
-        if self.first_of(key := tensors.bytes_of(tensor)) is None:
+        if self.first_of(key := trees.bytes_of(tensor)) is None:
             self._first[key] = reference
 
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of the weight or input that a tensor is another view of."""
-        key = tensors.bytes_of(tensor)
+        key = trees.bytes_of(tensor)
         storage, reference = self.storages.get(key, (None, no_storage))
         bytes_there = reference()  # another storage may lie where a freed one was
         return storage if bytes_there is not None and bytes_there._cdata == key else None
@@ -297,7 +297,7 @@ class Entries:
     def first_of(self, key: int) -> Tensor | None:
         """The tensor that entered first with these bytes, while it still has them."""
         first = self._first.get(key, no_storage)()
-        return first if first is not None and tensors.bytes_of(first) == key else None
+        return first if first is not None and trees.bytes_of(first) == key else None
 
     def _stranger(self, tensor: Tensor) -> Tag:
         """Enter an unknown tensor into the graph; an assumption records one of unknown value.
@@ -322,7 +322,7 @@ class Entries:
             self.inputs.append(tensor)
             return self._entered(tensor, "input", f"input_{len(self.inputs)}")
         reader = f"{self._values.op} reads" if self._values.op else "the step returns"
-        text = f"{reader} a {tensors.label_of(tensor)} that"
+        text = f"{reader} a {trees.label_of(tensor)} that"
         if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
             self.unrecorded(f"{text} no recorded op made")
         elif self.numpy_read and _made_by_numpy(tensor):
@@ -341,9 +341,9 @@ class Entries:
         """
         if tensor.layout is not torch.strided:
             return None
-        key, look = tensors.bytes_of(tensor), tensors.look_of(tensor)
+        key, look = trees.bytes_of(tensor), trees.look_of(tensor)
         if (first := self.first_of(key)) is not None:
-            return self._tags.of(first) if tensors.look_of(first) == look else None
+            return self._tags.of(first) if trees.look_of(first) == look else None
         _learn_of_alike(self._values, tensor)
         return None
 
@@ -540,11 +540,11 @@ class Spans:
         spans = self._of(tensor)
         spans.append((*_span(tensor), number))
         reference = weakref.ref(tensor.untyped_storage())
-        self._spans[tensors.bytes_of(tensor)] = reference, spans
+        self._spans[trees.bytes_of(tensor)] = reference, spans
 
     def _of(self, tensor: Tensor) -> list[tuple[int, int, int]]:
         """Of the buffer of a tensor; of none that lay there before and was freed."""
-        key = tensors.bytes_of(tensor)
+        key = trees.bytes_of(tensor)
         reference, spans = self._spans.get(key, (no_storage, []))
         buffer = reference()
         return spans if buffer is not None and buffer._cdata == key else []

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from rooftrace.errors import RequestError
 from rooftrace.tracer.formulas import polynomials
 from rooftrace.tracer.graph import Collective, Group
-from rooftrace.tracer.metacopies import tensors, tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import groups, taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
@@ -82,7 +82,7 @@ def _expected(
             gets, sends = counts[own].expand_as(counts).clone(), counts.clone()
         both = [counts.reshape(sent.shape).to(sent.dtype) for counts in (gets, sends)]
         kept = results.memo[key] = facts, *both
-        results.shared.update(map(tensors.bytes_of, both))
+        results.shared.update(map(trees.bytes_of, both))
     return kept[0], kept[1], kept[2]
 
 

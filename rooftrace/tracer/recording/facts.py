@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import Scope, tensors
+from rooftrace.tracer.metacopies import Scope, trees
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.recording.ops import Call
@@ -53,7 +53,7 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
         return taint
     sparse = next((t for t in call.tensors if t.layout is not torch.strided), None)
     if sparse is not None and sparse._nnz():  # what `to_sparse` makes on meta has none
-        facts["stored"] = tensors.pieces_of(sparse)[-1].numel()
+        facts["stored"] = trees.pieces_of(sparse)[-1].numel()
     return taperecords.NO_TAINT
 
 

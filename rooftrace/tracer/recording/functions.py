@@ -13,8 +13,8 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, tensors
-from rooftrace.tracer.metacopies.tensors import OURS
+from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, trees
+from rooftrace.tracer.metacopies.trees import OURS
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
@@ -313,7 +313,7 @@ class Functions(TorchFunctionMode):
         """`tensor.new(...)`: of numbers, or of the indices, values and size of a sparse tensor."""
         if _holds_numbers(func, args, kwargs):
             return self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
-        if func is Tensor.new and len(args) == 4 and tensors.is_sparse(args[0]):
+        if func is Tensor.new and len(args) == 4 and trees.is_sparse(args[0]):
             return torch.sparse_coo_tensor(*args[1:])
         return None
 
@@ -323,7 +323,7 @@ class Functions(TorchFunctionMode):
         device = kwargs.get("device")
         default = self.device or overrides.default_device()
         target = default if device is None else torch.device(device)
-        if isinstance(data, (list, tuple)) and any(t.is_meta for t in tensors.listed(data)):
+        if isinstance(data, (list, tuple)) and any(t.is_meta for t in trees.listed(data)):
             args = (_numbers(data), *args[1:])
             kwargs = {name: item for name, item in kwargs.items() if name not in ("data", "obj")}
         elif target.type == "cpu" or isinstance(data, Tensor):
@@ -339,7 +339,7 @@ class Functions(TorchFunctionMode):
         if needs_gradient:  # functorch's transforms refuse the call, whatever it says
             made.requires_grad_()
         if masks.small(value):
-            self.tape.values.learn(tensors.unwrapped(made), tensors.unwrapped(value))
+            self.tape.values.learn(trees.unwrapped(made), trees.unwrapped(value))
         return made
 
 
@@ -379,7 +379,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     """`tensor.data = data`, also where a weight goes from the host to meta, or back."""
     if tensor.device != data.device:
         kind: Any = type(tensor)
-        if isinstance(tensor, tensors.LAZY):
+        if isinstance(tensor, trees.LAZY):
             gone = kind(tensor.requires_grad, data.device, tensor.dtype)
             torch.utils.swap_tensors(tensor, gone)  # type: ignore[no-untyped-call]
             return

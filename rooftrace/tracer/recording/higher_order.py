@@ -27,8 +27,7 @@ from rooftrace.tracer.metacopies import (
     overrides,
     replaced,
     scopes,
-    tensors,
-    tensors as trees,
+    trees,
 )
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, Values
@@ -167,7 +166,7 @@ def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
         options: Any,
         *captured: Any,
     ) -> Any:
-        if not tensors.on_meta(query):
+        if not trees.on_meta(query):
             return original(query, key, value, score_mod, block_mask, scale, options, *captured)
         if _name(score_mod) != flex._identity.__name__:
             tape.values.assume(

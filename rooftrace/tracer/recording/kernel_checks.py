@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.recording.ops import Call
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import groups
 
 # -- traits ----------------------------------------------------------------------------------------

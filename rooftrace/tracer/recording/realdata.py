@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import ops as traits, taperecords
 from rooftrace.tracer.recording.ops import written_nodes
 from rooftrace.tracer.recording.tape import Tape
@@ -352,7 +352,7 @@ class RealData:
         if result is None:  # what it writes is its result
             result = [get(item) for item in written_nodes(node)]
         specs = node.meta[META_KEY].specs
-        for output, spec in zip(tensors.listed(result), specs, strict=False):
+        for output, spec in zip(trees.listed(result), specs, strict=False):
             if tuple(output.shape) != spec.shape:
                 raise _NotComputableError
         return result

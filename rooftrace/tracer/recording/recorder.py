@@ -28,13 +28,7 @@ from torch.utils._python_dispatch import (
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.composite import kept_whole, library
-from rooftrace.tracer.metacopies import (
-    Scope,
-    original_of,
-    overrides,
-    replaced,
-    tensors as subclasses,
-)
+from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
 from rooftrace.tracer.recording import realdata, taperecords, threads
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.functions import Functions, backward_kept, calls_watched, uncompiled
@@ -166,7 +160,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and any(subclasses.is_wrapper(kind) for kind in types):
+        if types and any(trees.is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
         instead = library.behind(func) or _noted_as(func)
         if instead is not None:  # an op of ours, shown to modes of the user's under another name

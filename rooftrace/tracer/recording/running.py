@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.composite import whole_entry
-from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
 from rooftrace.tracer.recording.exchanged import (

@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftrace.tracer.composite import own_ops
 from rooftrace.tracer.formulas import polynomials
 from rooftrace.tracer.graph import Tensor as Value
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording.ops import COMPOSITE, Call
 from rooftrace.tracer.recording.tape import Tape
 
@@ -61,7 +61,7 @@ def run_sparse(tape: Tape, call: Call, on: On) -> Any:
     out = NotImplemented if function is None else function(tape, call, on)
     if out is NotImplemented:
         for tensor in call.tensors:
-            if tensors.is_sparse(tensor):
+            if trees.is_sparse(tensor):
                 _check_kernel(call, tensor)
                 _join(tape, call, tensor)
     return out
@@ -89,9 +89,9 @@ def _check_kernel(call: Call, tensor: Tensor) -> None:
 
 def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor] | None:
     """The tensors that store a sparse one; None where nobody knows how many elements it has."""
-    if not tensors.is_sparse(tensor):
+    if not trees.is_sparse(tensor):
         return None
-    pieces = [piece for piece, _ in reversed(tensors.named_pieces(tensor))]
+    pieces = [piece for piece, _ in reversed(trees.named_pieces(tensor))]
     if len(pieces) == 1:
         return None
     tape.tags.recognise(pieces)
@@ -101,7 +101,7 @@ def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor] | None:
 def _stands_for(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> None:
     """The pieces of a tensor that was made of these are the same values."""
     with torch._C._AutoDispatchBelowAutograd():
-        pieces = tensors.pieces_of(tensor)
+        pieces = trees.pieces_of(tensor)
     for piece, other in zip(pieces, sources, strict=True):
         tape.tags.same_as(piece, other)
         entry = tape.values.known(other)
@@ -193,8 +193,8 @@ def _asked(tape: Tape, call: Call, on: On) -> Any:
 def _same(tape: Tape, call: Call, on: On) -> Any:
     (x,) = call.args
     made = call.run()
-    if tensors.STORES_NOTHING in vars(x):
-        made.__dict__[tensors.STORES_NOTHING] = True
+    if trees.STORES_NOTHING in vars(x):
+        made.__dict__[trees.STORES_NOTHING] = True
     return made
 
 
@@ -278,7 +278,7 @@ def _zeroed(tape: Tape, call: Call, on: On) -> Any:
     with on():
         indices = torch.empty_like(pieces[0][:, :0])
         values = torch.empty_like(pieces[1][:0])
-    x.__dict__[tensors.STORES_NOTHING] = True
+    x.__dict__[trees.STORES_NOTHING] = True
     return _becomes(x, _made(tape, indices, values, x.shape, False))
 
 
@@ -300,7 +300,7 @@ def _bags_backward(tape: Tape, call: Call, on: On) -> Any:
 def _scaled(tape: Tape, call: Call, on: On) -> Any:
     """What a number does to a sparse tensor it does to the values; the indices are the same."""
     x, *others = call.args
-    if any(isinstance(other, Tensor) and (other.dim() or tensors.is_sparse(other))
+    if any(isinstance(other, Tensor) and (other.dim() or trees.is_sparse(other))
            for other in others):  # fmt: skip
         return NotImplemented
     pieces = _pieces(tape, x) if isinstance(x, Tensor) else None
@@ -335,7 +335,7 @@ def _reduced(tape: Tape, call: Call, on: On) -> Any:
     """The sum, or the norm, of everything that is stored."""
     x, *others = call.args
     whole = all(other in ([], False, None) or isinstance(other, (int, float)) for other in others)
-    if not whole or not tensors.is_sparse(x) or _pieces(tape, x) is None:
+    if not whole or not trees.is_sparse(x) or _pieces(tape, x) is None:
         return NotImplemented
     if "norm" in call.name:
         with on():
@@ -373,7 +373,7 @@ def _rows(indices: Tensor, sizes: Sequence[int]) -> Tensor:
 def _added(tape: Tape, call: Call, on: On) -> Any:
     """To a dense tensor, at the rows that are stored; to a sparse one, behind what it stores."""
     base, x = call.args[:2]
-    if tensors.is_sparse(base) and isinstance(x, Tensor) and x.layout is torch.strided:
+    if trees.is_sparse(base) and isinstance(x, Tensor) and x.layout is torch.strided:
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
     pieces = _pieces(tape, x) if isinstance(x, Tensor) else None
     if pieces is None or base.shape != x.shape or x.layout is not torch.sparse_coo:

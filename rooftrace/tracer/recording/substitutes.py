@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.metacopies import original_of, overrides, replaced, scopes, tensors
+from rooftrace.tracer.metacopies import original_of, overrides, replaced, scopes, trees
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, masks
@@ -173,7 +173,7 @@ def off_host(tape: Tape, call: Call, out: Any) -> Any:
     """`out` on meta: some kernels (solve_triangular) return on the device of a stray CPU tensor."""
     if call.info.mutated or call.info.may_alias or "device" in call.kwargs:
         return out
-    outputs = tensors.listed(out)
+    outputs = trees.listed(out)
     if len({t.device.type for t in call.tensors}) < 2 or any(t.device == META for t in outputs):
         return out
     return _with(call, lambda tensor: _off_host(tape, tensor)) if outputs else out
@@ -297,7 +297,7 @@ def _on_fewer_zeros(call: Call) -> Any:
     fewer = [{size: start + 2 * n for n, size in enumerate(large)} for start in _FEW]
     runs = [_on_zeros(call, sizes) for sizes in fewer]
     following = {tuple(sizes[size] for sizes in fewer): size for size in large}
-    others = iter(tensors.listed(runs[1]))
+    others = iter(trees.listed(runs[1]))
 
     def widened(tensor: Tensor) -> Tensor:
         shape = []

@@ -14,12 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.graph import Collective, Group, marks, pattern_of
-from rooftrace.tracer.metacopies import (
-    tensors,
-    tensors as owners,
-    tensors as subclasses,
-    tensors as trees,
-)
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording.entries import Entries
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.taperecords import (
@@ -173,7 +168,7 @@ class Origins:
         variable = getattr(node, "variable", None)
         owner = "" if variable is None else self._entries.name_of(variable).rpartition(".")[0]
         compiled = compiled or self._last  # gradients leave compiled code when all of it has run
-        return Origin(tensors.shown_path(owner), 0, "backward", name, compiled=compiled)
+        return Origin(trees.shown_path(owner), 0, "backward", name, compiled=compiled)
 
     def noted(
         self, facts: Mapping[str, Any] | None, origin: Origin, beside: bool | str
@@ -285,12 +280,12 @@ class Tape:
 
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of a tensor that the graph knows; of a sparse one's values."""
-        self.tags.recognise([part := subclasses.parts_of(tensor)[0][0]])
+        self.tags.recognise([part := trees.parts_of(tensor)[0][0]])
         return tag.storage if (tag := self.tags.of(part)) else None
 
     def brought(self, data: Tensor) -> Tensor:
         """The meta stand-in for a host tensor that fills a weight."""
-        plain = type(data) in subclasses.ORDINARY and data.layout is torch.strided
+        plain = type(data) in trees.ORDINARY and data.layout is torch.strided
         if data.device.type != "cpu" or not plain:
             return data
         with _disable_current_modes():
@@ -299,7 +294,7 @@ class Tape:
 
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """Follow `tensor.data = other`: `tensor` now stands for the value of `other`."""
-        if isinstance(tensor, owners.LAZY):
+        if isinstance(tensor, trees.LAZY):
             return  # it becomes a parameter, and has no bytes until then
         tags, entries = self.tags, self.entries
         tags.recognise([other])
@@ -466,12 +461,12 @@ class Paths:
         A wrapper made by torch.compile is not shown: its module stands in its place.
         """
         for path, module in root.named_modules(remove_duplicate=False):
-            shown = owners.shown_path(path)
+            shown = trees.shown_path(path)
             if "_orig_mod" in module._modules:
                 self._transparent.add(id(module))
             else:
                 self._paths.setdefault(id(module), shown)
-                self.kinds.setdefault(shown, owners.class_name(module))
+                self.kinds.setdefault(shown, trees.class_name(module))
 
     def is_transparent(self, module: nn.Module) -> bool:
         """Whether a module is a wrapper that is not shown."""

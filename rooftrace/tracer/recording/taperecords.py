@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import grad_mode
 
 from rooftrace.tracer.graph import Collective, Group, Tensor as Value
-from rooftrace.tracer.metacopies import tensors, tensors as owners, tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.values import Values
 
@@ -241,7 +241,7 @@ class Tags:
 
         entered: a reference to a tensor that no op made.
         """
-        if tensor.layout is torch.strided and not isinstance(tensor, owners.LAZY):
+        if tensor.layout is torch.strided and not isinstance(tensor, trees.LAZY):
             self._places[_bytes_read(tensor)] = tag, entered
             self._owners.setdefault(tag.storage, tag)
 
@@ -254,7 +254,7 @@ class Tags:
         for tensor in tensors:
             if self._key in tensor.__dict__ or tensor.layout is not torch.strided:
                 continue
-            if isinstance(tensor, owners.LAZY):
+            if isinstance(tensor, trees.LAZY):
                 continue
             tag, reference = self._places.get(_bytes_read(tensor), (None, None))
             if tag is None:
@@ -473,7 +473,7 @@ class Here(threading.local):
                     for name, own in group.items():
                         if own is tensor:
                             steps = (step for step in (path, place, name) if step)
-                            return kind, tensors.shown_path(".".join(steps))
+                            return kind, trees.shown_path(".".join(steps))
         return None
 
     @property

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from rooftrace.tracer.fake_cuda import state
 from rooftrace.tracer.graph import UNRECORDED
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, tensors
+from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, trees
 from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.recording.tape import Tape
@@ -148,7 +148,7 @@ def jagged_attention_fused() -> Iterator[None]:
     if original is None:
         yield
         return
-    with replaced(home, {name: tensors.on_meta}):
+    with replaced(home, {name: trees.on_meta}):
         yield
 
 

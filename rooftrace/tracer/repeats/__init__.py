@@ -1,4 +1,4 @@
-"""repeats."""
+"""Calls of modules that repeat and loops over time: a few are run for all."""
 
 from rooftrace._face import face
 

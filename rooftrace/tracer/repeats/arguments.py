@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from rooftrace.tracer.metacopies import own_tensors, tensors, tensors as trees
+from rooftrace.tracer.metacopies import own_tensors, trees
 from rooftrace.tracer.recording import Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.blocks import RecordedCall
@@ -218,7 +218,7 @@ class Arguments:
                     tensor.device,
                     tensor.requires_grad,
                     objects.setdefault(id(tensor), len(objects)),
-                    memory.setdefault(tensors.bytes_of(tensor), len(memory)),
+                    memory.setdefault(trees.bytes_of(tensor), len(memory)),
                     made and nodes.setdefault(made[:2], len(nodes)),
                     self._value(tensor),
                     self._cast_before(made and made[0]),

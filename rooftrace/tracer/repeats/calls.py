@@ -41,7 +41,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rooftrace.tracer.metacopies import original_of, replaced, tensors as trees
+from rooftrace.tracer.metacopies import original_of, replaced, trees
 from rooftrace.tracer.recording import Tape, taperecords
 from rooftrace.tracer.repeats.arguments import (
     Arguments,

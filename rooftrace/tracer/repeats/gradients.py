@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.arguments import Arguments

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.arguments import Arguments

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 
-PLAIN: tuple[type, ...] = (*tensors.PLAIN, type(...))
+PLAIN: tuple[type, ...] = (*trees.PLAIN, type(...))
 _HIDDEN = frozenset(
     {
         "apply_",

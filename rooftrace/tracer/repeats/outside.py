@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.metacopies import scopes, tensors
+from rooftrace.tracer.metacopies import scopes, trees
 
 # -- attributes ------------------------------------------------------------------------------------
 # Watches reads of attributes of modules, in one thread, without a change that others notice.
 
-_ABSENT = tensors.ABSENT
+_ABSENT = trees.ABSENT
 _LOCK = threading.RLock()
 
 
@@ -159,10 +159,10 @@ class Place:
     def value(self) -> Any:
         """What is there now."""
         if isinstance(self.holder, CellType):
-            return tensors.cell_content(self.holder)
+            return trees.cell_content(self.holder)
         if self.key is None:
             return self.holder
-        value = self.holder.get(self.key, tensors.ABSENT)
+        value = self.holder.get(self.key, trees.ABSENT)
         return value.inherited if type(value) is Watched else value
 
 
@@ -248,9 +248,9 @@ class Outside:
         """The free variables of a function: what they hold, or their cells if that is plain."""
         values = frame.f_locals
         for name in frame.f_code.co_freevars:
-            value = values.get(name, tensors.ABSENT)
+            value = values.get(name, trees.ABSENT)
             try:
-                if isinstance(value, tensors.PLAIN):
+                if isinstance(value, trees.PLAIN):
                     self._closures.append(frame.f_code)
                 else:
                     self._add(Place(value))
@@ -268,7 +268,7 @@ class Outside:
             if isinstance(function, FunctionType):
                 for cell in function.__closure__ or ():
                     place = Place(cell)
-                    if isinstance(place.value(), tensors.PLAIN):
+                    if isinstance(place.value(), trees.PLAIN):
                         self._add(place)
         self._closures.clear()
 
@@ -361,11 +361,7 @@ def _attributes(owner: type | ModuleType, code: CodeType) -> Iterator[Place]:
             value = held[name]
             if type(value) is Watched:
                 value = value.inherited
-            if (
-                value is not tensors.ABSENT
-                and not callable(value)
-                and not hasattr(value, "__get__")
-            ):
+            if value is not trees.ABSENT and not callable(value) and not hasattr(value, "__get__"):
                 yield Place(held, name)
 
 
@@ -373,7 +369,7 @@ def _defaults(function: Any, code: CodeType) -> Iterator[Place]:
     """Default arguments and attributes of a function, which calls of it share."""
     if isinstance(function, FunctionType) and function.__code__ is code:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if not isinstance(value, tensors.PLAIN):
+            if not isinstance(value, trees.PLAIN):
                 yield Place(value)
         if function.__dict__:
             yield Place(function.__dict__)
@@ -397,7 +393,7 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
     Raises UnfollowableError for an object that may change where nobody sees it.
     """
     state.append(value)
-    if isinstance(value, tensors.PLAIN) or id(value) in seen:
+    if isinstance(value, trees.PLAIN) or id(value) in seen:
         return
     if isinstance(value, (type, ModuleType, logging.Logger)):
         return  # a class and a module by the names that code reads of them; a logger has caches
@@ -410,7 +406,7 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
         state.append(told(value))
         return
     if isinstance(value, contextvars.ContextVar):
-        _collect(value.get(tensors.ABSENT), depth, seen, state)
+        _collect(value.get(trees.ABSENT), depth, seen, state)
         return
     if hasattr(value, "__next__") or hasattr(value, "bit_generator"):
         raise UnfollowableError
@@ -449,6 +445,6 @@ _TELLS: dict[type, Callable[[Any], str]] = {
 
 def _same(before: State, after: State) -> bool:
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and isinstance(a, tensors.PLAIN) and a == b)
+        a is b or (type(a) is type(b) and isinstance(a, trees.PLAIN) and a == b)
         for a, b in zip(before, after, strict=True)
     )

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Call, Tape
 from rooftrace.tracer.repeats.loop_bodies import (
     PLAIN,
@@ -53,7 +53,7 @@ class _Eye:
         raise Refused
 
     def _tensor(self, tensor: Tensor) -> Any:
-        memory = self._memory.setdefault(tensors.bytes_of(tensor), len(self._memory))
+        memory = self._memory.setdefault(trees.bytes_of(tensor), len(self._memory))
         keys = torch._C._dispatch_keys(tensor).raw_repr()
         known = self._known(tensor) is not None
         return _sizes(tensor), tensor.requires_grad, tensor.is_leaf, keys, known, memory
@@ -117,7 +117,7 @@ class Turn:
             self.known.update({id(tensor): tensor for tensor in known})
         else:
             written = {id(tensor) for tensor in call.written()}
-            read = {id(tensor) for tensor in tensors.listed([*args, *kwargs.values()])} - written
+            read = {id(tensor) for tensor in trees.listed([*args, *kwargs.values()])} - written
             self.plain &= not known and read.isdisjoint(self.known)
         self.ops.append(
             _Seen(

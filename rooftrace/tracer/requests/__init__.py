@@ -1,4 +1,4 @@
-"""requests."""
+"""What a call or a command asks for: one Job, checked before anything runs; source lines."""
 
 from rooftrace._face import face
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import copies, tensors
+from rooftrace.tracer.metacopies import copies, trees
 
 # -- exported programs -----------------------------------------------------------------------------
 # An exported program as modules, with the paths and class names that they had.
@@ -165,7 +165,7 @@ def _references(function: Any) -> Iterator[tuple[str, Any]]:
         yield "self", function.__self__
         yield from _references(function.__func__)
     elif isinstance(function, FunctionType):
-        cells = map(tensors.cell_content, function.__closure__ or ())
+        cells = map(trees.cell_content, function.__closure__ or ())
         for name, item in zip(function.__code__.co_freevars, cells, strict=True):
             yield name, item
             if isinstance(item, (FunctionType, MethodType, partial)) and item is not function:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rooftrace.tracer.metacopies import tensors, tensors as owners, tensors_in
+from rooftrace.tracer.metacopies import tensors_in, trees
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.presenting import Shapes
 from rooftrace.tracer.values import META, Values
@@ -21,7 +21,7 @@ from rooftrace.tracer.values import META, Values
 
 def runs_where(there: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
     """Whether the first weight of a module is there, or one of its inputs where it has none."""
-    weight = next(tensors.weights_in(module), None)
+    weight = next(trees.weights_in(module), None)
     if weight is not None:
         return there(weight)
     return any(there(tensor) for tensor in tensors_in(arguments))
@@ -115,7 +115,7 @@ class ModuleCall:
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
-            owners.asked(self.module, "require_backward_grad_sync"),
+            trees.asked(self.module, "require_backward_grad_sync"),
         )
         functorch: Any = torch._C._functorch
         plain = not opaque and functorch.peek_interpreter_stack() is None
@@ -197,7 +197,7 @@ def _held(item: Any) -> Any:
 
 def _inside(module: nn.Module) -> nn.Module:
     """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
-    inner = owners.asked(module, "_orig_mod")
+    inner = trees.asked(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
         held = dict(module.named_children())  # TorchScript's are no dictionary
         inner = held.get("module", held.get("_fsdp_wrapped_module"))

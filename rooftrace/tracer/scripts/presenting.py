@@ -22,9 +22,8 @@ from rooftrace.tracer.metacopies import (
     original_of,
     overrides as contexts,
     put,
-    tensors,
-    tensors as trees,
     tensors_in,
+    trees,
 )
 from rooftrace.tracer.recording import Entry, Tape, functions, info_of, ops, taperecords
 from rooftrace.tracer.values import META, Values
@@ -276,10 +275,10 @@ class Shapes:
         """What was computed from such tensors, and from none of the device, is one of them."""
         if not self._storages:
             return
-        own = [tensor in self for tensor in tensors_in(arguments) if tensors.on_meta(tensor)]
+        own = [tensor in self for tensor in tensors_in(arguments) if trees.on_meta(tensor)]
         if own and all(own):
             for tensor in tensors_in(out):
-                if tensors.on_meta(tensor):
+                if trees.on_meta(tensor):
                     self.add(tensor)
 
     def has(self, key: int) -> bool:
@@ -295,7 +294,7 @@ class Shapes:
 def _storage(tensor: Tensor) -> Any:
     """The bytes of a tensor; a weight whose shape is not known yet has none, and says so itself."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensors.unwrapped(tensor).untyped_storage()
+        return trees.unwrapped(tensor).untyped_storage()
 
 
 class Presented(functions.Functions):
@@ -400,7 +399,7 @@ def _computes(func: Any) -> bool:
 
 
 def _is_trained_value(item: Any) -> bool:
-    if not isinstance(item, Tensor) or isinstance(item, tensors.LAZY):
+    if not isinstance(item, Tensor) or isinstance(item, trees.LAZY):
         return False  # lazy ones have no sizes yet
     if item.dim() or not item.requires_grad:
         return False

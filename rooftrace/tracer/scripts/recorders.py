@@ -11,12 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from rooftrace.tracer.metacopies import (
-    tensors as owners,
-    tensors as subclasses,
-    tensors as trees,
-    tensors_in,
-)
+from rooftrace.tracer.metacopies import tensors_in, trees
 from rooftrace.tracer.recording import (
     META_KEY,
     Recorded,
@@ -129,7 +124,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _of_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _TO and "device" in kwargs:
-            if isinstance(args[0], owners.LAZY):
+            if isinstance(args[0], trees.LAZY):
                 with self.paused():  # it has no bytes yet
                     return super()._dispatched(func, args, kwargs)
             moved = self._moved(args[0], kwargs)
@@ -231,7 +226,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         if kind != "gradient" or not self.recording:
             super().enter(tensor, kind, name)
             return
-        for part, suffix in subclasses.parts_of(tensor):
+        for part, suffix in trees.parts_of(tensor):
             if part.is_meta and not knows(self, part.untyped_storage()):
                 self.entries.standing.add(part, kind, name + suffix)
 

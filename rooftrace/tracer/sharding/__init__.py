@@ -1,4 +1,4 @@
-"""sharding."""
+"""Modules over many processes on one: fake meshes, FSDP2, DDP, streams, pipelines."""
 
 from rooftrace._face import face
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.graph import marks
-from rooftrace.tracer.metacopies import original_of, replaced, tensors
+from rooftrace.tracer.metacopies import original_of, replaced, trees
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def _meshes(roots: list[nn.Module]) -> list[Any]:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     over: dict[int, Any] = {}
     for root in roots:
-        for tensor in tensors.weights_in(root):
+        for tensor in trees.weights_in(root):
             if kind is not None and isinstance(tensor, kind):
                 over[id(tensor.device_mesh)] = tensor.device_mesh
     for state in _states(roots):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import Call, groups, ops
 from rooftrace.tracer.values import implicit as implying, intervals, masks
 from rooftrace.tracer.values.implicit import Implicit
@@ -45,7 +45,7 @@ class KnownTensors:
     ) -> None:
         """Remember that `tensor` holds `value` (of its shape; a tensor is one of the CPU)."""
         tensor.__dict__[self.key] = LearntValue(value, taint, self.epoch(tensor))
-        self._alive[tensors.bytes_of(tensor)][id(tensor)] = tensor
+        self._alive[trees.bytes_of(tensor)][id(tensor)] = tensor
 
     def learn_shared(
         self,
@@ -62,13 +62,13 @@ class KnownTensors:
         """
         entry = kept[place]
         others = [entry[0] for entry in kept if entry is not None]
-        memory = Counter(tensors.bytes_of(value) for value in others if isinstance(value, Tensor))
+        memory = Counter(trees.bytes_of(value) for value in others if isinstance(value, Tensor))
         value = copy if entry is None else entry[0]
         if isinstance(value, Implicit):
             return self.learn(tensor, value, taint)
-        alone = memory[tensors.bytes_of(value)] == 1 and not value.is_inference()
+        alone = memory[trees.bytes_of(value)] == 1 and not value.is_inference()
         if value.dtype in (torch.int32, torch.int64) and alone:
-            self.results.shared.add(tensors.bytes_of(value))
+            self.results.shared.add(trees.bytes_of(value))
             copy = value
         self.learn(tensor, copy, taint)
 
@@ -114,21 +114,21 @@ class KnownTensors:
             return entry.value
         if entry.value.layout is not torch.strided:
             return None
-        self.results.shared.add(tensors.bytes_of(entry.value))  # nothing writes to a leaf
+        self.results.shared.add(trees.bytes_of(entry.value))  # nothing writes to a leaf
         return Implicit.of(entry.value)
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """The tensors in the bytes of `tensor` of which something is known."""
-        return list(self._alive.get(tensors.bytes_of(tensor), {}).values())
+        return list(self._alive.get(trees.bytes_of(tensor), {}).values())
 
     def epoch(self, tensor: Tensor) -> int:
         """How often the bytes of `tensor` became unknown."""
-        return self._epochs.get(tensors.bytes_of(tensor), 0)
+        return self._epochs.get(trees.bytes_of(tensor), 0)
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""
         tensor.__dict__.pop(self.key, None)
-        key = tensors.bytes_of(tensor)
+        key = trees.bytes_of(tensor)
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
     def close(self, keep: bool = False) -> None:
@@ -149,7 +149,7 @@ class KnownTensors:
 
         A view whose value is in other memory, where the write would not be seen, becomes unknown.
         """
-        memory = tensors.bytes_of(entry.value)
+        memory = trees.bytes_of(entry.value)
         shared = memory in self.results.shared
         storage: Any = entry.value.untyped_storage()
         copied = storage.clone() if shared else None
@@ -158,7 +158,7 @@ class KnownTensors:
             if known is None:
                 continue
             value = known.value
-            if tensors.bytes_of(value) != memory:
+            if trees.bytes_of(value) != memory:
                 view.__dict__.pop(self.key, None)
             elif copied is not None:
                 at = value.storage_offset(), value.shape, value.stride()
@@ -298,14 +298,14 @@ class ResultMemo:
         )
         repeatable = bool(values) or call.name in _SAME
         if call.info.mutated:
-            self._writes.update(tensors.bytes_of(values[id(t)]) for t in call.written())
+            self._writes.update(trees.bytes_of(values[id(t)]) for t in call.written())
         elif repeatable and not untracked:
             key = (call.func, repr(self._fingerprint((*args, *kwargs.items()))))
             hit = self._recalled(key)
             if hit is not None and all(self._state(t) == state for t, state in hit[1]):
-                own = {tensors.bytes_of(value) for value in values.values()}
+                own = {trees.bytes_of(value) for value in values.values()}
                 # A view is shared on purpose.
-                self.shared.update({tensors.bytes_of(t) for t, _ in hit[1]} - own)
+                self.shared.update({trees.bytes_of(t) for t, _ in hit[1]} - own)
                 return hit[0]
         try:
             result = ops.run_on_cpu(call.name, call.func, args, kwargs, self._generator)
@@ -313,7 +313,7 @@ class ResultMemo:
             return None  # a value that cannot be computed is an unknown value
         if key is not None:
             # The inputs are kept so that their ids stay theirs.
-            made = tensors.listed(result)
+            made = trees.listed(result)
             kept = result, [(t, self._state(t)) for t in made], values
             self._keep(key, kept, [*made, *values.values()])
         return result
@@ -333,7 +333,7 @@ class ResultMemo:
 
     def _state(self, value: Tensor) -> tuple[int, int]:
         """Changes when something is written to a value, or to another view of its bytes."""
-        return value._version, self._writes[tensors.bytes_of(value)]
+        return value._version, self._writes[trees.bytes_of(value)]
 
     def _fingerprint(self, items: Sequence[Any]) -> list[Any]:
         """A form of the arguments whose repr is equal only for equal calls."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import tensors
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import Call
 from rooftrace.tracer.values.known import KnownTensors
 
@@ -43,17 +43,17 @@ class UniformDraws:
 
         A draw ends where something unknown is written to it.
         """
-        draw, epoch, _ = self._draws.get(tensors.bytes_of(tensor), (None, 0, None))
+        draw, epoch, _ = self._draws.get(trees.bytes_of(tensor), (None, 0, None))
         return draw if epoch == self._known.epoch(tensor) else None
 
     def learn(self, tensor: Tensor, draw: FollowedDraw) -> None:
         """Remember that `tensor` holds a draw."""
-        self._draws[tensors.bytes_of(tensor)] = draw, self._known.epoch(tensor), tensor
+        self._draws[trees.bytes_of(tensor)] = draw, self._known.epoch(tensor), tensor
 
     def learn_classes(self, tensor: Tensor, classes: range) -> None:
         """Remember that each number of `tensor` is one of these, all equally likely."""
         numbers = torch.arange(classes.start, classes.stop)
-        self.learn(tensor, FollowedDraw(numbers, tensors.bytes_of(tensor)))
+        self.learn(tensor, FollowedDraw(numbers, trees.bytes_of(tensor)))
 
     @contextmanager
     def followed(self, call: Call, outputs: Sequence[Tensor]) -> Iterator[None]:

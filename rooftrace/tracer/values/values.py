@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.graph import Assumption
-from rooftrace.tracer.metacopies import tensors as trees
+from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import Call, groups, ops
 from rooftrace.tracer.requests import assumptions as asked, deciding_line, source as lines
 from rooftrace.tracer.values import masks

@@ -1,4 +1,4 @@
-"""weights."""
+"""Files of weights, read a slice at a time."""
 
 from rooftrace._face import face
 

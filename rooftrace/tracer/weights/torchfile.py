@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rooftrace._reading import FileKind
-from rooftrace.tracer.metacopies import dtype_name, tensors as subclasses
+from rooftrace.tracer.metacopies import dtype_name, trees
 
 # -- slices ----------------------------------------------------------------------------------------
 # A few elements of a tensor at a time, whatever its strides: what is copied has a bound.
@@ -228,7 +228,7 @@ def _tensors(
 
 def _stored(name: str, tensor: Tensor, path: Path) -> Iterator[Stored]:
     """A tensor as what is read of it: a wrapper or a sparse tensor as the tensors inside."""
-    for part, suffix in subclasses.parts_of(tensor):
+    for part, suffix in trees.parts_of(tensor):
         yield _plain(name + suffix, part, path)
 
 
