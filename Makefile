@@ -92,9 +92,9 @@ inductor: $(INSTALLED) ## our kernels beside those of Inductor's scheduler (MODE
 		echo "make: Inductor needs the triton wheel, and no GPU: $(BIN)/pip install triton"; exit 1; }
 	@$(BIN)/python benchmarks/inductor/compare.py $(MODEL)
 
-page: ## make the script of reports' pages of web/ (needs Node)
+page: ## make the script of reports' pages of site/app/ (needs Node)
 	@command -v npm >/dev/null 2>&1 || { echo "make: npm is not here; it comes with Node.js"; exit 1; }
-	@cd web && npm ci --silent --no-audit --no-fund && npm run --silent types && npm run --silent build
+	@cd site/app && npm ci --silent --no-audit --no-fund && npm run --silent types && npm run --silent build
 
 # Only the site needs these packages, so only this target installs them.
 $(INSTALLED_DOCS): $(INSTALLED)
@@ -103,17 +103,17 @@ $(INSTALLED_DOCS): $(INSTALLED)
 	@touch $@
 
 docs: $(INSTALLED_DOCS) ## build the site in out/site; a broken link fails (KEEP=1: only pictures that are missing)
-	@$(BIN)/python -m website $(if $(KEEP),--keep-pictures)
+	@$(BIN)/python site/build.py $(if $(KEEP),--keep-pictures)
 
 notebooks: $(INSTALLED) ## make the examples as notebooks in out/notebooks
-	@$(BIN)/python -m website --notebooks out/notebooks
+	@$(BIN)/python site/build.py --notebooks out/notebooks
 
 zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm or heads N=50)
-	@$(BIN)/python zoo/run.py --workers $(JOBS) \
+	@$(BIN)/python benchmarks/zoo/run.py --workers $(JOBS) \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
 
 zoo-diff: $(INSTALLED) ## compare every model of the zoo with itself: no row may differ (ZOO=, GROUP=, N=)
-	@$(BIN)/python zoo/diffs.py --workers $(JOBS) --out out/zoo-diff.jsonl \
+	@$(BIN)/python benchmarks/zoo/diffs.py --workers $(JOBS) --out out/zoo-diff.jsonl \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
 
 flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=), or TORCHVISION=installed
@@ -176,4 +176,4 @@ measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGE
 
 clean: ## remove caches, builds and out/; .venv stays
 	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find rooftrace tests examples website -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find rooftrace tests examples benchmarks site -name __pycache__ -type d -prune -exec rm -rf {} +
