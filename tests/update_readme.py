@@ -18,9 +18,9 @@ BLOCK = re.compile(
     r"(?P<text>.*?)```",
     re.DOTALL,
 )
-sys.path.insert(0, str(ROOT))  # a script finds what is beside it, not what is above
+sys.path.insert(0, str(ROOT / "site"))
 
-from website import gallery  # noqa: E402
+from docsite import gallery  # noqa: E402
 
 
 def filled(text: str, folder: Path = GOLDEN) -> str:
