@@ -1,16 +1,18 @@
-"""A page for each public name of `import rooftrace`, by what a reader wants to do with it."""
+"""A page for each public name of `import rooftrace`, by the work that a reader has."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rooftrace import _face
 
 ROOT = Path(__file__).resolve().parents[1]
-FACE = ROOT / "rooftrace" / "__init__.pyi"
+STUBS = {"": "__init__.pyi", "extend.": "extend.pyi", "tools.": "tools.pyi", "types.": "types.pyi"}
+"""The stub of each public module, by how the names of that module begin after `rooftrace.`."""
 
 GROUPS: Mapping[str, str] = {
     "Trace": "trace trace_target Request OpGraph save load capture telling",
@@ -32,9 +34,25 @@ GROUPS: Mapping[str, str] = {
 }
 
 
-def public_names() -> dict[str, tuple[str, str | None]]:
-    """{public name: (module, name in it)}, by the stub that is the package's face."""
-    return _face.names("rooftrace", FACE.read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class PublicName:
+    """A name that users call: rooftrace.PATH, and the place of its definition."""
+
+    path: str  # "trace", "extend.rule"
+    module: str
+    inside: str | None  # the name in that module; None: the module itself
+
+
+def public_names() -> dict[str, PublicName]:
+    """{name: where it is}, by the stubs of the public modules, which share no name."""
+    return {
+        name: PublicName(f"{start}{name}", module, inside)
+        for start, stub in STUBS.items()
+        for name, (module, inside) in _face.names(
+            "rooftrace", (ROOT / "rooftrace" / stub).read_text(encoding="utf-8")
+        ).items()
+        if f"{name}." not in STUBS
+    }
 
 
 def grouped() -> dict[str, list[str]]:
@@ -50,7 +68,7 @@ def page_of(name: str) -> str:
 
 def page(name: str) -> str:
     """The Markdown of a name's page: what mkdocstrings reads in the source."""
-    return f"---\ntitle: {name}\n---\n\n::: rooftrace.{name}\n"
+    return f"---\ntitle: {name}\n---\n\n::: rooftrace.{public_names()[name].path}\n"
 
 
 def index() -> str:
@@ -58,21 +76,24 @@ def index() -> str:
     parts = [
         "# Python names",
         "All that `import rooftrace as rt` gives, and what each is for. `rt.__version__` is the "
-        "version.",
+        "version. Names that begin with `extend.`, `tools.` or `types.` stand in these modules.",
     ]
     for title, names in grouped().items():
         parts.append(f"## {title}")
-        rows = [f"| [`{name}`]({page_of(name)[10:]}) | {first_sentence(name)} |" for name in names]
+        rows = [
+            f"| [`{public_names()[name].path}`]({page_of(name)[10:]}) | {first_sentence(name)} |"
+            for name in names
+        ]
         parts.append("\n".join(["| Name | What it is |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
 def first_sentence(name: str) -> str:
     """The first line of a docstring, read without importing anything."""
-    module, inside = public_names()[name]
-    text = docstring(module, inside)
+    public = public_names()[name]
+    text = docstring(public.module, public.inside)
     if text is None:
-        raise ValueError(f"rooftrace.{name} has no docstring: {module}")
+        raise ValueError(f"rooftrace.{public.path} has no docstring: {public.module}")
     line = " ".join(text.partition("\n\n")[0].split())
     return line.replace("|", r"\|").replace("<", "&lt;")
 

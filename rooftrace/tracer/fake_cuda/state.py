@@ -66,7 +66,7 @@ def _stand_in(face: type, kind: type) -> type:
 
 _RULES = (
     "To count a kernel of your own, make it an op with torch.library.custom_op and a "
-    "register_fake, and give it a rule with rooftrace.rule (docs/rules.md)"
+    "register_fake, and give it a rule with rooftrace.extend.rule (docs/rules.md)"
 )
 
 
