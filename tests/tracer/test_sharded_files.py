@@ -60,7 +60,7 @@ def test_collectives_that_name_their_group_are_rebuilt_inside_a_mesh(way: str) -
     with rt.tools.fake_mesh(graph.mesh):
         (made,) = to_fx(graph, state_of(graph))(*inputs)
     assert made.shape == graph.values[graph.outputs[0]].shape
-    with pytest.raises(GraphError, match=r"inside rt\.fake_mesh\(\{'tp': 4\}\)"):
+    with pytest.raises(GraphError, match=r"inside rt\.tools\.fake_mesh\(\{'tp': 4\}\)"):
         to_fx(graph)
 
 

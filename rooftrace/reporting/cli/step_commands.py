@@ -214,7 +214,7 @@ def solve(target: str, written: Written, asked: dict[str, Any]) -> None:
         )
     with progress():
         if find in _MESHES:
-            result = getattr(rt, _MESHES[find])(target, **_meshed(find, asked))
+            result = getattr(rt.tools, _MESHES[find])(target, **_meshed(find, asked))
         else:
             result = rt.solve(target, **asked)
         if written.plot is not None:
