@@ -1,10 +1,12 @@
 """The names that `import rooftrace` gives, where the others are, and that old ones still work."""
 
+import re
 import subprocess
 import sys
 import warnings
 from collections import Counter
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from rooftrace import _public
 
 pytestmark = pytest.mark.quick
 
+ROOT = Path(__file__).resolve().parents[1]
 FORMER = """Access Breakdown Chip Column Cost Elasticities Estimate ExecutionModel Explanation Form
 FusedStep GraphBreaks Guidance Headroom KernelView ModelInfo Note OpGraph OpView Plan Request
 RequestError Rooflines Run RunFileError Saving ScriptCost Section Sweep SweepFleet Table TargetError
@@ -70,12 +73,20 @@ def test_importing_a_former_name_warns_once() -> None:
     assert ran.stderr.count("DeprecationWarning") == 2
 
 
+@pytest.mark.parametrize("folder", ["rooftrace", "tests", "docs", "examples", "benchmarks"])
+def test_nothing_uses_a_former_name(folder: str) -> None:
+    former = re.compile(rf"\b(?:rt|rooftrace)\.(?:{'|'.join(FORMER.split())})\b(?!/\d)")
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".pyi", ".md")]
+    assert files
+    used = {str(path): former.findall(path.read_text(encoding="utf-8")) for path in files}
+    assert not {path: names for path, names in used.items() if names}
+
+
 def test_editors_are_led_to_the_function_that_does_the_work() -> None:
     """By stubs and imports alone, as an editor follows them; nothing is called."""
     jedi = pytest.importorskip("jedi")
-    root = _public.__file__.rpartition("/rooftrace/")[0]
     here = {
-        "project": jedi.Project(root, smart_sys_path=False, added_sys_path=[root]),
+        "project": jedi.Project(ROOT, smart_sys_path=False, added_sys_path=[str(ROOT)]),
         "environment": jedi.InterpreterEnvironment(),
     }
     for name in ("estimate", "report", "diff", "tools.form", "load", "extend.rule", "types.Plan"):
