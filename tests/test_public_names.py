@@ -73,7 +73,7 @@ def test_importing_a_former_name_warns_once() -> None:
     assert ran.stderr.count("DeprecationWarning") == 2
 
 
-@pytest.mark.parametrize("folder", ["rooftrace", "tests", "docs", "examples", "benchmarks"])
+@pytest.mark.parametrize("folder", ["rooftrace", "tests", "docs", "examples", "benchmarks", "site"])
 def test_nothing_uses_a_former_name(folder: str) -> None:
     former = re.compile(rf"\b(?:rt|rooftrace)\.(?:{'|'.join(FORMER.split())})\b(?!/\d)")
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".pyi", ".md")]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftrace import _face
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STUBS = {"": "__init__.pyi", "extend.": "extend.pyi", "tools.": "tools.pyi", "types.": "types.pyi"}
 """The stub of each public module, by how the names of that module begin after `rooftrace.`."""
 
