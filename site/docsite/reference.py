@@ -15,22 +15,27 @@ STUBS = {"": "__init__.pyi", "extend.": "extend.pyi", "tools.": "tools.pyi", "ty
 """The stub of each public module, by how the names of that module begin after `rooftrace.`."""
 
 GROUPS: Mapping[str, str] = {
-    "Trace": "trace trace_target Request OpGraph save load capture telling",
+    "Trace": "trace trace_target Request OpGraph save load capture Captured telling",
     "Price": """estimate priced_graphs Estimate Breakdown plan Plan execution_model ExecutionModel
-        reprice memory load_chip available_chips Chip""",
+        reprice memory Memory load_chip available_chips Chip""",
     "Run a script": "run ScriptCost TurnCost",
-    "Report": "report reports save_timeline largest_batch summary profile flop_count_table units",
+    "Report": """report Report reports Reports save_timeline largest_batch LargestBatch summary
+        Summary profile Profile flop_count_table units""",
     "What would help": """guidance Guidance WhatIf graph_breaks GraphBreaks headroom Headroom Saving
         explain Explanation""",
-    "Compare": "diff compare inventory ModelInfo dump_model_info",
-    "Many chips": "fake_mesh best_mesh scaling disaggregated save_chakra",
+    "Compare": """diff Diff compare Comparison inventory ModelInfo ParameterDiff CheckpointDiff
+        dump_model_info""",
+    "Many chips": """fake_mesh System best_mesh MeshAnswer scaling ScalingAnswer disaggregated
+        Disaggregated save_chakra""",
     "What if": """form Form save_form load_form sweep Sweep plot_sweep sweep_fleet SweepFleet solve
-        plot_answer sensitivity Elasticities explore roofline Rooflines plot_roofline""",
+        ServingAnswer CapacityAnswer RatesAnswer PassingAnswer plot_answer sensitivity Elasticities
+        explore Exploration roofline Rooflines plot_roofline""",
     "Measure and calibrate": """measure measuring live trainer_callback lightning_callback fused
-        FusedStep Run load_run calibrate validate Validation""",
+        FusedStep Run load_run calibrate Calibration Knobs validate Validation RunDiff""",
     "Extend": """rule OpView Cost Work Access fusion KernelView section Section Table Column Note
         source phase""",
-    "Errors": "RequestError TargetError TraceError RunFileError",
+    "Errors": """RequestError TargetError TraceError UnknownChipError MissingPeakError
+        ExecutionError GraphFileError RunFileError ProfileError KnobsError CalibrationError""",
 }
 
 
