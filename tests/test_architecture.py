@@ -482,10 +482,10 @@ def test_every_folder_is_a_package_and_every_module_says_what_it_knows() -> None
     assert not silent, "modules without a docstring"
 
 
-def files_of_git() -> list[str]:
-    """Paths of the checkout that git tracks or would add."""
+def files_of_git(*options: str) -> list[str]:
+    """Paths of the checkout that git tracks, and what more `git ls-files` lists by options."""
     listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        ["git", "ls-files", "-z", "--cached", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -576,7 +576,7 @@ OF_ONE_MACHINE = re.compile(
 @pytest.mark.subprocess
 def test_no_file_names_a_path_or_a_registry_of_one_machine() -> None:
     bad = []
-    for name in files_of_git():
+    for name in files_of_git("--others", "--exclude-standard"):
         path = ROOT / name
         if path.is_symlink() or not path.is_file():
             continue

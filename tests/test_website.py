@@ -210,3 +210,19 @@ def test_signs_in_a_docstring_are_no_markup() -> None:
     assert (
         docstrings.literal(text) == "timeline\\_\\<phase>.gz and `a_<b>`, \\*args\n\n    code_<x>"
     )
+
+
+def test_a_function_that_a_stub_holds_as_overloads_is_read(tmp_path: Path) -> None:
+    griffe = pytest.importorskip("griffe")
+    from docsite import docstrings
+
+    (tmp_path / "stubbed.py").write_text("")
+    (tmp_path / "stubbed.pyi").write_text(
+        "from typing import overload\n"
+        "@overload\ndef add(x: int) -> int: ...\n"
+        '@overload\ndef add(x: str) -> str:\n    """A sum."""\n'
+    )
+    extensions = griffe.load_extensions(docstrings.Prose())
+    module = griffe.load("stubbed", search_paths=[tmp_path], extensions=extensions)
+    assert module["add"].docstring.value == "A sum."
+    assert [str(each.returns) for each in module["add"].overloads] == ["int", "str"]
