@@ -46,5 +46,6 @@ def test_commands_in_the_readme_exist(root: Path) -> None:
 def test_every_public_name_is_there() -> None:
     import rooftrace
 
-    for name in rooftrace.__all__:
-        assert getattr(rooftrace, name) is not None
+    for module in (rooftrace, rooftrace.extend, rooftrace.tools, rooftrace.types):
+        for name in module.__all__:
+            assert getattr(module, name) is not None

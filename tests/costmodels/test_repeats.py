@@ -393,8 +393,8 @@ def test_reprice_islands_and_notes_count_every_layer(stack: Callable[[str, str],
     flat = stack("Llama", "decode")
     short = roll_stacks(flat)
     for change in (
-        lambda g: rt.reprice(g, "fp8"),
-        lambda g: rt.reprice(g, weights_dtype="int4", kv_dtype="fp8"),
+        lambda g: rt.tools.reprice(g, "fp8"),
+        lambda g: rt.tools.reprice(g, weights_dtype="int4", kv_dtype="fp8"),
     ):
         one, other = change(short), change(flat)
         assert one.model == other.model and one.workload == other.workload

@@ -68,7 +68,8 @@ def measure(
 
     compiled: the step is run through torch.compile.  ops: the captured graph is also run op by op,
     eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ..., phase=phase)`; of a
-    compiled step the row has its `kernels` too, which `rooftrace.fused` sets beside the graph.
+    compiled step the row has its `kernels` too, which `rooftrace.tools.fused` compares with the
+    graph.
     budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row, `run.models[0]`, and with its graph, so that `calibrate(run)`
@@ -431,9 +432,9 @@ def measuring(
     rest are timed.  device: the device whose work ends a step; default cuda where there is one.
     compiled: whether the run says "compiled" or "eager".  graph: of a compiled step; where the
     module is compiled inside the block, with `model = steps.compile(model)`, the row has the
-    kernels of that step, which `rooftrace.fused` sets beside this graph, and else its `note` says
-    why not.  Raises RequestError at the end where no step was timed, for a graph of a step that is
-    not compiled, and inside of a recording.
+    kernels of that step, which `rooftrace.tools.fused` compares with this graph; else its `note`
+    says why not.  Raises RequestError at the end where no step was timed, for a graph of a step
+    that is not compiled, and inside of a recording.
     """
     check_not_inside("measuring", "measure before it or after it")
     if graph is not None and not compiled:

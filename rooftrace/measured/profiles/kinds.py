@@ -1,6 +1,6 @@
 """The kinds of files with measurements, told apart by how they begin; names say nothing.
 
-To add a kind: a function that reads it, with @rooftrace.source.
+To add a kind: a function that reads it, with @rooftrace.extend.source.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def calibrate(
     say(f"\nwritten to {out}; use it as --knobs {out}")
 
 
-def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.Run, dict[str, Any]]:
+def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.types.Run, dict[str, Any]]:
     """The run of a target at the sizes that are asked for, and what else is asked."""
     from rooftrace.measured.bench import measured_target
 
@@ -172,8 +172,8 @@ def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.Run, dict[str,
             f"--run measures the target as it is: leave out {', '.join(left)}; it takes --batch, "
             "--seq, --kv and --phase"
         )
-    sizes = rt.Request(job.get("batch"), job.get("seq"), job.get("kv"))
-    model = rt.execution_model(*asked.get("execution", ("eager",)))
+    sizes = rt.types.Request(job.get("batch"), job.get("seq"), job.get("kv"))
+    model = rt.tools.execution_model(*asked.get("execution", ("eager",)))
     run = measured_target(
         target, sizes, job.get("phases"), model.dispatch != "eager", progress=tell
     )

@@ -162,7 +162,7 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
 def trace(target: str, out: str, asked: dict[str, Any]) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
     with once():
-        graphs = rt.priced_graphs(target, **asked)
+        graphs = rt.tools.priced_graphs(target, **asked)
         if out != "-":
             tell(f"writing {out}")
             rt.save(graphs, out)
@@ -225,7 +225,7 @@ def report_many(
     from rooftrace.reporting.text import shown
 
     with progress():
-        result = rt.reports(targets, out=out, formats=formats, style=style, **asked)
+        result = rt.tools.reports(targets, out=out, formats=formats, style=style, **asked)
     if result.reports:
         console().print(told(lambda: shown(result, "rich")))
     if out is not None and result.reports:

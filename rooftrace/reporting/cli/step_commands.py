@@ -118,7 +118,7 @@ def roofline(targets: tuple[str, ...], written: Written, asked: dict[str, Any]) 
     with progress():
         result = rt.roofline(list(targets), **asked)
         if written.plot is not None:
-            rt.plot_roofline(result, written.plot, style=written.style)
+            rt.tools.plot_roofline(result, written.plot, style=written.style)
     written.write(result)
 
 
@@ -135,7 +135,7 @@ of them.  Computing, HBM and link overlap perfectly at the rates of the datashee
 def explore(target: str, written: Written, asked: dict[str, Any]) -> None:
     """The least batch at which computing limits decode, over devices and lengths of the cache."""
     with progress():
-        result = rt.explore(target, plot=written.plot, **asked)
+        result = rt.tools.explore(target, plot=written.plot, **asked)
     written.write(result)
 
 
@@ -214,11 +214,11 @@ def solve(target: str, written: Written, asked: dict[str, Any]) -> None:
         )
     with progress():
         if find in _MESHES:
-            result = getattr(rt, _MESHES[find])(target, **_meshed(find, asked))
+            result = getattr(rt.tools, _MESHES[find])(target, **_meshed(find, asked))
         else:
             result = rt.solve(target, **asked)
         if written.plot is not None:
-            rt.plot_answer(result, written.plot)
+            rt.tools.plot_answer(result, written.plot)
     written.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
@@ -230,7 +230,7 @@ _FOR_SERVICE = ("ttft", "mix", "apart", "power")
 
 
 def _meshed(find: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Options as `rt.best_mesh` and `rt.scaling` take them.  Raises RequestError for others."""
+    """Options of `rt.tools.best_mesh` and `rt.tools.scaling`; RequestError for others."""
     for name in (*_FOR_SERVICE, *(("over", "step", "tpot") if find == "scaling" else ())):
         if name in asked:
             raise RequestError(f"--{name} with --find {find}: it has no use for it; leave it out")
@@ -301,9 +301,9 @@ def sweep(
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if save_form is not None:
-            rt.save_form(result.cases[0].form, save_form)
+            rt.tools.save_form(result.cases[0].form, save_form)
         if plot is not None:
-            rt.plot_sweep(result, plot)
+            rt.tools.plot_sweep(result, plot)
     _say(result, form)
     if form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
@@ -336,7 +336,9 @@ def _fleet(
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
-            result = rt.sweep_fleet(targets, out=out, scheduler=scheduler, rules=rules, **asked)
+            result = rt.tools.sweep_fleet(
+                targets, out=out, scheduler=scheduler, rules=rules, **asked
+            )
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)

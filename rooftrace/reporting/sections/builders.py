@@ -2,10 +2,11 @@
 
 Anybody can add a section without a change here:
 
-    @rt.section("energy")
+    @rt.extend.section("energy")
     def energy(results):
         rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
-        return rt.Section(title="Energy", parts=[rt.Table(columns=(PHASE, JOULE), rows=rows)])
+        table = rt.extend.Table(columns=(PHASE, JOULE), rows=rows)
+        return rt.extend.Section(title="Energy", parts=[table])
 
 It then stands on the screen, in report.md and, under `sections`, in report.json.
 """
@@ -278,7 +279,7 @@ def built(key: str, build: Callable[..., object], results: object) -> view.Secti
     try:
         section = build(results)
         if not isinstance(section, view.Section):
-            raise ValueError(f"it returned {section!r:.60}; expected a rooftrace.Section")
+            raise ValueError(f"it returned {section!r:.60}; expected a rooftrace.extend.Section")
         _check(section)
     except Exception as error:  # whatever the code of a user may raise
         raise SectionError(f"{about}{worded(error)}") from error
@@ -311,7 +312,7 @@ def _check_table(table: view.Table, name: str) -> None:
         raise ValueError(f"{name}: rows={table.rows!r:.60}: expected a list of rows")
     for column in table.columns:
         if not isinstance(column, view.Column):
-            raise ValueError(f"{name}: column {column!r:.60}: expected a rooftrace.Column")
+            raise ValueError(f"{name}: column {column!r:.60}: expected a rooftrace.extend.Column")
         check_output(column.on)
         for number, row in enumerate(table.rows):
             try:

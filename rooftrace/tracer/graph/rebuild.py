@@ -68,7 +68,7 @@ def _check_exchanges(graph: OpGraph) -> None:
         sizes = dict(graph.mesh) or {"axis": max(graph.groups[op.collective.group].ranks) + 1}
         raise GraphError(
             f"{op.target} is an exchange in the process group {op.collective.group!r}, which this "
-            f"process has not: rebuild and run the graph inside rt.fake_mesh({sizes})"
+            f"process has not: rebuild and run the graph inside rt.tools.fake_mesh({sizes})"
         )
 
 
