@@ -78,12 +78,12 @@ def test_sweeps_take_it_too(fit: str) -> None:
         ["report", "TARGET", "--input", "input=8,64:fp32"],
         ["sweep", "TARGET", "--input", "input=batch,64:fp32", "--over", "batch=1,2"],
         ["explain", "TARGET", "--input", "input=8,64:fp32", "--op", "0"],
-        ["nodes", "TARGET", "--input", "input=8,64:fp32"],
+        ["report", "TARGET", "--table", "nodes", "--input", "input=8,64:fp32"],
         ["roofline", "TARGET", "--input", "input=8,64:fp32"],
         ["sensitivity", "TARGET", "--input", "input=8,64:fp32"],
         ["diff", "TARGET", "TARGET", "--input", "input=8,64:fp32"],
     ],
-    ids=lambda words: words[0],
+    ids=" ".join,
 )
 def test_every_command_takes_it(fit: str, command: list[str], run: Any) -> None:
     target = f"{Path(fit).parent / 'net.py'}:net"

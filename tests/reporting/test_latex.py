@@ -318,7 +318,7 @@ def build():
 COMMANDS = (
     ("report", "--out", "one.tex"),
     ("report", "--out", "-", "--format", "tex", "--style", "paper"),
-    ("census", "--format", "tex"),
+    ("report", "--table", "census", "--format", "tex"),
     ("compare", "--with", "flopcounter", "--out", "one.tex"),
 )
 

@@ -30,8 +30,8 @@ from tests.reporting.conftest import Run
 from tests.reporting.signatures import STUB, stub
 
 PRICES = {
-    "breaks", "census", "diff", "explain", "explore", "lock", "nodes", "report", "roofline",
-    "sensitivity", "solve", "sweep", "validate",
+    "breaks", "diff", "explain", "lock", "report", "roofline", "sensitivity", "solve", "sweep",
+    "validate",
 }  # fmt: skip
 """Commands that price steps of a target; `run` prices those of a script."""
 TARGET = """
@@ -48,7 +48,7 @@ def test_a_command_that_prices_has_every_option_of_prices(command: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("command", sorted(PRICES - {"explore"}))
+@pytest.mark.parametrize("command", sorted(PRICES))
 def test_a_command_that_traces_has_every_option_of_the_workload(command: str) -> None:
     there = {name for option in cli.commands[command].params for name in option.opts}
     for each in (*options_of(Workload), *options_of(PrecisionOptions)):
@@ -126,8 +126,8 @@ def test_what_is_asked_of_prices_changes_every_execution() -> None:
 
 WAYS: dict[str, tuple[str, ...]] = {
     "report": ("report", "t.py:build", "--phase", "forward", "--out", "-", "--format", "json"),
-    "nodes": ("nodes", "t.py:build", "--format", "json"),
-    "census": ("census", "t.py:build", "--format", "json"),
+    "nodes": ("report", "t.py:build", "--table", "nodes", "--format", "json"),
+    "census": ("report", "t.py:build", "--table", "census", "--format", "json"),
     "explain": ("explain", "t.py:build", "--format", "json"),
     "sensitivity": ("sensitivity", "t.py:build", "--format", "json"),
     "breaks": ("breaks", "t.py:build", "--format", "json"),

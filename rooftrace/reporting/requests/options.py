@@ -204,6 +204,13 @@ def levels(texts: Sequence[str]) -> dict[str, str]:
     return dict(pairs("--over", texts, "NAME=VALUES, for example devices=1,8,64"))
 
 
+def open_values(texts: Sequence[str]) -> str | dict[str, str]:
+    """The values of the one open size as they are typed, or values by name of NAME=VALUES."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    return levels(texts)
+
+
 def sizes(texts: Sequence[str]) -> dict[str, int | None]:
     """Sizes by name, of NAME=VALUE or NAME."""
     over: dict[str, int | None] = {}

@@ -52,11 +52,14 @@ class ExploreArguments:
         metavar="NAME=VALUES", repeats=True, read=options.levels,
     )  # fmt: skip
     link: str | float | None = option(
-        help="In place of the chip's fastest: '50 GB/s'.", metavar="BANDWIDTH"
+        help="With --find critical-batch: bandwidth of a link, as '50 GB/s'; default: that of the "
+        "fastest link of the chip.",
+        metavar="BANDWIDTH",
     )
     alpha: float = option(
         0.9,
-        help="The share of the slower of HBM and link at which computing counts as the limit.",
+        help="With --find critical-batch: computing is the limit where it takes at least this "
+        "share of the time of HBM and of the link.",
         kind=float,
         shown="0.9",
     )
@@ -89,7 +92,8 @@ class SolveArguments:
 
     find: str = option(
         "batch",
-        help="A size, cheapest, energy, throughput, latency, rates, passing, chips, mesh, scaling.",
+        help="A size, cheapest, energy, throughput, latency, rates, passing, chips, mesh, scaling, "
+        "critical-batch.",
         metavar="WHAT", shown="batch",
     )  # fmt: skip
     tpot: float | str | None = option(
@@ -106,8 +110,10 @@ class SolveArguments:
     )
     apart: bool = option(False, help="Prefills run on chips of their own.", kind=bool)
     over: Any = option(
-        help="Values of the size that is left open, for example 1..16384.", metavar="VALUES"
-    )
+        help="Values of the open size, for example 1..16384.  With --find critical-batch: of "
+        "devices, kv or batch, as devices=1,2,64.  Repeatable.",
+        metavar="[NAME=]VALUES", repeats=True, read=options.open_values,
+    )  # fmt: skip
     chips: int | Sequence[int] | None = option(
         help="How many chips together; default: as few as hold the limits; for scaling 1 to "
         "1,024.",
