@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.costmodels.rewriting.patterns import LAST, Along, NonTensor, Number, Pat, match
-from rooftrace.costmodels.rewriting.places import Dataflow
+from rooftrace.costmodels.rewriting.places import ValueFlow
 
 GATED = Pat("mul", Pat("silu", "gate"), "up")
 
@@ -24,7 +24,7 @@ def read(function: Callable[..., Tensor], pattern: Any, *shapes: tuple[int, ...]
             return function(*tensors)
 
     graph = rt.trace(Step(), *(torch.zeros(shape or (2, 3)) for shape in shapes or ((), ())))
-    bound = match(Dataflow(graph), graph.outputs[0], pattern)
+    bound = match(ValueFlow(graph), graph.outputs[0], pattern)
     places = {value: place for place, value in enumerate(graph.inputs)}
     return bound and {word: places.get(item, item) for word, item in bound.items()}
 

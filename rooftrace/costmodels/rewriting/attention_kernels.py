@@ -26,7 +26,7 @@ from rooftrace.costmodels.rewriting.editing import (
     with_matches,
     without_left_behind,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow, merged_dims, reads_across, same_strides
+from rooftrace.costmodels.rewriting.places import ValueFlow, merged_dims, reads_across, same_strides
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 
@@ -36,7 +36,7 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
 
     The copy is a clone of [.., Hk, G, L, E] that has stride 0 along G.
     """
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     shared: dict[int, tuple[Op, dict[str, int]]] = {}
     for op in graph.ops:
         if op.target == ATTENTION and op.part == "forward":
@@ -54,7 +54,7 @@ def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, int]]) -> None:
     edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
 
 
-def _stored(flow: Dataflow, op: Op, name: str) -> int | None:
+def _stored(flow: ValueFlow, op: Op, name: str) -> int | None:
     """[.., Hk, G, L, E] of which keys or values are a copy for each head; None for other ones."""
     values, item = flow.values, operand(op, name)
     clone = flow.kernel_of(item.id)
@@ -182,7 +182,7 @@ def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
 
 def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
     chosen = [w for w in written_attentions(graph) if w.alone and (w.plain or not plain)]
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     matches = {w.last.id: (w, _copy_of_result(flow, w)) for w in chosen}
     inner = {op for written in chosen for op in written.inner}
     inner |= {op for _, copy in matches.values() if copy is not None for op in copy.gone}
@@ -241,7 +241,7 @@ class _ResultCopy:
     gone: frozenset[int]
 
 
-def _copy_of_result(flow: Dataflow, written: WrittenAttention) -> _ResultCopy | None:
+def _copy_of_result(flow: ValueFlow, written: WrittenAttention) -> _ResultCopy | None:
     """The only kernel that reads the result, if it is such a copy."""
     graph, (out,) = flow.graph, written.last.outputs
     users = [op for op in flow.storage_users[out] if op.id > written.last.id]

@@ -20,7 +20,7 @@ from rooftrace.costmodels.rewriting.patterns import (
     match,
     ops_between,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow, Location, reads_across
+from rooftrace.costmodels.rewriting.places import Location, ValueFlow, reads_across
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- written attention -----------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class WrittenAttention:
 
 def written_attentions(graph: OpGraph) -> Iterator[WrittenAttention]:
     """Every attention of a forward pass that is written out, in order of its last product."""
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     ends: set[int] = set()
     for op in graph.ops:
         if op.name != PRODUCT or op.part != "forward":
@@ -112,7 +112,7 @@ class _Reader:
     H: heads over the batch.  S: queries.  L: keys.
     """
 
-    def __init__(self, flow: Dataflow, last: Op) -> None:
+    def __init__(self, flow: ValueFlow, last: Op) -> None:
         self.flow, self.values, self.last = flow, flow.values, last
         self.heads, self.queries, self.length = self.values[operand(last, "self").id].shape
         self.written = WrittenAttention(last, last, ())

@@ -25,7 +25,7 @@ from rooftrace.costmodels.rewriting.patterns import (
     row_product,
     swapped,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow, reads_across
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across
 from rooftrace.costmodels.rewriting.recurrences import ends
 from rooftrace.costmodels.rewriting.scans import blank, laid_out, memory_order, onto, replaces
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
@@ -73,7 +73,7 @@ def _emit(edit: Editor, scores: _Scores) -> None:
     edit.becomes(op, out, made)
 
 
-def _match(flow: Dataflow, total: Op) -> _Scores | None:
+def _match(flow: ValueFlow, total: Op) -> _Scores | None:
     values = flow.values
     added = _added(flow, total)
     headed = None if added is None else _headed(flow, added[0])
@@ -98,7 +98,7 @@ def _match(flow: Dataflow, total: Op) -> _Scores | None:
     )  # fmt: skip
 
 
-def _added(flow: Dataflow, total: Op) -> tuple[int, int] | None:
+def _added(flow: ValueFlow, total: Op) -> tuple[int, int] | None:
     """The scores of every head, and what weighs the heads, of which an op is the sum."""
     values, source = flow.values, operand(total, "self").id
     shape = values[source].shape
@@ -110,7 +110,7 @@ def _added(flow: Dataflow, total: Op) -> tuple[int, int] | None:
     return None if split is None or total.arguments.get("keepdim", False) else split
 
 
-def _headed(flow: Dataflow, value: int) -> tuple[Op, float] | None:
+def _headed(flow: ValueFlow, value: int) -> tuple[Op, float] | None:
     """The product that makes the scores of every head, and what these are multiplied by, where
     they are cut off below zero."""
     scale, cut = 1.0, False
@@ -130,7 +130,7 @@ def _headed(flow: Dataflow, value: int) -> tuple[Op, float] | None:
         value = op.inputs[0]
 
 
-def _key(flow: Dataflow, value: int) -> int | None:
+def _key(flow: ValueFlow, value: int) -> int | None:
     """The keys [B, L, D] that a value has turned round, the same ones for every query."""
     values, bound = flow.values, match(flow, value, _KEYS)
     if bound is None:

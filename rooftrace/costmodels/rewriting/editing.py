@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewriting.places import Dataflow
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.tracer.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, marks, refs
 from rooftrace.tracer.requests import assumptions
 
@@ -36,9 +36,9 @@ class Editor:
         self._masks: dict[str, int] = {}
 
     @cached_property
-    def flow(self) -> Dataflow:
+    def flow(self) -> ValueFlow:
         """The dataflow of the graph before the edits."""
-        return Dataflow(self.graph)
+        return ValueFlow(self.graph)
 
     def value(
         self,
@@ -228,11 +228,11 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 def rewritten(
     graph: OpGraph,
     names: Collection[str],
-    find: Callable[[Dataflow, Op], AnyRegion | None],
+    find: Callable[[ValueFlow, Op], AnyRegion | None],
     emit: Callable[[Editor, AnyRegion], object],
 ) -> tuple[OpGraph, int]:
     """Replace the regions that `find` sees at the end of ops of these names; how often they ran."""
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     candidates = (op for op in graph.ops if op.name in names)
     regions = {op.id: region for op in candidates if (region := find(flow, op)) is not None}
     inside = frozenset[int]().union(*(region.inside for region in regions.values()))

@@ -23,7 +23,7 @@ from rooftrace.costmodels.rewriting.patterns import (
     row_product,
     swapped,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- row numbers -----------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ MASKED = Pat("masked_fill", "unmasked", Pat("ge", SORTED, NonTensor("experts")),
 """Rows with zeros in place of those of the experts of other processes."""
 
 
-def in_order(flow: Dataflow, value: int, chosen: int) -> int | None:
+def in_order(flow: ValueFlow, value: int, chosen: int) -> int | None:
     """The numbers, one for each row, that a value has in the order of the experts."""
     values = flow.values
     bound = match(flow, value, taking("numbers", ORDER), {"chosen": chosen})
@@ -80,14 +80,14 @@ def in_order(flow: Dataflow, value: int, chosen: int) -> int | None:
     return source if fits else None
 
 
-def unmasked(flow: Dataflow, value: int, chosen: int, experts: int) -> int:
+def unmasked(flow: ValueFlow, value: int, chosen: int, experts: int) -> int:
     """Rows before those of other processes' experts were made zero, which no product makes."""
     bound = match(flow, value, MASKED, {"chosen": chosen})
     masked = bound is not None and bound["experts"] == experts
     return flow.root(bound["unmasked"] if bound is not None and masked else value)
 
 
-def is_choice(flow: Dataflow, chosen: int) -> bool:
+def is_choice(flow: ValueFlow, chosen: int) -> bool:
     """Whether a value says for each row which expert it has."""
     tensor = flow.values[chosen]
     return len(tensor.shape) == 1 and tensor.dtype.startswith("int")
@@ -180,7 +180,7 @@ def _emit(edit: Editor, seen: _Gathered, order: tuple[Ref, Ref]) -> None:
     edit.becomes(op, out, made)
 
 
-def _match(flow: Dataflow, op: Op) -> _Gathered | None:
+def _match(flow: ValueFlow, op: Op) -> _Gathered | None:
     values = flow.values
     left, right = operand(op, "self").id, operand(op, "mat2").id
     behind = values[right].shape[2] == 1 != values[left].shape[1]  # W x, where others write x W
@@ -209,7 +209,7 @@ def _match(flow: Dataflow, op: Op) -> _Gathered | None:
     )  # fmt: skip
 
 
-def _tokens(flow: Dataflow, value: int) -> tuple[int, int]:
+def _tokens(flow: ValueFlow, value: int) -> tuple[int, int]:
     """What rows are repeated of, and how often each; themselves, once, where they are not."""
     values, bound = flow.values, match(flow, value, Pat("expand", "rows", bind="wide"))
     if bound is None:
@@ -274,7 +274,7 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     between the products must act on every row alone.
     """
     graph, gathered = ungather_experts(graph)
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     if not any(op.name == "aten._grouped_mm" for op in graph.ops):
         return graph, gathered
     layers = [layer for op in graph.ops if (layer := _match_kernels(flow, op)) is not None]
@@ -342,7 +342,7 @@ def _whole(edit: Editor, like: Op, value: int) -> Ref:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match_kernels(flow: Dataflow, end: Op) -> _Experts | None:
+def _match_kernels(flow: ValueFlow, end: Op) -> _Experts | None:
     values = flow.values
     added = _added_up(flow, end)
     if added is None:
@@ -380,7 +380,7 @@ def _match_kernels(flow: Dataflow, end: Op) -> _Experts | None:
     )  # fmt: skip
 
 
-def _narrowed(flow: Dataflow, total: int) -> int:
+def _narrowed(flow: ValueFlow, total: int) -> int:
     """The sum in another precision, if nothing reads it in its own."""
     values = flow.values
     readers = [op for op in flow.storage_users[values[total].storage] if total in op.inputs]
@@ -398,7 +398,7 @@ class _Sum:
     scores: int | None = None  # what weighs the rows, if they are back in order by then
 
 
-def _added_up(flow: Dataflow, end: Op) -> _Sum | None:
+def _added_up(flow: ValueFlow, end: Op) -> _Sum | None:
     if name_of(end) not in ("sum", "index_add", "scatter_add"):
         return None
     values, (out,) = flow.values, end.outputs
@@ -415,7 +415,7 @@ def _added_up(flow: Dataflow, end: Op) -> _Sum | None:
     return _Sum(bound["sorted"], chosen, count, scores) if fits and flat else None
 
 
-def _summed(flow: Dataflow, out: int) -> tuple[Bindings | None, int, int | None]:
+def _summed(flow: ValueFlow, out: int) -> tuple[Bindings | None, int, int | None]:
     """Sorted rows that are put back in order and added up, how many of each token, and what
     weighs them behind that."""
     values = flow.values
@@ -431,7 +431,7 @@ def _summed(flow: Dataflow, out: int) -> tuple[Bindings | None, int, int | None]
     return (put, count, scores) if values[scores].elements == tokens * count else (None, 0, None)
 
 
-def _weighed(flow: Dataflow, value: int, chosen: int, scores: int | None) -> _Product | None:
+def _weighed(flow: ValueFlow, value: int, chosen: int, scores: int | None) -> _Product | None:
     """The product behind sorted rows, with its bias and what weighs its rows."""
     split = None if scores is not None else row_product(flow, flow.root(value))
     if split is not None:
@@ -442,7 +442,7 @@ def _weighed(flow: Dataflow, value: int, chosen: int, scores: int | None) -> _Pr
     return None if product is None else with_fields(product, scores=scores)
 
 
-def _with_bias(flow: Dataflow, value: int, chosen: int) -> _Product | None:
+def _with_bias(flow: ValueFlow, value: int, chosen: int) -> _Product | None:
     """The grouped product that made a value, with the bias that was added."""
     values, known = flow.values, {"chosen": chosen}
     masked = match(flow, value, MASKED, known)
@@ -458,7 +458,7 @@ def _with_bias(flow: Dataflow, value: int, chosen: int) -> _Product | None:
     return _Product(op=op, out=value, bias=bias) if fits and flat else None
 
 
-def _between(flow: Dataflow, second: Op, chosen: int) -> tuple[list[_Product], list[Op]] | None:
+def _between(flow: ValueFlow, second: Op, chosen: int) -> tuple[list[_Product], list[Op]] | None:
     """The first products, and the ops between them and the second one, which act on rows alone."""
     values = flow.values
     size = values[chosen].elements
@@ -483,7 +483,7 @@ def _between(flow: Dataflow, second: Op, chosen: int) -> tuple[list[_Product], l
     return [firsts[i] for i in sorted(firsts)], [inner[i] for i in sorted(inner)]
 
 
-def _by_row(flow: Dataflow, op: Op) -> bool:
+def _by_row(flow: ValueFlow, op: Op) -> bool:
     """Whether an op makes each row of its results of the same row of its operands."""
     if op.kind == "view":
         rank = len(flow.values[op.inputs[0]].shape)
@@ -495,7 +495,7 @@ def _by_row(flow: Dataflow, op: Op) -> bool:
     return rule is not None and rule.fusion == "pointwise"
 
 
-def _taken(flow: Dataflow, op: Op, chosen: int, count: int) -> tuple[int, int | None] | None:
+def _taken(flow: ValueFlow, op: Op, chosen: int, count: int) -> tuple[int, int | None] | None:
     """The tokens that a product takes rows of, sorted by expert, and what weighs these."""
     values = flow.values
     value, scores = flow.root(operand(op, "self").id), None

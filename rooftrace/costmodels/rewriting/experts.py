@@ -25,7 +25,7 @@ from rooftrace.costmodels.rewriting.patterns import (
     match,
     row_product,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow, reads_across
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 _ZERO_STAYS = frozenset({
@@ -65,7 +65,7 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match(flow: Dataflow, total: Op) -> ExpertLayer | None:
+def _match(flow: ValueFlow, total: Op) -> ExpertLayer | None:
     graph, (out,) = flow.graph, total.outputs
     added = operand(total, "self").id
     result, terms = graph.values[out], graph.values[added]
@@ -110,7 +110,7 @@ def _match(flow: Dataflow, total: Op) -> ExpertLayer | None:
     )  # fmt: skip
 
 
-def _product(flow: Dataflow, value: int, experts: int, tokens: int) -> Op | None:
+def _product(flow: ValueFlow, value: int, experts: int, tokens: int) -> Op | None:
     """The batched product with weights that made a value, one matrix for each expert."""
     graph = flow.graph
     op = flow.producer(flow.root(value))
@@ -123,7 +123,7 @@ def _product(flow: Dataflow, value: int, experts: int, tokens: int) -> Op | None
 
 
 def _between(
-    flow: Dataflow, second: Op, rows: tuple[int, int], allowed: Collection[str]
+    flow: ValueFlow, second: Op, rows: tuple[int, int], allowed: Collection[str]
 ) -> tuple[Op, list[Op]] | None:
     """The first product of the experts, and the ops between it and the second one, in order."""
     graph = flow.graph
@@ -151,7 +151,7 @@ def _between(
     return None if first is None else (first, [inner[i] for i in sorted(inner)])
 
 
-def _repeated(flow: Dataflow, rows: int, experts: int, tokens: int) -> int | None:
+def _repeated(flow: ValueFlow, rows: int, experts: int, tokens: int) -> int | None:
     """The tokens [T, K] that are repeated, or expanded, for every expert."""
     values, bound = flow.values, match(flow, rows, _REPEATED)
     if bound is None or bound.get("times", (experts, 1)) not in ((experts, 1), (experts, 1, 1)):
@@ -163,7 +163,7 @@ def _repeated(flow: Dataflow, rows: int, experts: int, tokens: int) -> int | Non
 # -- where the scores come from --------------------------------------------------------------------
 
 
-def _routing(flow: Dataflow, score: int, experts: int, tokens: int) -> tuple[int, Op] | None:
+def _routing(flow: ValueFlow, score: int, experts: int, tokens: int) -> tuple[int, Op] | None:
     """Scores [T, E] that are zero but for the experts of a top k, and its op.
 
     score: the scores as they weigh the rows, expert by expert.
@@ -187,7 +187,7 @@ def _routing(flow: Dataflow, score: int, experts: int, tokens: int) -> tuple[int
     return None
 
 
-def _by_token(flow: Dataflow, score: int, experts: int, tokens: int) -> int | None:
+def _by_token(flow: ValueFlow, score: int, experts: int, tokens: int) -> int | None:
     """The scores [T, E] of which a value has one for each row, expert by expert."""
     for value in flow.chain(score):
         place = flow.location(value)
@@ -201,7 +201,7 @@ def _by_token(flow: Dataflow, score: int, experts: int, tokens: int) -> int | No
     return None
 
 
-def _last_written(flow: Dataflow, storage: int, view: int) -> int | None:
+def _last_written(flow: ValueFlow, storage: int, view: int) -> int | None:
     """The value of a whole storage at the time that a view of it is read."""
     value = storage
     made = flow.producer(view)

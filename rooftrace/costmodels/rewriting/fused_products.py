@@ -18,7 +18,7 @@ from rooftrace.costmodels.rewriting.editing import (
     rewritten,
     with_matches,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow, Location, reads_across
+from rooftrace.costmodels.rewriting.places import Location, ValueFlow, reads_across
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 
@@ -130,7 +130,7 @@ def narrow_operands(graph: OpGraph) -> tuple[OpGraph, int]:
     return rewritten(graph, _PRODUCTS, _match, _emit)
 
 
-def _match(flow: Dataflow, op: Op) -> _Product | None:
+def _match(flow: ValueFlow, op: Op) -> _Product | None:
     if reads_across(op):
         return None
     sides = [_widened(flow, operand(op, name).id, op) for name in _OPERANDS]
@@ -140,7 +140,7 @@ def _match(flow: Dataflow, op: Op) -> _Product | None:
     return _Product(op, tuple(narrow)) if fits else None
 
 
-def _widened(flow: Dataflow, value: int, product: Op) -> _Widened | None:
+def _widened(flow: ValueFlow, value: int, product: Op) -> _Widened | None:
     values, views = flow.values, list[Op]()
     while True:
         op = flow.producer(value)
@@ -193,7 +193,7 @@ _ANY_PRODUCT = frozenset({
 _WALK = 64
 """The most ops between a product and what its result reaches."""
 
-Gathers = Callable[[Dataflow], Iterable[list[Op]]]
+Gathers = Callable[[ValueFlow], Iterable[list[Op]]]
 """Finds groups of products that are to be one."""
 
 
@@ -214,7 +214,7 @@ def fuse_gate_up(graph: OpGraph) -> tuple[OpGraph, int]:
 # -- which products --------------------------------------------------------------------------------
 
 
-def _reaching_attention(flow: Dataflow) -> Iterator[list[Op]]:
+def _reaching_attention(flow: ValueFlow) -> Iterator[list[Op]]:
     for op in flow.graph.ops:
         if op.target in _ATTENTIONS:
             reached = _behind(flow, op.inputs, 1)
@@ -229,7 +229,7 @@ def _reaching_attention(flow: Dataflow) -> Iterator[list[Op]]:
                     yield products
 
 
-def _meeting(flow: Dataflow) -> Iterator[list[Op]]:
+def _meeting(flow: ValueFlow) -> Iterator[list[Op]]:
     for op in flow.graph.ops:
         if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
             sides = [_behind(flow, (value,), 0, only_way=True) for value in op.inputs]
@@ -240,14 +240,14 @@ def _meeting(flow: Dataflow) -> Iterator[list[Op]]:
                     yield sorted(products, key=lambda product: product.id)
 
 
-def _input(flow: Dataflow, product: Op) -> Location | None:
+def _input(flow: ValueFlow, product: Op) -> Location | None:
     """Where the rows that a product multiplies with a weight lie."""
     name = PRODUCTS.get(product.name)
     return None if name is None else flow.location(operand(product, name).id)
 
 
 def _behind(
-    flow: Dataflow, values: Iterable[int], through: int, only_way: bool = False
+    flow: ValueFlow, values: Iterable[int], through: int, only_way: bool = False
 ) -> dict[int, int]:
     """The products behind some values, by id, with how many more products lie between.
 
@@ -299,7 +299,7 @@ class _Part:
 
 
 def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     groups: dict[int, list[_Part]] = {}
     taken: set[int] = set()
     for products in gather(flow):
@@ -310,7 +310,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
     return with_matches(graph, groups, _emit_fused, taken)
 
 
-def _alike(flow: Dataflow, parts: list[_Part]) -> Iterator[list[_Part]]:
+def _alike(flow: ValueFlow, parts: list[_Part]) -> Iterator[list[_Part]]:
     """Parts of which one product can be made: of one kind, with no write to their input between."""
     graph = flow.graph
     by_kind: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
@@ -325,7 +325,7 @@ def _alike(flow: Dataflow, parts: list[_Part]) -> Iterator[list[_Part]]:
             yield alike
 
 
-def _fit_side_by_side(flow: Dataflow, parts: list[_Part]) -> bool:
+def _fit_side_by_side(flow: ValueFlow, parts: list[_Part]) -> bool:
     """Whether every view of a part, as of complex numbers, is one at its place among the others."""
     graph = flow.graph
     whole = [graph.values[part.product.outputs[0]] for part in parts]
@@ -344,7 +344,7 @@ def _several(view: Tensor, whole: Tensor) -> int:
     return several if several and not rest else whole.shape[1] + 1
 
 
-def _part(flow: Dataflow, op: Op) -> _Part | None:
+def _part(flow: ValueFlow, op: Op) -> _Part | None:
     """A product of which a part can be made: its weight is read by nothing else."""
     graph = flow.graph
     if reads_across(op):
@@ -378,7 +378,7 @@ def _part(flow: Dataflow, op: Op) -> _Part | None:
     return _Part(op, place.storage, bias, transposed)
 
 
-def _bias(flow: Dataflow, op: Op) -> int | None:
+def _bias(flow: ValueFlow, op: Op) -> int | None:
     graph, index = flow.graph, operand(op, "self").id
     bias = graph.values[index]
     width = graph.values[op.outputs[0]].shape[1]
@@ -386,7 +386,7 @@ def _bias(flow: Dataflow, op: Op) -> int | None:
     return index if plain and bias.role == "weights" and index in flow.graph.external else None
 
 
-def _can_be_a_view(flow: Dataflow, op: Op) -> bool:
+def _can_be_a_view(flow: ValueFlow, op: Op) -> bool:
     """Whether every view of a product's result can be one of some columns of a wider result."""
     graph, out = flow.graph, op.outputs[0]
     whole = graph.values[out]

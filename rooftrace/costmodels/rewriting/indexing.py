@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rooftrace.costmodels.rewriting.places import COPIES, Dataflow, clipped, reads_across
+from rooftrace.costmodels.rewriting.places import COPIES, ValueFlow, clipped, reads_across
 from rooftrace.tracer.graph import Op, OpGraph
 
 Axis = Hashable
@@ -78,7 +78,7 @@ def full(axis: Axis, size: int) -> Dim:
     return Dim((Atom(axis, 1, size),)) if size > 1 else Dim(())
 
 
-class Walker(Dataflow):
+class Walker(ValueFlow):
     """Walks back from values of a graph and collects the ops on the way in `passed`, by id."""
 
     def __init__(self, graph: OpGraph) -> None:

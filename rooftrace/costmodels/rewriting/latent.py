@@ -20,7 +20,7 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
     with_matches,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow, reads_across, same_strides
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across, same_strides
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.tracer.requests import RequestLengths
 
@@ -48,7 +48,7 @@ def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, LatentAttention]:
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     matches = {}
     for op in graph.ops:
         attends = op.target in (ATTENTION, PACKED_ATTENTION) and op.part == "forward"
@@ -59,7 +59,7 @@ def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, LatentAttent
     return matches
 
 
-def _match(flow: Dataflow, op: Op) -> LatentAttention | None:
+def _match(flow: ValueFlow, op: Op) -> LatentAttention | None:
     graph = flow.graph
     query, key, value = (graph.values[operand(op, n).id] for n in ("query", "key", "value"))
     out = graph.values[op.outputs[0]]
@@ -78,7 +78,7 @@ def _match(flow: Dataflow, op: Op) -> LatentAttention | None:
     return match or _made_of_latents(flow, op, *cached)
 
 
-def _append(flow: Dataflow, value: int) -> Op | None:
+def _append(flow: ValueFlow, value: int) -> Op | None:
     """The op that appends new rows to a cache [B, H, L, d], which nothing else reads."""
     graph, op = flow.graph, flow.producer(value)
     if op is None or op.name != "aten.cat" or op.arguments.get("dim", 0) not in (-2, 2):
@@ -93,7 +93,7 @@ def _append(flow: Dataflow, value: int) -> Op | None:
     return op if plain and alone and cache.role == "kv" else None
 
 
-def _made_of_latents(flow: Dataflow, op: Op, key: int, value: int) -> LatentAttention | None:
+def _made_of_latents(flow: ValueFlow, op: Op, key: int, value: int) -> LatentAttention | None:
     graph = flow.graph
     values, pieces = _projection(flow, op, value), _pieces(flow, key)
     if values is None or len(pieces) != 2:
@@ -131,7 +131,7 @@ def _is_shared(rope: Tensor) -> bool:
     return len(rope.shape) == 4 and (rope.shape[1] == 1 or rope.stride[1] == 0)
 
 
-def _pieces(flow: Dataflow, key: int) -> list[tuple[int, int]]:
+def _pieces(flow: ValueFlow, key: int) -> list[tuple[int, int]]:
     """What a key is put together of along its last dimension: where each part begins, and what it
     is.  Nothing where the key is not made of parts."""
     graph = flow.graph
@@ -156,7 +156,7 @@ def _pieces(flow: Dataflow, key: int) -> list[tuple[int, int]]:
     return _written(flow, key, width)
 
 
-def _written(flow: Dataflow, key: int, width: int) -> list[tuple[int, int]]:
+def _written(flow: ValueFlow, key: int, width: int) -> list[tuple[int, int]]:
     """What is copied into a new tensor, part by part along its last dimension."""
     graph, whole = flow.graph, flow.values[key]
     parts = []
@@ -176,7 +176,7 @@ def _written(flow: Dataflow, key: int, width: int) -> list[tuple[int, int]]:
     return [(at, source) for at, source, _ in parts]
 
 
-def _projection(flow: Dataflow, attention: Op, value: int) -> Projection | None:
+def _projection(flow: ValueFlow, attention: Op, value: int) -> Projection | None:
     """The product of all latents with a weight that made a value [B, h, L, d]; None without one."""
     graph = flow.graph
     place = flow.location(flow.root(value, graph.values[value].shape))

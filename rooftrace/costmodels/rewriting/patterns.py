@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from rooftrace.costmodels.rewriting.places import Dataflow, reads_across
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across
 from rooftrace.tracer.graph import Argument, Op, Ref
 
 Pattern = Any
@@ -74,7 +74,7 @@ class Pat:
 
 
 def match(
-    flow: Dataflow,
+    flow: ValueFlow,
     value: int,
     pattern: Pattern,
     bound: Bindings | None = None,
@@ -91,7 +91,7 @@ def match(
 
 class _Matching:
     def __init__(
-        self, flow: Dataflow, shape: tuple[int, ...] | None, accept: Callable[[str, int], bool]
+        self, flow: ValueFlow, shape: tuple[int, ...] | None, accept: Callable[[str, int], bool]
     ) -> None:
         self.flow, self.shape, self.accept = flow, shape, accept
 
@@ -175,7 +175,7 @@ def swapped(pattern: Pattern) -> Pat:
     return Pat("transpose", pattern, dim0=either, dim1=either, bind="swap")
 
 
-def dim_of(flow: Dataflow, op: Op, dims: Argument) -> int | None:
+def dim_of(flow: ValueFlow, op: Op, dims: Argument) -> int | None:
     """The one dimension among `dims` of an op's operand, counted from the last one: -1."""
     dims = dims if isinstance(dims, tuple) else (dims,)
     rank = len(flow.values[op.inputs[0]].shape)
@@ -184,7 +184,7 @@ def dim_of(flow: Dataflow, op: Op, dims: Argument) -> int | None:
     return dims[0] - rank if dims[0] >= 0 else dims[0]
 
 
-def number_of(flow: Dataflow, item: Argument) -> float | None:
+def number_of(flow: ValueFlow, item: Argument) -> float | None:
     """The number of an argument, also of a tensor of one element that was filled with it."""
     if isinstance(item, Ref):
         made = None if item.then or item.every else flow.kernel_of(item.id)
@@ -194,7 +194,7 @@ def number_of(flow: Dataflow, item: Argument) -> float | None:
     return float(item) if isinstance(item, (int, float)) else None
 
 
-def row_product(flow: Dataflow, value: int) -> tuple[int, int] | None:
+def row_product(flow: ValueFlow, value: int) -> tuple[int, int] | None:
     """Rows, and the factor of each row, where a value is their product."""
     values, op = flow.values, flow.producer(value)
     if op is None or op.name not in ("aten.mul", "aten.mul_") or len(op.inputs) != 2:
@@ -209,7 +209,7 @@ def row_product(flow: Dataflow, value: int) -> tuple[int, int] | None:
 # -- regions ---------------------------------------------------------------------------------------
 
 
-def ops_between(flow: Dataflow, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
+def ops_between(flow: ValueFlow, start: Collection[int], ends: Iterable[int]) -> frozenset[int]:
     """The ops that make the values `ends` of the values `start` and of external ones.
 
     Ops that read their results count too, where nothing reads what these make.  Views of values
@@ -231,7 +231,7 @@ def ops_between(flow: Dataflow, start: Collection[int], ends: Iterable[int]) -> 
     return frozenset(inside | _unread(flow, inside, ends))
 
 
-def _unread(flow: Dataflow, inside: Collection[int], ends: Iterable[int]) -> set[int]:
+def _unread(flow: ValueFlow, inside: Collection[int], ends: Iterable[int]) -> set[int]:
     """Further ops that read what these make, and whose results nothing reads."""
     graph, values, more = flow.graph, flow.values, set[int]()
     kept = {*graph.outputs, *ends}
@@ -251,7 +251,7 @@ def _unread(flow: Dataflow, inside: Collection[int], ends: Iterable[int]) -> set
 
 
 def can_be_one(
-    flow: Dataflow, inside: Collection[int], ends: Collection[int], start: Collection[int]
+    flow: ValueFlow, inside: Collection[int], ends: Collection[int], start: Collection[int]
 ) -> bool:
     """Whether one kernel can replace these ops.
 

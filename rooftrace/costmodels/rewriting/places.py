@@ -1,4 +1,4 @@
-"""Dataflow of a graph: producers and users of values, and their locations in storages.
+"""ValueFlow of a graph: producers and users of values, and their locations in storages.
 
 A `Tensor` has shape and strides; the offset of a view follows from the ops that made it.
 """
@@ -34,7 +34,7 @@ class Location:
     stride: tuple[int, ...]
 
 
-class Dataflow:
+class ValueFlow:
     """Producers, users, writers and locations of the values of a graph."""
 
     def __init__(self, graph: OpGraph) -> None:

@@ -43,7 +43,7 @@ from rooftrace.costmodels.rewriting.fused_products import (
 )
 from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.patterns import can_be_one
-from rooftrace.costmodels.rewriting.places import Dataflow
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
@@ -76,7 +76,7 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     It does so where they leave the step and nothing else reads them.
     """
     sizes = tuple(graph.workload.get(name) for name in ("batch", "seq"))
-    flow = Dataflow(graph)
+    flow = ValueFlow(graph)
     heads = [head for output in graph.outputs if (head := _match(flow, output, sizes))]
     if len(heads) != 1:
         return graph, 0
@@ -92,7 +92,7 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     return without_left_behind(edit.done(), graph), 1
 
 
-def _match(flow: Dataflow, output: int, sizes: tuple[object, ...]) -> _Head | None:
+def _match(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | None:
     graph = flow.graph
     shape = graph.values[output].shape
     if len(shape) != 3 or shape[:2] != sizes or shape[1] < 2:

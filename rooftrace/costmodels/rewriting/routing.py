@@ -23,7 +23,7 @@ from rooftrace.costmodels.rewriting.patterns import (
     match,
     ops_between,
 )
-from rooftrace.costmodels.rewriting.places import Dataflow
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 ROUTE = "rooftrace.route_experts.default"
@@ -124,7 +124,7 @@ def _emit(edit: Editor, router: _Routing) -> None:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match(flow: Dataflow, choice: Op) -> _Routing | None:
+def _match(flow: ValueFlow, choice: Op) -> _Routing | None:
     source = operand(choice, "self").id
     shape = flow.values[source].shape
     along = choice.arguments.get("dim", -1) in (-1, len(shape) - 1)
@@ -150,7 +150,7 @@ def _match(flow: Dataflow, choice: Op) -> _Routing | None:
     return None
 
 
-def _function(flow: Dataflow, scores: int) -> tuple[str, int]:
+def _function(flow: ValueFlow, scores: int) -> tuple[str, int]:
     """What is made of the logits of a token, and the logits."""
     shape = flow.values[scores].shape
     for name, pattern in _SCORES.items():
@@ -160,7 +160,7 @@ def _function(flow: Dataflow, scores: int) -> tuple[str, int]:
     return "none", flow.root(scores, shape)
 
 
-def _bias(flow: Dataflow, value: int) -> tuple[int, int | None]:
+def _bias(flow: ValueFlow, value: int) -> tuple[int, int | None]:
     """The scores, and what is added to them for the choice alone; None where nothing is.
 
     What is added to logits themselves is a part of these.
@@ -176,7 +176,7 @@ def _bias(flow: Dataflow, value: int) -> tuple[int, int | None]:
     return value, None
 
 
-def _groups(flow: Dataflow, value: int) -> tuple[int, tuple[int, int, int, float]]:
+def _groups(flow: ValueFlow, value: int) -> tuple[int, tuple[int, int, int, float]]:
     """The scores before all groups but the best were masked; how many groups, how many are kept,
     by how many of their best, and what stands in place of the others."""
     values, whole = flow.values, (value, (1, 1, 1, 0.0))
@@ -196,7 +196,7 @@ def _groups(flow: Dataflow, value: int) -> tuple[int, tuple[int, int, int, float
 
 
 def _first_weights(
-    flow: Dataflow, choice: Op, scores: int, routing: _Routing
+    flow: ValueFlow, choice: Op, scores: int, routing: _Routing
 ) -> list[tuple[int, str]]:
     """Values that hold the scores of what was chosen, and what was made of them by then."""
     top, chosen = choice.outputs
@@ -218,7 +218,7 @@ def _first_weights(
     return starts
 
 
-def _finished(flow: Dataflow, routing: _Routing) -> _Routing:
+def _finished(flow: ValueFlow, routing: _Routing) -> _Routing:
     """The routing with all that is done to the weights [T, k] alone, up to what else reads them."""
     for _ in range(_WALK):
         value = routing.weights
@@ -236,7 +236,7 @@ def _finished(flow: Dataflow, routing: _Routing) -> _Routing:
     return routing
 
 
-def _step(flow: Dataflow, routing: _Routing, reader: Op, readers: int) -> dict[str, Any] | None:
+def _step(flow: ValueFlow, routing: _Routing, reader: Op, readers: int) -> dict[str, Any] | None:
     """What of a routing an op changes, which is the last that reads the weights."""
     plain = routing.after == "none" and routing.scale == 1
     for count, pattern, fields in _STEPS:
@@ -253,7 +253,7 @@ def _step(flow: Dataflow, routing: _Routing, reader: Op, readers: int) -> dict[s
 # -- whether it is a router ------------------------------------------------------------------------
 
 
-def _is_router(flow: Dataflow, logits: int) -> bool:
+def _is_router(flow: ValueFlow, logits: int) -> bool:
     """Whether the columns of logits are those of a product with weights."""
     values, value = flow.values, logits
     experts = values[logits].shape[-1]
@@ -273,13 +273,13 @@ def _is_router(flow: Dataflow, logits: int) -> bool:
     return False
 
 
-def _is_weight(flow: Dataflow, storage: int) -> bool:
+def _is_weight(flow: ValueFlow, storage: int) -> bool:
     source = flow.root(storage)
     place = flow.location(source)
     return place is not None and flow.values[place.storage].role == "weights"
 
 
-def _reaches_experts(flow: Dataflow, chosen: int) -> bool:
+def _reaches_experts(flow: ValueFlow, chosen: int) -> bool:
     """Whether the experts that were chosen say which rows are read, or how many each expert has."""
     graph, front, seen = flow.graph, [chosen], set[int]()
     for _ in range(_WALK):

@@ -22,7 +22,7 @@ from rooftrace.costmodels.rewriting.indexing import (
     named,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES, Dataflow, reads_across
+from rooftrace.costmodels.rewriting.places import COPIES, ValueFlow, reads_across
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Argument, Op, Ref, Tensor
 
@@ -228,7 +228,7 @@ def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str,
     return None
 
 
-def clamped(flow: Dataflow, factor: ReadValue) -> ReadValue:
+def clamped(flow: ValueFlow, factor: ReadValue) -> ReadValue:
     """A factor without the zeros that it is padded with: digits as long as its dimensions."""
     shape = flow.values[factor.value].shape
     dims = tuple(
@@ -373,7 +373,7 @@ def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -
     return made if order == tuple(range(len(axes))) else edit.permuted(like, made, order)
 
 
-def _views(flow: Dataflow, value: int) -> set[int]:
+def _views(flow: ValueFlow, value: int) -> set[int]:
     """A value and the views that are taken of it."""
     storage, seen, front = flow.values[value].storage, set[int](), [value]
     while front:

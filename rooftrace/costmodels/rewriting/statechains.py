@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.costmodels.rewriting.places import COPIES, VIEWS, Dataflow
+from rooftrace.costmodels.rewriting.places import COPIES, VIEWS, ValueFlow
 from rooftrace.costmodels.rewriting.smallruns import KNOWN
 from rooftrace.tracer.graph import Op, OpGraph, Ref
 
@@ -47,7 +47,7 @@ class StateChain:
     rows: frozenset[int]
 
 
-class StateWiring(Dataflow):
+class StateWiring(ValueFlow):
     """A graph as the search for chains reads it."""
 
     @cached_property
