@@ -16,7 +16,7 @@ from rooftrace.costmodels.estimates.moduletree import islands
 from rooftrace.costmodels.memory.footprint import KINDS, memory
 from rooftrace.costmodels.planning.executions import PRESETS, ExecutionModel
 from rooftrace.costmodels.planning.plans import Launch, plan
-from rooftrace.costmodels.rewriting.eager_kernels import without_dead_ops
+from rooftrace.costmodels.rewriting.editing import without_dead_ops
 from rooftrace.costmodels.timing.queue import HostSeconds, schedule
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Ref, Repeat, pattern_of
