@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
 
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import Fact
 
-if TYPE_CHECKING:
-    import torch
-
-# -- clock -----------------------------------------------------------------------------------------
-# Times code on one device and describes the conditions; torch is imported when called.
-#
 # Device work is asynchronous: on CUDA kernels are timed between two events, and whole steps on the
 # wall between two idle moments of the device.  Data is random, as constant data draws less power
 # and so runs faster.  A cold measurement reads a buffer beyond the last cache before every
@@ -55,23 +53,17 @@ class Bench:
         return bool(self.device.type == "cuda")
 
     def conditions(self) -> str:
-        import torch
-
         if self.on_cuda:
             return f"torch {torch.__version__}, CUDA {torch.version.cuda}"
         pinned = " pinned" if self.pinned else ""
         return f"torch {torch.__version__}, {torch.get_num_threads()}{pinned} threads"
 
     def synchronize(self) -> None:
-        import torch
-
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
     def once(self, run: Callable[[], object]) -> float:
         """Device seconds of one `run`: between two events on CUDA, on the wall on a CPU."""
-        import torch
-
         if not self.on_cuda:
             start = time.perf_counter()
             run()
@@ -86,8 +78,6 @@ class Bench:
 
     def cold(self, run: Callable[[], object]) -> float:
         """Device seconds of one `run`, on caches that hold none of its data."""
-        import torch
-
         # Reading leaves clean lines: written ones would go back to memory while `run` is timed.
         self._beyond_the_caches.sum()
         if self.on_cuda and hasattr(torch.cuda, "_sleep"):
@@ -119,23 +109,17 @@ class Bench:
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Random numbers about 0; the same few million again and again where there are more."""
-        import torch
-
         count = math.prod(shape)
         drawn = self._drawn[: min(count, _BLOCK)].to(dtype or torch.float32)
         return drawn.repeat(-(-count // max(len(drawn), 1)))[:count].view(shape)
 
     def integers(self, below: int, *shape: int) -> torch.Tensor:
         """Random whole numbers from 0 on."""
-        import torch
-
         generator = torch.Generator(self.device).manual_seed(0)
         return torch.randint(below, shape, generator=generator, device=self.device)
 
     @cached_property
     def _drawn(self) -> torch.Tensor:
-        import torch
-
         with torch.inference_mode(False):  # for whoever comes later
             generator = torch.Generator(self.device).manual_seed(0)
             return torch.randn(_BLOCK, generator=generator, device=self.device)
@@ -143,8 +127,6 @@ class Bench:
     @cached_property
     def _beyond_the_caches(self) -> torch.Tensor:
         """Four times the last cache, as far as it is known, in fp32."""
-        import torch
-
         size = 2**26
         if self.on_cuda:
             properties = torch.cuda.get_device_properties(self.device)
@@ -172,8 +154,6 @@ class Bench:
     @contextlib.contextmanager
     def float32_precision(setting: str) -> Iterator[None]:
         """ "highest": fp32 products in fp32; "high": in TF32 on CUDA."""
-        import torch
-
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(setting)
         try:
@@ -209,9 +189,6 @@ def eager_dispatch(bench: Bench) -> Callable[[], float]:
 
     Their kernels take next to no time.
     """
-    import torch
-    from torch.nn import functional
-
     width = 8
     weight = torch.ones(width, width, device=bench.device)
     bias, example = weight[0].clone(), weight.clone()
@@ -227,8 +204,6 @@ def eager_dispatch(bench: Bench) -> Callable[[], float]:
 
 def view_dispatch(bench: Bench) -> Callable[[], float]:
     """Seconds per view of a tiny tensor."""
-    import torch
-
     cell = torch.zeros(8, device=bench.device)
 
     def run() -> None:
@@ -241,9 +216,6 @@ def view_dispatch(bench: Bench) -> Callable[[], float]:
 
 def module_call(bench: Bench) -> Callable[[], float]:
     """Seconds per call of a module that hands its input on."""
-    import torch
-    from torch import nn
-
     model = nn.Sequential(*(nn.Identity() for _ in range(OPS)))
     cell = torch.zeros(8, device=bench.device)
     return host_seconds(bench, lambda: model(cell), OPS)
@@ -251,8 +223,6 @@ def module_call(bench: Bench) -> Callable[[], float]:
 
 def direct_dispatch(bench: Bench) -> Callable[[], float]:
     """Seconds per op called without modules and into a ready output, as generated code calls it."""
-    import torch
-
     left = torch.ones(8, 8, device=bench.device)
     out = torch.empty_like(left)
 
@@ -265,8 +235,6 @@ def direct_dispatch(bench: Bench) -> Callable[[], float]:
 
 def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
     """Device seconds per tiny kernel of a queue that the host filled in time."""
-    import torch
-
     cell = torch.zeros(8, device=bench.device)
 
     def run() -> None:
@@ -283,8 +251,6 @@ def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
 
 def graph_of_tiny_kernels(bench: Bench) -> tuple[Callable[[], float], Callable[[], float]]:
     """Device seconds per tiny kernel, and host seconds per launch, of one captured CUDA graph."""
-    import torch
-
     cell = torch.zeros(8, device=bench.device)
     cell.add_(1)  # loads the kernel before the capture
     bench.synchronize()
@@ -307,8 +273,6 @@ def pinned_threads() -> Iterator[bool]:
     A scheduler may stack two of them on one core for seconds, where each waits for the other's time
     slice: a copy was seen to take 1.7 ms or 8 ms by that alone. All masks are restored afterwards.
     """
-    import torch
-
     tasks = Path("/proc/self/task")
     if not hasattr(os, "sched_setaffinity") or not tasks.is_dir():
         yield False

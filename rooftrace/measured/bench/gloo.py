@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
 
 from rooftrace._outputs import check_output
 from rooftrace._processes import safe_path
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError
-
-if TYPE_CHECKING:
-    import torch
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes of a buffer: 1 KiB to 16 MiB."""
@@ -60,8 +61,6 @@ def _run(
     ranks: int, sizes: tuple[int, ...], timeout: float, tell: Callable[[str], None]
 ) -> list[Row]:
     """Start the processes, and wait for the rows of the first."""
-    import torch.multiprocessing as processes
-
     context = processes.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, safe_path():
         answers: Any = context.Queue()
@@ -106,9 +105,6 @@ def _first_answer(answers: Any, workers: Sequence[Any], end: float) -> list[Row]
 
 def _work(rank: int, ranks: int, store: str, sizes: tuple[int, ...], answers: Any) -> None:
     """One process: joins the group, times every op, and the first of them answers."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -124,9 +120,6 @@ def _work(rank: int, ranks: int, store: str, sizes: tuple[int, ...], answers: An
 
 def time_ops(rank: int, ranks: int, sizes: Sequence[int]) -> list[Row]:
     """(op, dtype, ranks, bytes, seconds) of each op and size, in the group that is there."""
-    import torch
-    import torch.distributed as dist
-
     rows: list[Row] = []
     for size in sizes:
         count = max(ranks, size // 4 // ranks * ranks)
@@ -146,8 +139,6 @@ def time_ops(rank: int, ranks: int, sizes: Sequence[int]) -> list[Row]:
 
 def _pass_on(rank: int, whole: torch.Tensor) -> None:
     """The first rank sends to the second."""
-    import torch.distributed as dist
-
     if rank == 0:
         dist.send(whole, 1)
     elif rank == 1:
@@ -156,8 +147,6 @@ def _pass_on(rank: int, whole: torch.Tensor) -> None:
 
 def _median(call: Callable[[], object]) -> float:
     """Median seconds of a call, each after a barrier."""
-    import torch.distributed as dist
-
     seconds = []
     for turn in range(REPEATS + 1):
         dist.barrier()

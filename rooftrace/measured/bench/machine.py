@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import Engine, Fact, Peak
@@ -26,9 +28,6 @@ from rooftrace.measured.bench.clock import (
     pinned_threads,
     view_dispatch,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 # -- chip peaks ------------------------------------------------------------------------------------
 # Measures the machine it runs on, quickly, as a `Chip`; knows no datasheet.
@@ -46,8 +45,6 @@ def measure_chip(
     The result holds sustained rates: price with it as with any chip. A rate that torch does not
     offer on this device is left out, so that asking for it raises instead of guessing.
     """
-    import torch
-
     if not budget_s > 0:
         raise MeasureError(f"budget_s = {budget_s!r}: expected a number of seconds above 0")
     target = checked_device(device)
@@ -66,8 +63,6 @@ def measure_chip(
 
 def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
     """A [size, size] @ [size, size] product in `precision`, ready to run."""
-    import torch
-
     left, right = bench.random(size, size), bench.random(size, size)
     if precision == "fp8":
         unit = torch.ones((), device=bench.device)
@@ -119,8 +114,6 @@ def _peaks(bench: Bench, wanted: list[tuple[Engine, str, float]], largest: int) 
 
 def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> dict[str, Fact]:
     """Copy (read and write) and read-only bandwidth of buffers far beyond the caches."""
-    import torch
-
     elements = stream_size(bench, cache, capacity)
     source = bench.random(elements)
     target = torch.empty_like(source)
@@ -170,8 +163,6 @@ def _dispatch_compiled(bench: Bench, share: float) -> Fact:
 
 
 def _measure_cpu(bench: Bench) -> Chip:
-    import torch
-
     model = cpu_model()
     capacity = _cpu_memory()
     cache = cpu_cache(Path("/sys/devices/system/cpu"))
@@ -245,8 +236,6 @@ def _cpu_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> Fact:
 
 
 def _measure_cuda(bench: Bench) -> Chip:
-    import torch
-
     properties = torch.cuda.get_device_properties(bench.device)
     told = f"torch.cuda.get_device_properties, torch {torch.__version__}"
     capacity = Fact.of(f"{properties.total_memory // 2**20} MiB", "byte", told, "measured")
@@ -316,15 +305,11 @@ IDENTITY = ("type", "name", "memory_bytes", "threads")
 
 def default_device() -> str:
     """cuda where torch sees one, else cpu."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def checked_device(device: str) -> torch.device:
     """The torch device of this name.  Raises MeasureError for one that is not there."""
-    import torch
-
     try:
         target = torch.device(device)
     except RuntimeError as problem:
@@ -339,8 +324,6 @@ def checked_device(device: str) -> torch.device:
 
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Name, type, memory and what else is known, without anything that names this machine."""
-    import torch
-
     if device.type == "cuda":
         return _cuda_facts(device)
     return {
@@ -353,8 +336,6 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cuda_facts(device: torch.device) -> dict[str, Any]:
-    import torch
-
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": "cuda",
@@ -406,8 +387,6 @@ def smi(device: torch.device, names: Sequence[str]) -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and the libraries that matter; those that are not there are left out."""
-    import torch
-
     versions_here = {"python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -474,8 +453,6 @@ def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
 
     Where a copy takes long, fewer of them are made: 5 at least.
     """
-    import torch
-
     cache, room = 0.0, float("inf")
     if bench.on_cuda:
         room = float(torch.cuda.mem_get_info(bench.device)[0])

@@ -464,8 +464,6 @@ def measured_target(
     Weights and inputs are random.  Raises TargetError or RequestError for a target, sizes or a
     phase that make no sense, and the errors of the module.
     """
-    import torch
-
     if names.is_script(target):
         raise RequestError(
             f"--run {target!r}: a script is measured into a file, rooftrace measure {target!r} "
