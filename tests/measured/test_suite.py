@@ -427,7 +427,7 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.kind for case in cases} == {case.kind for case in micro_cases(False)}
     monkeypatch.setattr(operations, "micro_cases", lambda on_cuda: cases)
     kept = tuple(m for m in MODELS if m.name in ("decoder", "lstm"))
-    monkeypatch.setattr(suite_models, "MODELS", kept)
+    monkeypatch.setattr(suite, "MODELS", kept)
     monkeypatch.setattr(torch, "compile", lambda module: module)
     monkeypatch.setattr(suite, "probed", lambda bench: suite.Speed(1e11, 1e10, 2.0**32))
 

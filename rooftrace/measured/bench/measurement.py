@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rooftrace.costmodels.planning import execution_model, plan
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.alignment import KernelTime, kernel_times
-from rooftrace.measured.bench import machine, machine as devices
+from rooftrace.measured.bench import machine
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.replay import Compilations, attributed
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run
@@ -96,7 +96,7 @@ def measure(
 
 def _stream(bench: Bench) -> MicroRow:
     """The row of a copy that no cache holds, for the bandwidth that this device sustains now."""
-    size, seconds = devices.copy_seconds(bench)
+    size, seconds = machine.copy_seconds(bench)
     sizes: dict[str, int | str | bool] = {"op": "copy_", "dtype": "fp32"}
     return MicroRow(
         key=f"copy {size // 2**20} MiB", kind="copy", sizes=sizes, seconds=seconds, bytes=size
@@ -253,8 +253,8 @@ def run_of(device: torch.device, *rows: ModelRow) -> Run:
     """A run with these rows, on this device, today."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return Run(
-        device=devices.device_facts(device),
-        versions=devices.versions(),
+        device=machine.device_facts(device),
+        versions=machine.versions(),
         dates=(today,),
         models=rows,
     )
@@ -438,7 +438,7 @@ def measuring(
     check_not_inside("measuring", "measure before it or after it")
     if graph is not None and not compiled:
         raise RequestError("measuring(..., graph=...): expected compiled=True with it")
-    steps = StepTimer(name, device or devices.default_device(), profile, compiled, graph)
+    steps = StepTimer(name, device or machine.default_device(), profile, compiled, graph)
     yield steps
     steps.close()
 
@@ -470,9 +470,7 @@ def measured_target(
             "-o run.json.gz; then calibrate by it: rooftrace calibrate run.json.gz --trust-targets"
         )
     tell = progress or (lambda _: None)
-    for phase in phases or ():
-        if phase not in names.MEASURED:
-            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
+    check_phases(phases)
     bench = Bench(machine.checked_device(device or machine.default_device()), _SECONDS, tell)
     module, args, kwargs = realized(target, bench, request)
     runs: list[Run] = []
@@ -500,6 +498,13 @@ def measured_target(
     if not runs:
         raise TargetError(f"{target}: no phase of it can be measured: {missing}")
     return reduce(_joined, runs)
+
+
+def check_phases(phases: Sequence[str] | None) -> None:
+    """Raise RequestError for a phase that cannot be measured."""
+    for phase in phases or ():
+        if phase not in names.MEASURED:
+            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
 
 
 def _joined(first: Run, second: Run) -> Run:
