@@ -1,4 +1,9 @@
-"""A bench that times code on one device, with samplers of launch costs and pinned CPU threads."""
+"""A bench that times code on one device, with samplers of launch costs and pinned CPU threads.
+
+Kernels on CUDA are timed between two events, and steps on the wall between two idle moments of the
+device.  Data is random, as constant data draws less power and so runs faster.  A cold measurement
+reads a buffer beyond the last cache before every repetition.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +26,16 @@ from torch.nn import functional
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import Fact
 
-# Device work is asynchronous: on CUDA kernels are timed between two events, and whole steps on the
-# wall between two idle moments of the device.  Data is random, as constant data draws less power
-# and so runs faster.  A cold measurement reads a buffer beyond the last cache before every
-# repetition.
-
 NOISY = 0.25
 """The relative spread from which a fact is noted as noisy."""
 SPIN = 200_000
-"""Clock cycles, about 0.1 ms, that a GPU is kept busy while the host queues what is timed."""
+"""Clock cycles, about 0.1 ms, that a GPU is kept busy while the host queues the timed work."""
 _BLOCK = 2**22
 """The most random numbers that are drawn; longer data repeats them."""
 
 
 class MeasureError(RuntimeError):
-    """This machine cannot be measured as asked."""
+    """This machine cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Bench:
 
     device: torch.device
     budget_s: float  # s, for `repeat`
-    progress: Callable[[str], None]  # is told each fact
+    progress: Callable[[str], None]  # called with each fact
     cores: int = 1  # logical CPUs that the process may use
-    pinned: bool = False  # whether each thread is kept on a core of its own
+    pinned: bool = False  # whether each thread is pinned to a separate core
 
     @property
     def on_cuda(self) -> bool:
@@ -77,7 +77,7 @@ class Bench:
         return float(before.elapsed_time(after)) / 1e3  # torch gives milliseconds
 
     def cold(self, run: Callable[[], object]) -> float:
-        """Device seconds of one `run`, on caches that hold none of its data."""
+        """Device seconds of one `run`, on cold caches."""
         # Reading leaves clean lines: written ones would go back to memory while `run` is timed.
         self._beyond_the_caches.sum()
         if self.on_cuda and hasattr(torch.cuda, "_sleep"):
@@ -120,26 +120,26 @@ class Bench:
 
     @cached_property
     def _drawn(self) -> torch.Tensor:
-        with torch.inference_mode(False):  # for whoever comes later
+        with torch.inference_mode(False):  # the cached tensor outlives this call
             generator = torch.Generator(self.device).manual_seed(0)
             return torch.randn(_BLOCK, generator=generator, device=self.device)
 
     @cached_property
     def _beyond_the_caches(self) -> torch.Tensor:
-        """Four times the last cache, as far as it is known, in fp32."""
+        """A fp32 buffer of four times the last cache, where its size is known."""
         size = 2**26
         if self.on_cuda:
             properties = torch.cuda.get_device_properties(self.device)
             size = max(4 * int(getattr(properties, "L2_cache_size", 0)), 2**28)
         return self.random(size // 4)
 
-    def fact(self, samples: list[float], unit: str, what: str, note: str = "") -> Fact:
+    def fact(self, samples: list[float], unit: str, case: str, note: str = "") -> Fact:
         """The median of `samples` as a measured fact in `unit`; a wide spread is noted."""
         middle = statistics.median(samples)
         quarters = statistics.quantiles(samples, n=4)
         spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
         source = (
-            f"{what}, median of {len(samples)}, spread {spread * 100:.0f} % (interquartile), "
+            f"{case}, median of {len(samples)}, spread {spread * 100:.0f} % (interquartile), "
             f"{self.conditions()}"
         )
         text = units.write(middle, unit)
@@ -147,7 +147,7 @@ class Bench:
             best = max(samples) if unit.endswith("/s") else min(samples)
             noise = f"noisy, the best was {units.write(best, unit)}: was the machine busy?"
             note = f"{note}; {noise}" if note else noise
-        self.progress(f"{what}: {text}{f' ({note})' if note else ''}")
+        self.progress(f"{case}: {text}{f' ({note})' if note else ''}")
         return Fact.of(text, unit, source, "measured", note)
 
     @staticmethod
@@ -163,11 +163,11 @@ class Bench:
 
 
 # -- launches --------------------------------------------------------------------------------------
-# Host costs of a launch.  Each function gives a sampler: a call of it measures once [s].
+# Samplers of the host costs of a launch: each call measures once [s].
 
 OPS = 300
-"""Ops in a row for a launch cost: few enough for the queue of a GPU, which holds 1024; the host
-waits at a full one."""
+"""Ops in a row for a launch cost: fewer than the 1024 that fill the queue of a GPU, where the host
+waits."""
 
 
 def host_seconds(bench: Bench, run: Callable[[], object], calls: int) -> Callable[[], float]:
@@ -215,14 +215,14 @@ def view_dispatch(bench: Bench) -> Callable[[], float]:
 
 
 def module_call(bench: Bench) -> Callable[[], float]:
-    """Seconds per call of a module that hands its input on."""
+    """Seconds per call of a module that returns its input."""
     model = nn.Sequential(*(nn.Identity() for _ in range(OPS)))
     cell = torch.zeros(8, device=bench.device)
     return host_seconds(bench, lambda: model(cell), OPS)
 
 
 def direct_dispatch(bench: Bench) -> Callable[[], float]:
-    """Seconds per op called without modules and into a ready output, as generated code calls it."""
+    """Seconds per op called without modules and with `out=`, as generated code calls it."""
     left = torch.ones(8, 8, device=bench.device)
     out = torch.empty_like(left)
 
@@ -234,7 +234,7 @@ def direct_dispatch(bench: Bench) -> Callable[[], float]:
 
 
 def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
-    """Device seconds per tiny kernel of a queue that the host filled in time."""
+    """Device seconds per tiny kernel of a queue that the host has filled in advance."""
     cell = torch.zeros(8, device=bench.device)
 
     def run() -> None:
@@ -263,15 +263,14 @@ def graph_of_tiny_kernels(bench: Bench) -> tuple[Callable[[], float], Callable[[
 
 
 # -- threads ---------------------------------------------------------------------------------------
-# Keeps the threads of torch's pool on cores of their own while a CPU is measured.
 
 
 @contextlib.contextmanager
 def pinned_threads() -> Iterator[bool]:
-    """Keep each thread of torch's pool on a core of its own, on Linux; yields whether it did.
+    """Pin each thread of torch's pool to a separate core, on Linux; yield whether that worked.
 
-    A scheduler may stack two of them on one core for seconds, where each waits for the other's time
-    slice: a copy was seen to take 1.7 ms or 8 ms by that alone. All masks are restored afterwards.
+    A scheduler may run two of them on one core for seconds: a copy was seen to take 1.7 ms or 8 ms
+    by that alone.  All masks are restored afterwards.
     """
     tasks = Path("/proc/self/task")
     if not hasattr(os, "sched_setaffinity") or not tasks.is_dir():
@@ -290,7 +289,7 @@ def pinned_threads() -> Iterator[bool]:
         with contextlib.suppress(OSError):  # it may have ended
             before[thread] = os.sched_getaffinity(thread)
     cores = spread_cores(allowed)
-    # The pool's threads are the ones that just worked; others (of a progress bar, say) come last.
+    # The threads of the pool just worked; others (of a progress bar, say) come last.
     others = [thread for thread in before if thread != ours]
     others.sort(key=lambda thread: idle.get(thread, 0) - busy.get(thread, 0))
     workers = [ours, *others]
@@ -306,7 +305,7 @@ def pinned_threads() -> Iterator[bool]:
 
 
 def _processor_ticks(tasks: Path) -> dict[int, int]:
-    """Processor time that each thread of this process has used so far, in clock ticks."""
+    """Processor time of each thread of this process so far, in clock ticks."""
     ticks = {}
     for item in tasks.iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
