@@ -1,11 +1,18 @@
-"""Starts other Pythons that import nothing from the working folder, as the installed command."""
+"""This process and others: changes that its threads share, and Pythons that it starts.
+
+Those import nothing from the working folder, as the installed command.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 _SAFE = "PYTHONSAFEPATH"
 
@@ -35,3 +42,63 @@ def started_again() -> dict[str, str]:
     """
     path = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     return {**os.environ, _SAFE: "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+class Shared:
+    """A change of the process that the first user makes and the last one undoes.
+
+    install: makes the change; returns what undoes it.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], Any]]) -> None:
+        self._install = install
+        self._lock = threading.RLock()
+        self._count = 0
+        self._undo: Callable[[], Any] | None = None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the change is made."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self) -> None:
+        """One more user: the change is made until it is given back."""
+        with self._lock:
+            if not self._count:
+                self._undo = self._install()
+            self._count += 1
+
+    def give_back(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._undo is not None:
+                undo, self._undo = self._undo, None
+                undo()
+
+
+def alone() -> bool:
+    """Whether no other thread runs Python.  One that starts later is started by the traced code,
+    and belongs to it.
+
+    Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
+    the variables of a function that has ended.  No collection either: until Python 3.12 one could
+    begin in the call, under the lock that the end of a `threading.local` waits for.
+    """
+    with collector_off.used():
+        return next(map(len, iter(sys._current_frames, None))) == 1
+
+
+def _collector_off() -> Callable[[], None]:
+    if not gc.isenabled():
+        return lambda: None
+    gc.disable()
+    return gc.enable
+
+
+collector_off = Shared(_collector_off)
+"""No garbage collection, in any thread: from the first that needs that to the last."""

@@ -481,10 +481,38 @@ def test_every_folder_is_a_package_and_every_module_says_what_it_knows() -> None
     assert not silent, "modules without a docstring"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+def files_of_git(*options: str) -> list[str]:
+    """Paths of the checkout that git tracks, and what more `git ls-files` lists by options."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [name for name in listing.stdout.split("\0") if name and os.path.lexists(ROOT / name)]
+
+
+@pytest.mark.parametrize("name", ["hardware", "tracer", "costmodels", "reporting"])
 def test_a_link_at_the_root_shows_the_layer(name: str) -> None:
     assert (ROOT / name).is_symlink()
     assert os.readlink(ROOT / name) == f"rooftrace/{name}"
+
+
+AT_THE_ROOT = {
+    *("rooftrace", "tests", "docs", "examples", "benchmarks", "site"),
+    *("hardware", "tracer", "costmodels", "reporting"),  # links
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    *("Makefile", "MANIFEST.in", "pyproject.toml", "constraints.txt"),
+}
+
+
+@pytest.mark.subprocess
+def test_the_root_holds_what_a_newcomer_looks_for() -> None:
+    tops = {name.split("/")[0] for name in files_of_git()}
+    assert {top for top in tops if not top.startswith(".")} == AT_THE_ROOT
 
 
 WITHOUT_TORCH = """
@@ -546,17 +574,8 @@ OF_ONE_MACHINE = re.compile(
 
 @pytest.mark.subprocess
 def test_no_file_names_a_path_or_a_registry_of_one_machine() -> None:
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if listing.returncode != 0:
-        pytest.skip("not a git checkout")
     bad = []
-    for name in filter(None, listing.stdout.split("\0")):
+    for name in files_of_git("--others", "--exclude-standard"):
         path = ROOT / name
         if path.is_symlink() or not path.is_file():
             continue

@@ -15,9 +15,9 @@ from tests.conftest import GOLDEN, pinned, unlike
 pytest.importorskip("jupytext")
 pytest.importorskip("IPython")
 
+from docsite import notebooks
 from rooftrace.reporting.text.results import as_markdown
 from tests.test_examples import no_ops_stay as no_ops_stay
-from website import notebooks
 
 SCRIPTS = notebooks.scripts()
 HELD = {"01_first_minute": 2, "02_language_model": 0, "03_own_rule": 0, "04_diff": 1,

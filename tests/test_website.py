@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace
-from website import checks, gallery, links, pages, reference
+from docsite import checks, gallery, links, pages, reference
 
 pytestmark = pytest.mark.quick
 
@@ -192,7 +192,7 @@ def test_the_site_loads_no_font_and_brings_its_own_script_for_the_search() -> No
     settings = pages.settings()
     assert settings["theme"]["font"] is False and settings["strict"] is True
     for file in [*settings["extra"]["polyfills"], *settings["extra_css"]]:
-        text = (ROOT / "website" / file).read_text(encoding="utf-8")
+        text = (ROOT / "site" / file).read_text(encoding="utf-8")
         assert "//" not in text.replace("// ", "")
     # The offline plugin adds one of the network unless a name has these words.
     assert any("iframe-worker" in file for file in settings["extra"]["polyfills"])
@@ -200,9 +200,25 @@ def test_the_site_loads_no_font_and_brings_its_own_script_for_the_search() -> No
 
 def test_signs_in_a_docstring_are_no_markup() -> None:
     pytest.importorskip("griffe")
-    from website import docstrings
+    from docsite import docstrings
 
     text = "timeline_<phase>.gz and `a_<b>`, *args\n\n    code_<x>"
     assert (
         docstrings.literal(text) == "timeline\\_\\<phase>.gz and `a_<b>`, \\*args\n\n    code_<x>"
     )
+
+
+def test_a_function_that_a_stub_holds_as_overloads_is_read(tmp_path: Path) -> None:
+    griffe = pytest.importorskip("griffe")
+    from docsite import docstrings
+
+    (tmp_path / "stubbed.py").write_text("")
+    (tmp_path / "stubbed.pyi").write_text(
+        "from typing import overload\n"
+        "@overload\ndef add(x: int) -> int: ...\n"
+        '@overload\ndef add(x: str) -> str:\n    """A sum."""\n'
+    )
+    extensions = griffe.load_extensions(docstrings.Prose())
+    module = griffe.load("stubbed", search_paths=[tmp_path], extensions=extensions)
+    assert module["add"].docstring.value == "A sum."
+    assert [str(each.returns) for each in module["add"].overloads] == ["int", "str"]

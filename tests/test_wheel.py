@@ -17,7 +17,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKS = {"tracer", "costmodels", "hardware", "measured", "reporting"}
+LINKS = {"tracer", "costmodels", "hardware", "reporting"}
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:

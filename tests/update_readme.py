@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a script finds what is beside it, not what is above
+sys.path.insert(0, str(ROOT / "site"))
 
-from website import gallery  # noqa: E402
+from docsite import gallery  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- golden: ([\w.]+) -->\n```\n).*?```", re.DOTALL)
 

@@ -3,7 +3,8 @@
     python benchmarks/accuracy/coverage.py FOLDER [--every N] [--cache TRACES] [--cases FILE]
     python benchmarks/accuracy/coverage.py FOLDER --other "A100=points.csv" ... --write
 
-FOLDER has files of timm (see timm_steps.py); our own runs stand in measurements/.  Three uses:
+FOLDER has files of timm (see timm_steps.py); our own runs are in benchmarks/measurements/.
+Three uses:
   no fit       ends of intervals come from the data sets of other GPUs: none of this GPU is seen
   one factor   families of models are dealt into two halves; knobs and ends come from one half, the
                other is counted, both ways

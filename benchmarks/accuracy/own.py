@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy/own.py [FOLDER] [--points FILE.csv]
 
-FOLDER holds run files of `rooftrace measure` (default: measurements/), each with the chip that
-`rooftrace measure --chip-only` made on the same machine beside it.  The models of a run are sorted
+FOLDER holds run files of `rooftrace measure` (default: benchmarks/measurements/), each with the
+chip that `rooftrace measure --chip-only` made on the same machine.  The models of a run are sorted
 by name and dealt into two halves; a fit sees one half, the other is predicted, both ways.
 """
 
@@ -28,7 +28,7 @@ from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
 from rooftrace.measured.fit.fitting import FEW, fit
 
-MEASUREMENTS = Path(__file__).parents[2] / "measurements"
+MEASUREMENTS = Path(__file__).parents[1] / "measurements"
 MODES = ("eager", "compiled")
 
 

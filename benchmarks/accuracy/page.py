@@ -4,7 +4,7 @@
     make accuracy DATA=FOLDER
 
 FOLDER holds measurements of others (gemm-*.csv.gz, attention-*.csv.gz, timm-*.csv, llm/, traces/);
-our own stand in measurements/.  What is not there is left out, and said.
+our own stand in benchmarks/measurements/.  What is not there is left out, and said.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from points import Point, read_points
 
 HERE = Path(__file__).parent
-MEASUREMENTS = HERE.parents[1] / "measurements"
+MEASUREMENTS = HERE.parent / "measurements"
 DOCS = HERE.parents[1] / "docs"
 DRAWN = 800
 """Points in a figure."""
@@ -202,10 +202,10 @@ def section(part: Part, folder: Path, every: int, figures: Path) -> str:
 OWN = """\
 ## This project's own runs
 
-Files of `rooftrace measure` in [measurements](../measurements/README.md), each with the chip that
-`rooftrace measure --chip-only` made on the same machine just before. The models of a run, sorted by
-name, are dealt into two halves; a fit sees the steps of one half, the other is predicted, both
-ways: without a fit (the measured chip alone), with two numbers fitted (what it sustains of its
+Files of `rooftrace measure` in [measurements](../benchmarks/measurements/README.md), each with the
+chip that `rooftrace measure --chip-only` made on the same machine just before. The models of a run,
+sorted by name, are dealt into two halves; a fit sees the steps of one half, the other is predicted,
+both ways: without a fit (the measured chip alone), with two numbers fitted (what it sustains of its
 arithmetic and of its bandwidth), and with as many as `rooftrace calibrate` chose."""
 
 

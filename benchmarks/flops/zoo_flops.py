@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "zoo")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "zoo")]
 
 PHASES = ("forward", "training")
 Result = dict[str, Any]

@@ -13,9 +13,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+import measured as steps
 import torch
 
-import measured as steps
 import rooftrace as rt
 from rooftrace.measured.bench import measure_chip
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import measured
 import torch
 
-import measured
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times

@@ -43,7 +43,7 @@ def build(name):
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    for folder in ("benchmarks/flops", "zoo"):
+    for folder in ("benchmarks/flops", "benchmarks/zoo"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     yield importlib.import_module
     for name in MODULES:

@@ -97,7 +97,7 @@ def test_nothing_that_traces_is_an_error() -> None:
 
 
 def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
-    run = rt.load_run(next((ROOT / "measurements").glob("*.json.gz")))
+    run = rt.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
     eager = [row for row in run.models if row.mode == "eager"]
     few = [row for row in eager if row.model in ("decoder", "gpt2")][:6]
     chip = rt.load_chip("rtx-3090")  # of which a CPU is a small share
@@ -113,11 +113,11 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
 
 @pytest.mark.slow
 def test_a_run_chooses_how_much_to_fit_by_what_was_left_out() -> None:
-    run = rt.load_run(next((ROOT / "measurements").glob("*.json.gz")))
+    run = rt.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
     models = [r for r in run.models if r.mode == "eager" and r.phase in ("prefill", "forward")]
     micro = [row for row in run.micro if row.kind in ("matmul", "softmax")][:60]
     few = replace(run, models=tuple(models[:8]), micro=tuple(micro))
-    found = rt.calibrate(few, next((ROOT / "measurements").glob("*.toml")))
+    found = rt.calibrate(few, next((ROOT / "benchmarks" / "measurements").glob("*.toml")))
     assert found.what == "steps" and found.kernels > 20
     assert len(found.tried) == 6 and "compute, memory" in found.tried
     assert found.fit.left_out is not None
@@ -140,7 +140,7 @@ class Wide(nn.Module):
 
 @pytest.fixture(scope="module")
 def cpu() -> Path:
-    return next((ROOT / "measurements").glob("*.toml"))
+    return next((ROOT / "benchmarks" / "measurements").glob("*.toml"))
 
 
 def test_one_profiled_module_is_fitted_to_by_its_kernels(cpu: Path, tmp_path: Path) -> None:

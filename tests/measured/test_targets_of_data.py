@@ -80,7 +80,7 @@ def test_trust_that_changes_nothing_is_refused() -> None:
     steps = [StepTime(target="x", seconds=1e-3)]
     with pytest.raises(UnusedError, match="trust_targets=True: the target says already"):
         rt.validate(steps, CHIP, target="models.py:{target}", trust_targets=True)
-    suite = next((Path(__file__).parents[2] / "measurements").glob("*.json.gz"))
+    suite = next((Path(__file__).parents[2] / "benchmarks/measurements").glob("*.json.gz"))
     with pytest.raises(UnusedError, match="every row of the run is of a model of the suite"):
         rt.validate(suite, CHIP, trust_targets=True)
     with pytest.raises(rt.RequestError, match="expected True or False"):

@@ -27,6 +27,8 @@ from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 from tests.reporting.test_gate_comments import TOKEN, Handler, Server
 
 yaml: Any = pytest.importorskip("yaml")
+ACTION = ".github/actions/check"
+POSTING = "rooftrace/reporting/gates/posting.py"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="the steps are for Linux and macOS")
 
 
@@ -67,12 +69,13 @@ class Runner:
     """
 
     def __init__(self, root: Path, folder: Path, url: str) -> None:
-        self.temp, self.action = folder / "temp", folder / "_actions" / "rooftrace"
+        self.temp, self.release = folder / "temp", folder / "_actions" / "rooftrace"
+        self.action = self.release / ACTION
         self.workspace = folder / "workspace"
-        for made in (self.temp, self.workspace, self.action / "rooftrace/reporting/gates"):
+        for made in (self.temp, self.workspace, self.action, (self.release / POSTING).parent):
             made.mkdir(parents=True)
-        for name in ("action.yml", "action.sh", "rooftrace/reporting/gates/posting.py"):
-            shutil.copy(root / name, self.action / name)
+        for name in (f"{ACTION}/action.yml", f"{ACTION}/action.sh", POSTING):
+            shutil.copy(root / name, self.release / name)
         self.event = folder / "event.json"
         self.event.write_text(json.dumps({"pull_request": {"number": 12}}))
         self.own = {
@@ -84,7 +87,7 @@ class Runner:
         }
         self.job: dict[str, str] = {}  # of `env:` in the workflow
         self.github = {"github.event.pull_request.number": "12", "github.token": TOKEN}
-        self.steps = yaml.safe_load((root / "action.yml").read_text())  # before any step
+        self.steps = yaml.safe_load((root / ACTION / "action.yml").read_text())  # before any step
         self.outcomes: list[tuple[str, int, str]] = []
 
     def run(self, **inputs: str) -> int:
@@ -172,6 +175,7 @@ def program(path, name):
     path.write_text(spy(name))
     path.chmod(0o755)
 temp, action = pathlib.Path({temp!r}), pathlib.Path({action!r})
+release = action.parents[2]
 {attack}
 sys.exit({code})
 """
@@ -265,11 +269,11 @@ for name in "bash sh python python3 env cat rm git node".split():
 print(loot / "bin", file=open(os.environ["GITHUB_PATH"], "a"))
 """,
     "files of the action": """
-for name in ("rooftrace/reporting/gates/posting.py", "action.sh", "action.yml"):
-    (action / name).write_text(PYTHON_SPY if name.endswith("py") else spy(name))
+for file in (release / "rooftrace/reporting/gates/posting.py", *action.iterdir()):
+    file.write_text(PYTHON_SPY if file.suffix == ".py" else spy(file.name))
 """,
     "modules beside the comment": """
-for folder in (temp, action, pathlib.Path.cwd(), action / "rooftrace"):
+for folder in (temp, action, release, pathlib.Path.cwd(), release / "rooftrace"):
     for name in "rooftrace json urllib stat hashlib tempfile sitecustomize pathlib ssl".split():
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "__init__.py").write_text(PYTHON_SPY)
@@ -333,7 +337,7 @@ def test_variables_that_get_through_do_not_act_either(runner: Runner, server: Se
         done = "renewed the comment" if runner.outcomes[2:] else "commented"
         assert runner.outcomes[-1] == ("post", 0, f"{done} on pull request 12\n")
         shutil.rmtree(loot)
-        shutil.copy(Path(__file__).parents[2] / "action.sh", script)
+        shutil.copy(Path(__file__).parents[2] / ACTION / "action.sh", script)
 
 
 @POSIX
@@ -431,8 +435,8 @@ def test_no_comment_where_none_is_wanted(runner: Runner, server: Server) -> None
 
 
 def test_the_action_runs_the_posting_script_of_its_release(root: Path) -> None:
-    digest = hashlib.sha256((root / "rooftrace/reporting/gates/posting.py").read_bytes())
-    assert f'"{digest.hexdigest()}"' in (root / "action.yml").read_text(), (
+    digest = hashlib.sha256((root / POSTING).read_bytes())
+    assert f'"{digest.hexdigest()}"' in (root / ACTION / "action.yml").read_text(), (
         f"posting.py has changed: write its digest into action.yml, {digest.hexdigest()}"
     )
     assert posting._MARKER == reports.MARKER
@@ -440,12 +444,12 @@ def test_the_action_runs_the_posting_script_of_its_release(root: Path) -> None:
 
 def test_the_action_evaluates_no_text_of_a_pull_request(root: Path) -> None:
     """`${{ }}` stands in `env`, `if` and defaults; a script reads the environment."""
-    steps = yaml.safe_load((root / "action.yml").read_text())["runs"]["steps"]
+    steps = yaml.safe_load((root / ACTION / "action.yml").read_text())["runs"]["steps"]
     assert [step["id"] for step in steps] == ["check", "post"]
     assert all("${{" not in step["run"] + step["shell"] for step in steps)
     tokens = [n for n, step in enumerate(steps) for text in step["env"].values() if "token" in text]
     assert tokens == [1]
-    script = (root / "action.sh").read_text()
+    script = (root / ACTION / "action.sh").read_text()
     assert "${{" not in script and "eval" not in script
     assert f"'{reports.MARKER}'" in script  # of the comment that it writes where no check ran
     for name in re.findall(r"\$\{?(ROOFTRACE_\w+)", script):

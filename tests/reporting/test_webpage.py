@@ -29,7 +29,7 @@ from rooftrace.reporting.sections import report_view
 pytestmark = pytest.mark.quick
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m`**a**`|\u202e"
-WEB = Path(__file__).parents[2] / "web"
+WEB = Path(__file__).parents[2] / "site" / "app"
 
 
 class Named(nn.Module):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rooftrace.tracer.fake_cuda import DeviceError, state
+from rooftrace.tracer.fake_cuda import DeviceError
+from rooftrace.tracer.metacopies import overrides
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
 from tests.tracer.script_oracle import its_own_garbage
@@ -115,7 +116,7 @@ def test_in_builds_for_cuda_streams_stand_for_those_of_their_class() -> None:
         def wait(self) -> str:
             return "waited"
 
-    made: Any = state.made(FromC, Face)
+    made: Any = overrides.made(FromC, Face)
     assert made.wait() == "waited" and isinstance(made, FromC)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "zoo"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "zoo"
 
 MODELS = """
 import torch

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace._processes import Shared, alone
 from rooftrace.tracer.composite.attention import scaled_dot_product_attention
 from rooftrace.tracer.composite.library import Library
 from rooftrace.tracer.composite.recurrent import entry, packed_entry, rms_norm
-from rooftrace.tracer.metacopies import Scope, scopes
+from rooftrace.tracer.metacopies import Scope
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -102,7 +103,7 @@ def _registered() -> Callable[[], None]:
     kernels = [_kernel_of(f"aten::{name}", key) for name, key in _PLACES] if _kernel_of else []
 
     def undo() -> None:
-        if kernels or scopes.alone():
+        if kernels or alone():
             _TAKEN_AWAY.append(kernels)
             library._destroy()
         else:
@@ -120,7 +121,7 @@ def _with_kernels() -> Any:
     return library
 
 
-_KERNELS = scopes.Shared(_registered)
+_KERNELS = Shared(_registered)
 
 
 def _op(name: str) -> Any:

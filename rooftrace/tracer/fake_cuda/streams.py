@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftrace.tracer.composite import library
-from rooftrace.tracer.fake_cuda.state import Answers, Emulation, made, methods, nothing, refusal
+from rooftrace.tracer.fake_cuda.state import Answers, Emulation, refusal
 from rooftrace.tracer.metacopies import overrides, trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.sharding import fsdp as queues
@@ -70,8 +70,8 @@ def answers(here: Emulation) -> Iterator[Answers]:
     """What chooses a stream, and the classes of streams and events."""
     own = Queues(here)
     yield torch._C, _names(own)
-    yield _cuda.Stream, {**methods(_Stream), "__new__": staticmethod(_stream_maker(own))}
-    yield _cuda.Event, {**methods(_Event), "__new__": staticmethod(_event_maker(own))}
+    yield _cuda.Stream, {**overrides.methods(_Stream), "__new__": staticmethod(_stream_maker(own))}
+    yield _cuda.Event, {**overrides.methods(_Event), "__new__": staticmethod(_event_maker(own))}
 
 
 def _names(own: Queues) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class _Stream:
     _own: Queues
     stream_id: int
     device_index: int
-    __init__ = nothing
+    __init__ = overrides.nothing
     device = property(lambda self: torch.device("cuda", self.device_index))
     cuda_stream = native_handle = property(lambda self: self.stream_id)
     _as_parameter_ = property(lambda self: ctypes.c_void_p(self.stream_id))
@@ -153,7 +153,7 @@ def _stream_maker(own: Queues) -> Callable[..., Any]:
         stream_ptr: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        handle = made(kind, _Stream)
+        handle = overrides.made(kind, _Stream)
         number = stream_ptr if stream_id is None else stream_id
         if device_index is None:
             index = _cuda._utils._get_device_index(device, optional=True)
@@ -173,7 +173,7 @@ class _Event:
     _timed: bool
     _seconds: float | None
     _mark: queues.Event
-    __init__ = nothing
+    __init__ = overrides.nothing
     device = property(lambda self: torch.device("cuda", self._own.here.current))
     cuda_event = event_id = property(lambda self: 0 if self._seconds is None else id(self))
     _as_parameter_ = property(lambda self: ctypes.c_void_p(self.cuda_event))
@@ -217,7 +217,7 @@ def _event_maker(own: Queues) -> Callable[..., Any]:
         interprocess: bool = False,
         external: bool = False,
     ) -> Any:
-        handle = made(kind, _Event)
+        handle = overrides.made(kind, _Event)
         handle._own, handle._mark = own, queues.Event()
         handle._timed, handle._seconds = enable_timing, None
         return handle
@@ -395,7 +395,7 @@ class _CUDAGraph:
     _capture: _Capture | None
     _ops: list[_Noted] | None
     _pool: Any
-    __init__ = instantiate = enable_debug_mode = nothing
+    __init__ = instantiate = enable_debug_mode = overrides.nothing
     debug_dump = refusal("CUDAGraph.debug_dump", _NO_GRAPH)
     raw_cuda_graph = refusal("CUDAGraph.raw_cuda_graph", _NO_GRAPH)
     raw_cuda_graph_exec = refusal("CUDAGraph.raw_cuda_graph_exec", _NO_GRAPH)
@@ -445,7 +445,7 @@ def graph_answers(here: Emulation) -> Iterator[Answers]:
     """The class of graphs, and functions that make some or ask for them."""
 
     def new(kind: Any, keep_graph: bool = False) -> Any:
-        graph = made(kind, _CUDAGraph)
+        graph = overrides.made(kind, _CUDAGraph)
         graph._here, graph._pool = here, (0, next(_pools))
         graph._tracker = graph._capture = graph._ops = None
         return graph
@@ -458,7 +458,7 @@ def graph_answers(here: Emulation) -> Iterator[Answers]:
         )
         return callables
 
-    yield torch.cuda.CUDAGraph, {**methods(_CUDAGraph), "__new__": staticmethod(new)}
+    yield torch.cuda.CUDAGraph, {**overrides.methods(_CUDAGraph), "__new__": staticmethod(new)}
     yield (
         torch.cuda,
         {

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from rooftrace._processes import collector_off
 from rooftrace._progress import tell
 from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
 from rooftrace._writing import write_packed
@@ -36,7 +37,6 @@ from rooftrace.tracer.graph.records import (
     Tensor,
     refs,
 )
-from rooftrace.tracer.metacopies.scopes import collector_off
 
 # -- bounds ----------------------------------------------------------------------------------------
 # Where pricing cannot be closed over the iterations, these bounds keep it short.

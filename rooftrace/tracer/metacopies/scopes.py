@@ -1,22 +1,18 @@
-"""Scopes that tie threads to recordings, and changes of the process that recordings share."""
+"""Scopes: which recording a thread belongs to, and what it has in place of functions of torch.
+
+A patch of a module or a class is seen by every thread of the process.  So a patch of ours asks
+first whether the thread that calls it belongs to a recording, and else does what was there
+before.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rooftrace.tracer.recording import Release, installed_release
-
-# -- scopes ----------------------------------------------------------------------------------------
-# Scopes: which recording a thread belongs to, and what it has in place of functions of torch.
-#
-# A patch of a module or a class is seen by every thread of the process.  So a patch of ours asks
-# first whether the thread that calls it belongs to a recording, and else does what was there
-# before.
 
 
 class Scope:
@@ -86,67 +82,3 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-# -- shared ----------------------------------------------------------------------------------------
-# What a process has once, and several recordings need at the same time.
-
-
-class Shared:
-    """A change of the process that the first user makes and the last one undoes.
-
-    install: makes the change; returns what undoes it.
-    """
-
-    def __init__(self, install: Callable[[], Callable[[], Any]]) -> None:
-        self._install = install
-        self._lock = threading.RLock()
-        self._count = 0
-        self._undo: Callable[[], Any] | None = None
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Inside, the change is made."""
-        self.take()
-        try:
-            yield
-        finally:
-            self.give_back()
-
-    def take(self) -> None:
-        """One more user: the change is made until it is given back."""
-        with self._lock:
-            if not self._count:
-                self._undo = self._install()
-            self._count += 1
-
-    def give_back(self) -> None:
-        """One user less."""
-        with self._lock:
-            self._count -= 1
-            if not self._count and self._undo is not None:
-                undo, self._undo = self._undo, None
-                undo()
-
-
-def alone() -> bool:
-    """Whether no other thread runs Python.  One that starts later is started by the traced code,
-    and belongs to it.
-
-    Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
-    the variables of a function that has ended.  No collection either: until Python 3.12 one could
-    begin in the call, under the lock that the end of a `threading.local` waits for.
-    """
-    with collector_off.used():
-        return next(map(len, iter(sys._current_frames, None))) == 1
-
-
-def _collector_off() -> Callable[[], None]:
-    if not gc.isenabled():
-        return lambda: None
-    gc.disable()
-    return gc.enable
-
-
-collector_off = Shared(_collector_off)
-"""No garbage collection, in any thread: from the first that needs that to the last."""

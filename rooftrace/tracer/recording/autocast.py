@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import Scope, original_of, replaced, scopes, trees
+from rooftrace._processes import Shared
+from rooftrace.tracer.metacopies import Scope, original_of, replaced, trees
 
 _KEY = "AutocastIPU"
 _DEVICE = "ipu"
@@ -191,7 +192,7 @@ def _registered() -> Callable[[], None]:
     return undo
 
 
-_KERNELS = scopes.Shared(_registered)
+_KERNELS = Shared(_registered)
 
 
 def _here() -> Autocast | None:

@@ -13,7 +13,8 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, trees
+from rooftrace._processes import Shared
+from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
 from rooftrace.tracer.metacopies.trees import OURS
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
@@ -76,7 +77,7 @@ def _registered() -> Callable[[], None]:
     return undo
 
 
-_MODULE_HOOKS = scopes.Shared(_registered)
+_MODULE_HOOKS = Shared(_registered)
 
 
 @contextlib.contextmanager

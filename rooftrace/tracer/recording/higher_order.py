@@ -20,13 +20,13 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
+from rooftrace._processes import Shared
 from rooftrace.tracer.composite import define, library
 from rooftrace.tracer.metacopies import (
     Scope,
     original_of,
     overrides,
     replaced,
-    scopes,
     trees,
 )
 from rooftrace.tracer.recording.tape import Tape
@@ -149,7 +149,7 @@ def _uncompiled() -> Callable[[], None]:
     return undo
 
 
-_PLAIN = scopes.Shared(_uncompiled)
+_PLAIN = Shared(_uncompiled)
 
 
 def _whole(tape: Tape, original: Any) -> Callable[..., Any]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.metacopies import original_of, overrides, replaced, scopes, trees
+from rooftrace._processes import alone
+from rooftrace.tracer.metacopies import original_of, overrides, replaced, trees
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, masks
@@ -34,7 +35,7 @@ def draws_repeated(tape: Tape) -> Iterator[None]:
 
     At the end the process's generators are as if nothing had been drawn inside.
     """
-    if scopes.alone():
+    if alone():
         with _seeded():
             yield
     else:

@@ -17,9 +17,9 @@ import torch
 from torch.nested._internal import nested_tensor, sdpa
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rooftrace.tracer.fake_cuda import state
+from rooftrace._processes import Shared
 from rooftrace.tracer.graph import UNRECORDED
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, scopes, trees
+from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
 from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.recording.tape import Tape
@@ -89,24 +89,24 @@ class _NoDevice:
 
 def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """An instance of a class of streams or events without its device."""
-    return state.made(kind, _NoDevice)
+    return overrides.made(kind, _NoDevice)
 
 
 _HANDLE: dict[str, Any] = {
     "__new__": staticmethod(_made),
-    "__init__": state.nothing,
+    "__init__": overrides.nothing,
     "__eq__": lambda self, other: type(self) is type(other),
     "__hash__": lambda self: 0,
     "__repr__": lambda self: f"<{type(self).__name__} of no device>",
     "__reduce__": lambda self: (type(self), ()),
     "query": lambda self: True,
-    "synchronize": state.nothing,
+    "synchronize": overrides.nothing,
     "device": property(lambda self: torch.device("cuda", 0)),
 }
 _STREAM = {
     **_HANDLE,
-    "wait_event": state.nothing,
-    "wait_stream": state.nothing,
+    "wait_event": overrides.nothing,
+    "wait_stream": overrides.nothing,
     "record_event": lambda self, event=None: event or _made(torch.cuda.Event),
     "stream_id": 0,
     "cuda_stream": 0,
@@ -114,11 +114,11 @@ _STREAM = {
 }
 _EVENT = {
     **_HANDLE,
-    "record": state.nothing,
-    "wait": state.nothing,
+    "record": overrides.nothing,
+    "wait": overrides.nothing,
     "elapsed_time": lambda self, end: 1.0,  # ms: no time passes, and nobody may divide by it
 }
-_REGION = {"__init__": state.nothing, "__enter__": state.nothing, "__exit__": state.nothing}
+_REGION = dict.fromkeys(("__init__", "__enter__", "__exit__"), overrides.nothing)
 
 
 def _stream(*args: Any, **kwargs: Any) -> Any:
@@ -126,9 +126,9 @@ def _stream(*args: Any, **kwargs: Any) -> Any:
 
 
 _CUDA = {
-    "synchronize": state.nothing,
-    "set_device": state.nothing,
-    "set_stream": state.nothing,
+    "synchronize": overrides.nothing,
+    "set_device": overrides.nothing,
+    "set_stream": overrides.nothing,
     "stream": lambda stream: _NoDevice(),
     "current_stream": _stream,
     "default_stream": _stream,
@@ -167,7 +167,7 @@ def device_calls_quiet() -> Iterator[None]:
                 (cuda.Event, _EVENT),
                 (cuda.device, _REGION),
                 (cuda, _CUDA),
-                (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), state.nothing)),
+                (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), overrides.nothing)),
             ):
                 undo.enter_context(replaced(home, replacements))
         yield
@@ -203,7 +203,7 @@ def _ignored() -> Callable[[], None]:
     return undo
 
 
-_WARNINGS = scopes.Shared(_ignored)
+_WARNINGS = Shared(_ignored)
 
 
 def warnings_quiet() -> contextlib.AbstractContextManager[None]:

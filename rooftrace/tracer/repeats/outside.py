@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.metacopies import scopes, trees
+from rooftrace._processes import collector_off
+from rooftrace.tracer.metacopies import trees
 
 # -- attributes ------------------------------------------------------------------------------------
 # Watches reads of attributes of modules, in one thread, without a change that others notice.
@@ -194,7 +195,7 @@ class Outside:
             sys.setprofile(_watching(_outside.active, self._watches_draws))
         _outside.active.append(self)
         self._entered = True
-        scopes.collector_off.take()
+        collector_off.take()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -202,7 +203,7 @@ class Outside:
             _outside.active.remove(self)
             if not _outside.active:
                 sys.setprofile(None)
-            scopes.collector_off.give_back()
+            collector_off.give_back()
         self._add_cells()
 
     def unchanged(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._processes import collector_off
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.hardware import load_chip
@@ -97,10 +98,8 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
     keep: exclude all objects from later collections too (gc.freeze).  That is for a program that
     ends soon: garbage made inside is never freed.
     """
-    from rooftrace.tracer.metacopies import scopes
-
     enabled = gc.isenabled()
-    with scopes.collector_off.used():
+    with collector_off.used():
         try:
             yield
         finally:

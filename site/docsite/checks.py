@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
-from website import reference
+from docsite import reference
 
 LOADS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 """The attribute with which a tag loads something at once; a link of <a> waits for a click."""

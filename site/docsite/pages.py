@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from website import notebooks
-from website.links import Resolver
+from docsite import notebooks
+from docsite.links import Resolver
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = ROOT / "website" / "mkdocs.yml"
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = ROOT / "site" / "mkdocs.yml"
 ASSETS = {"docs/accuracy": "accuracy"}
 GALLERY = "docs/gallery.md"
 
@@ -28,7 +28,6 @@ def sources(root: Path = ROOT) -> dict[str, str]:
         "README.md": "index.md",
         "CHANGELOG.md": "changelog.md",
         "CONTRIBUTING.md": "contributing.md",
-        "measurements/README.md": "measurements.md",
     }
     pages |= {f"docs/{path.name}": path.name for path in sorted((root / "docs").glob("*.md"))}
     for path in sorted((root / "benchmarks").glob("*/README.md")):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the GitHub Action checks with; it runs anywhere: ROOFTRACE_PYTHON=python bash action.sh
+# What the GitHub Action checks with; it runs anywhere: ROOFTRACE_PYTHON=python bash .github/actions/check/action.sh
 # Exit code: that of `rooftrace check`.  The comment is posted by another step, since the code of
 # the models runs here: what is in the environment of this script, that code can read.
 set -uo pipefail

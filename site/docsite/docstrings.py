@@ -20,6 +20,13 @@ class Prose(griffe.Extension):
     A field of a record is described by the comment beside it, if it has no docstring.
     """
 
+    def on_module_members(self, *, mod: griffe.Module, **kwargs: Any) -> None:
+        """A stub may hold a function as overloads alone: the last one, with its docstring."""
+        for name, overloads in mod.overloads.items():
+            if overloads and name not in mod.members:
+                mod.set_member(name, overloads[-1])
+                overloads[-1].overloads = overloads
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each module, class, function and attribute that was read."""
         if obj.docstring is None and obj.is_attribute and (text := comment_of(obj)):

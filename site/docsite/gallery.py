@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from website.notebooks import working_in
+from docsite.notebooks import working_in
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "gallery"
 LIST = re.compile(r"(?<=<!-- gallery -->\n).*?(?=<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"(?P<file>[\w-]+\.(?:png|svg|html)): (?P<reading>.+)", re.DOTALL)

@@ -6,7 +6,7 @@ import { build } from "esbuild";
 import { createHash } from "node:crypto";
 import { readdir, readFile, writeFile } from "node:fs/promises";
 
-const OUT = "../rooftrace/reporting/hypertext";
+const OUT = "../../rooftrace/reporting/hypertext";
 
 async function digest() {
   const names = (await readdir("src")).sort();

@@ -1,4 +1,4 @@
-"""`python -m website`: make the pages in out/pages and build the site of them in out/site."""
+"""`python site/build.py`: make the pages in out/pages and build the site of them in out/site."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from docsite import browser, checks, gallery, notebooks, pages, reference
 from rooftrace._writing import write_bytes
-from website import browser, checks, gallery, notebooks, pages, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWN = ROOT / "out" / "gallery"
@@ -19,7 +19,7 @@ DRAWN = ROOT / "out" / "gallery"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what was asked for; 1 where the site is not whole, each trouble on a line."""
-    parser = argparse.ArgumentParser(prog="python -m website", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--notebooks", type=Path, metavar="FOLDER", help="write only these")
     parser.add_argument(
         "--keep-pictures", action="store_true", help="draw only pictures that are not there yet"
@@ -71,7 +71,7 @@ def write_pages(out: Path) -> None:
     for folder, place in pages.ASSETS.items():
         shutil.copytree(ROOT / folder, out / place)
     shutil.copytree(DRAWN, out / "gallery")
-    shutil.copytree(ROOT / "website" / "theme", out / "theme")
+    shutil.copytree(ROOT / "site" / "theme", out / "theme")
     for script in notebooks.scripts():
         put(
             out / "examples" / f"{script.stem}.md",

@@ -9,7 +9,7 @@ from typing import Any
 
 from rooftrace import _face
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FACE = ROOT / "rooftrace" / "__init__.pyi"
 
 GROUPS: Mapping[str, str] = {
