@@ -25,7 +25,7 @@ from rooftrace.measured.alignment.compiled import (
     matched,
 )
 from rooftrace.measured.alignment.compiled_steps import Agreement, tangles
-from rooftrace.measured.bench.replay import Compilations, _module, _Node, _Noted
+from rooftrace.measured.bench.replay import Compilations, _CompiledNode, _module, _NotedGraph
 from rooftrace.measured.profiles import read_trace
 
 from .profiles_support import GpuTrace
@@ -204,14 +204,14 @@ def test_what_another_release_does_otherwise_ends_no_measurement() -> None:
 def test_a_call_of_a_library_is_of_the_op_of_its_name() -> None:
     """Inductor also notes what prepares its operands, in any order."""
 
-    def node(name: str, original: str) -> _Node:
-        return _Node(name, original, original, "", False, "", (name,))
+    def node(name: str, original: str) -> _CompiledNode:
+        return _CompiledNode(name, original, original, "", False, "", (name,))
 
     name = "_scaled_dot_product_flash_attention_for_cpu"
     nodes = [node("cat", "aten.cat.default"), node("mix", f"aten.{name}.default")]
     nodes.append(node("late", "aten.cat.default"))
     written = {f"torch.ops.aten.{name}.default:1": ["mix", "late", "cat"]}
-    (kernel,) = _Noted(nodes, written, 0, {}).graph().kernels
+    (kernel,) = _NotedGraph(nodes, written, 0, {}).graph().kernels
     assert kernel == CompiledKernel(f"aten::{name}", {1: 1})
 
 

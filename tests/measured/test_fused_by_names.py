@@ -367,7 +367,7 @@ def twice(
     step = real_step(module, inputs, phase, compiled=True, options=noted.options)
     step()
     step()
-    with profiler(bench) as profile:
+    with profiler(bench.device) as profile:
         step()
     profile.export_chrome_trace(str(path / "step.json"))
     graph = rt.trace(module, x, phase=phase)

@@ -1,7 +1,7 @@
 """Operations that the suite times alone, from products to copies: their cases, sizes and graphs.
 
-A case is data until it is made.  Its flops and bytes predict its time on a device of known speed:
-a slow device leaves out cases that only a fast one can afford.
+A case is data until it is made.  Its flops and bytes predict its time on a device of measured
+speed: a slow device leaves out long cases.
 """
 
 from __future__ import annotations
@@ -86,12 +86,8 @@ def measured(case: MicroCase, bench: Bench, seconds: float) -> tuple[float, ...]
         return tuple(bench.repetitions(sampler, seconds, least=5, most=15))
 
 
-# -- micro -----------------------------------------------------------------------------------------
-# Every operation that the suite times alone, and the graph of such an operation from its row.
-
-
 def micro_cases(on_cuda: bool) -> list[MicroCase]:
-    """Every case for a GPU or a CPU, kind by kind, also those too large for a given device."""
+    """Every case for a GPU or a CPU, kind by kind, whatever its size."""
     kinds = (
         _launches,
         matmuls,
@@ -119,8 +115,8 @@ def _launches(on_cuda: bool) -> Iterator[MicroCase]:
         makers["stream kernel"] = clock.stream_of_tiny_kernels
         makers["graph kernel"] = lambda bench: clock.graph_of_tiny_kernels(bench)[0]
         makers["graph launch"] = lambda bench: clock.graph_of_tiny_kernels(bench)[1]
-    for what, make in makers.items():
-        yield MicroCase("launch", {"what": what}, 0.0, 0.0, make, sampler=True)
+    for cost, make in makers.items():
+        yield MicroCase("launch", {"what": cost}, 0.0, 0.0, make, sampler=True)
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -159,7 +155,6 @@ def _cases(on_cuda: bool) -> dict[str, MicroCase]:
 
 
 # -- products --------------------------------------------------------------------------------------
-# Operations of the matrix engine: products, attention and convolutions, with their sizes.
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1000, 1024, 2048, 4096, 8192, 16384)
 _FEW_ROWS = (1, 16, 64, 256, 1000, 4096, 16384)
@@ -308,7 +303,7 @@ def _attend(
     keys: int,
     causal: bool,
 ) -> MicroCase:
-    """Two products of [queries, d] with [keys, d] a head; a causal one needs keys up to its own."""
+    """Two products of [queries, d] with [keys, d] a head; a causal query has keys up to itself."""
     h, hk, d = heads
 
     def make(bench: Bench) -> Call:
@@ -400,7 +395,6 @@ def _convolution(
 
 
 # -- streams ---------------------------------------------------------------------------------------
-# Operations that move bytes: elementwise, along rows, copies and look-ups, with their sizes.
 
 _ELEMENTS = tuple(2**power for power in (8, 12, 16, 18, 20, 22, 24, 26, 28, 30))
 
@@ -415,7 +409,7 @@ def _streamed(
     call: Callable[[Tensor], object],
     work: float = 1.0,
 ) -> MicroCase:
-    """An op on one tensor: it reads and writes so many bytes an element, and does `work` on it."""
+    """An op on one tensor.  reads, writes: bytes of an element; work: its FLOP."""
 
     def make(bench: Bench) -> Call:
         x = bench.random(*shape, dtype=torch_type(dtype))
@@ -532,8 +526,8 @@ def _lookup(op: str, dtype: str, entries: int, width: int, rows: int) -> MicroCa
         if op == "embedding":
             ids = bench.integers(entries, rows)
             return lambda: F.embedding(ids, table)
-        places = bench.integers(entries, rows, width)
-        return lambda: table.gather(0, places)
+        indices = bench.integers(entries, rows, width)
+        return lambda: table.gather(0, indices)
 
     moved = 2.0 * rows * width * element_size(dtype) + 8.0 * rows * (width if op == "gather" else 1)
     sizes = {"op": op, "dtype": dtype, "entries": entries, "width": width, "rows": rows}

@@ -311,7 +311,9 @@ def _fleet(
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
-            result = rt.tools.sweep_fleet(targets, out=out, scheduler=scheduler, rules=rules, **arguments)
+            result = rt.tools.sweep_fleet(
+                targets, out=out, scheduler=scheduler, rules=rules, **arguments
+            )
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)
