@@ -81,7 +81,7 @@ from rooftrace.reporting.inventories import (
     inventory as inventory,
 )
 from rooftrace.reporting.renderers import units as units
-from rooftrace.reporting.renderers.model import (
+from rooftrace.reporting.renderers.view import (
     Column as Column,
     Note as Note,
     Section as Section,
