@@ -112,7 +112,7 @@ class Results(Shown):
 
     @property
     def main(self) -> str:
-        """The execution that breakdowns show: efficient if it is there, else the last."""
+        """The execution that breakdowns show: efficient where it was asked for, else the last."""
         return "efficient" if "efficient" in self.executions else self.executions[-1]
 
     @property
