@@ -8,7 +8,7 @@ from rooftrace.costmodels.ops import (
 )
 from rooftrace.measured.profiles import source as source
 from rooftrace.reporting.renderers import units as units
-from rooftrace.reporting.renderers.model import (
+from rooftrace.reporting.renderers.view import (
     Column as Column,
     Note as Note,
     Section as Section,

@@ -20,7 +20,7 @@ from rooftrace.reporting.figures.inline import bar_svg, image, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
 from rooftrace.reporting.hypertext import as_cell
 from rooftrace.reporting.renderers import units
-from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
 
 NAMES = (Path(__file__).parents[1] / "corpus" / "names" / "names.txt").read_text().splitlines()
 X = torch.ones(2, 8)

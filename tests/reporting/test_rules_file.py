@@ -13,7 +13,7 @@ from tests.reporting.conftest import Run
 ADDS = """
 import rooftrace
 from rooftrace.measured.profiles import StepTime
-from rooftrace.reporting.renderers.model import Note, Section
+from rooftrace.reporting.renderers.view import Note, Section
 
 @rooftrace.extend.phase("evaluation")
 def evaluation(runner, recorder):

@@ -14,8 +14,8 @@ import pytest
 import rooftrace as rt
 from rooftrace._plain import Plain
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.reporting.renderers import as_page, model as view, units
-from rooftrace.reporting.renderers.model import Cell, Column, Note, Section, Table, View
+from rooftrace.reporting.renderers import as_page, units, view
+from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.sections.builders import SectionError
 from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
