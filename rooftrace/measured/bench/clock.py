@@ -78,10 +78,12 @@ class Bench:
 
     def cold(self, run: Callable[[], object]) -> float:
         """Device seconds of one `run`, on cold caches."""
+        from rooftrace.tracer import torch_private
+
         # Reading leaves clean lines: written ones would go back to memory while `run` is timed.
         self._beyond_the_caches.sum()
-        if self.on_cuda and hasattr(torch.cuda, "_sleep"):
-            torch.cuda._sleep(SPIN)  # type: ignore[no-untyped-call]
+        if self.on_cuda and torch_private.has("cuda_sleep"):
+            torch_private.cuda_sleep(SPIN)
         return self.once(run)
 
     def wall(self, run: Callable[[], object]) -> float:
@@ -235,6 +237,8 @@ def direct_dispatch(bench: Bench) -> Callable[[], float]:
 
 def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
     """Device seconds per tiny kernel of a queue that the host has filled in advance."""
+    from rooftrace.tracer import torch_private
+
     cell = torch.zeros(8, device=bench.device)
 
     def run() -> None:
@@ -242,8 +246,8 @@ def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
             cell.add_(1)
 
     def once() -> float:
-        if hasattr(torch.cuda, "_sleep"):
-            torch.cuda._sleep(50 * SPIN)  # type: ignore[no-untyped-call]  # the host's head start
+        if torch_private.has("cuda_sleep"):
+            torch_private.cuda_sleep(50 * SPIN)  # the host's head start
         return bench.once(run) / OPS
 
     return once

@@ -57,15 +57,19 @@ def measure_chip(
 
 def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
     """A [size, size] @ [size, size] product in `precision`, ready to run."""
+    from rooftrace.tracer import torch_private
+
     left, right = bench.random(size, size), bench.random(size, size)
     if precision == "fp8":
         unit = torch.ones((), device=bench.device)
         # The fp8 kernels want the right operand column-major.
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t().contiguous().t()
-        return lambda: torch._scaled_mm(a, b, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
+        return lambda: torch_private.scaled_mm(
+            a, b, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16
+        )
     if precision == "int8":
         a, b = (left * 30).to(torch.int8), (right * 30).to(torch.int8).t().contiguous().t()
-        return lambda: torch._int_mm(a, b)
+        return lambda: torch_private.int_mm(a, b)
     types = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = types.get(precision, torch.float32)
     a, b = left.to(dtype), right.to(dtype)

@@ -35,6 +35,7 @@ from rooftrace.measured.bench.steps import (
     timed,
 )
 from rooftrace.measured.profiles import read_trace
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import as_before, calls
 from rooftrace.tracer.metacopies import dtype_name
@@ -473,7 +474,7 @@ def measured_target(
     for phase in phases or names.MEASURED:
         tell(f"measuring {phase}{', compiled' if compiled else ''}")
         if compiled:
-            torch._dynamo.reset()
+            torch_private.dynamo_reset()
         try:
             runs.append(
                 measure(

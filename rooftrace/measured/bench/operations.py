@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from rooftrace.measured.bench import clock
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.runfile import MicroRow, RunFileError
-from rooftrace.tracer import capture
+from rooftrace.tracer import capture, torch_private
 from rooftrace.tracer.graph import OpGraph
 
 Call = Callable[[], object]
@@ -219,7 +219,9 @@ def _fp8_product(bench: Bench, m: int, n: int, k: int) -> Call:
     x = bench.random(m, k).to(torch.float8_e4m3fn)
     w = bench.random(n, k).to(torch.float8_e4m3fn)
     unit = torch.ones((), device=bench.device)
-    return lambda: torch._scaled_mm(x, w.t(), scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
+    return lambda: torch_private.scaled_mm(
+        x, w.t(), scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16
+    )
 
 
 def batched(on_cuda: bool) -> Iterator[MicroCase]:
@@ -241,8 +243,8 @@ def batched(on_cuda: bool) -> Iterator[MicroCase]:
 def _grouped_runs(on_cuda: bool) -> bool:
     """Whether torch has a kernel of grouped products; torch 2.8 has none for a CPU."""
     keys = ("CUDA" if on_cuda else "CPU", "CompositeExplicitAutograd")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return hasattr(torch, "_grouped_mm") and any(has_kernel("aten::_grouped_mm", k) for k in keys)
+    kernels = (torch_private.has_kernel("aten::_grouped_mm", key) for key in keys)
+    return torch_private.has("grouped_mm") and any(kernels)
 
 
 def grouped(on_cuda: bool) -> Iterator[MicroCase]:
@@ -261,7 +263,7 @@ def grouped(on_cuda: bool) -> Iterator[MicroCase]:
                 w = bench.random(experts, k, n, dtype=torch.bfloat16)
                 ends = torch.arange(1, experts + 1, device=bench.device, dtype=torch.int32)
                 ends = (ends * (rows // experts)).to(torch.int32)
-                return lambda: torch._grouped_mm(x, w, offs=ends)
+                return lambda: torch_private.grouped_mm(x, w, offs=ends)
 
             moved = 2.0 * (rows * k + experts * k * n + rows * n)
             sizes = {"dtype": "bf16", "experts": experts, "rows": rows, "n": n, "k": k}

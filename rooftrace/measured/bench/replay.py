@@ -18,6 +18,7 @@ from rooftrace.measured.alignment import compiled, keys
 from rooftrace.measured.bench.clock import Bench, MeasureError
 from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.bench.steps import RANGE, on_device, profiled
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.graph import OpGraph, to_fx, written
 from rooftrace.tracer.metacopies import torch_dtype
 
@@ -148,13 +149,15 @@ class _ReplayTimes:
 
     @staticmethod
     def of(events: Any, flat: OpGraph, on_cuda: bool, wall: float) -> _ReplayTimes:
-        from torch._C._autograd import DeviceType
 
         seconds: dict[int, float] = {}
         kernels: dict[int, tuple[str, ...]] = {}
         for event in events:
             # A GPU has a range of the same name, gaps between kernels included.
-            if not event.name.startswith(RANGE) or event.device_type != DeviceType.CPU:
+            if (
+                not event.name.startswith(RANGE)
+                or event.device_type != torch_private.DeviceType.CPU
+            ):
                 continue
             op = flat.ops[int(event.name.removeprefix(RANGE))].facts[_NUMBER]
             launched = list(_launched(event)) if on_cuda else []
@@ -231,7 +234,6 @@ class Compilations:
         """
         if self.trouble:
             return {}
-        import torch._inductor.config as settings
 
         wanted = {
             "pre_grad_custom_pass": self._first_pass(),
@@ -240,7 +242,7 @@ class Compilations:
             "cpp.enable_kernel_profile": True,
             "fx_graph_cache": False,
         }
-        existing = settings.get_config_copy()
+        existing = torch_private.inductor_settings()
         return {name: value for name, value in wanted.items() if name in existing}
 
     def _first_pass(self) -> Any:
@@ -248,11 +250,10 @@ class Compilations:
 
         Later passes move nodes without gradients.
         """
-        from torch._inductor.custom_graph_pass import CustomGraphPass
 
         compilations = self
 
-        class First(CustomGraphPass):
+        class First(torch_private.CustomGraphPass):
             def __call__(self, graph: Any) -> None:
                 compilations._order = {node.name: at for at, node in enumerate(graph.nodes)}
 
@@ -294,9 +295,8 @@ class Compilations:
 
 
 def _debug() -> Any:
-    from torch._inductor import debug
 
-    return debug
+    return torch_private.inductor_debug
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.runfile import OpTime
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.inputs import Inputs, call_inputs
 from rooftrace.tracer.metacopies import parameters_of, with_tensors
 from rooftrace.tracer.phases import ModuleCalls, PlainCall, stepping as optimizers
@@ -141,12 +142,12 @@ class Stepped:
             with torch.no_grad():
                 if low:
                     wide = [torch.empty_like(master) for master in masters]
-                    torch._foreach_copy_(wide, [p.grad for p in low if p.grad is not None])
+                    torch_private.foreach_copy_(wide, [p.grad for p in low if p.grad is not None])
                     for master, gradient in zip(masters, wide, strict=True):
                         master.grad = gradient
                 self.optimizer.step()
                 if low:
-                    torch._foreach_copy_(list[Tensor](low), masters)
+                    torch_private.foreach_copy_(list[Tensor](low), masters)
         for parameter in trained:
             parameter.grad = None
         for master in self.masters.values():
@@ -295,9 +296,8 @@ def by_op(events: Any, on_cuda: bool) -> StepProfile:
 
 def _times(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
     """Seconds of an event without and with the events inside of it, and its kernels' names."""
-    from torch._C._autograd import DeviceType
 
-    if event.device_type != DeviceType.CPU:
+    if event.device_type != torch_private.DeviceType.CPU:
         return 0.0, 0.0, ()
     if on_cuda:
         kernels = event.kernels
@@ -312,12 +312,11 @@ def _times(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
 
 def on_device(events: Any) -> float:
     """Seconds of everything that ran on the device: kernels, copies, fills."""
-    from torch._C._autograd import DeviceType
 
     return sum(
         float(event.time_range.elapsed_us()) * 1e-6
         for event in events
-        if event.device_type != DeviceType.CPU and not _is_range(event)
+        if event.device_type != torch_private.DeviceType.CPU and not _is_range(event)
     )
 
 

@@ -35,6 +35,7 @@ from rooftrace.measured.bench.session import (
     script_rows,
 )
 from rooftrace.measured.bench.steps import realized
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.metacopies import dtype_name
 from rooftrace.tracer.requests import Request, names
 
@@ -272,8 +273,8 @@ def _steps_of(
         session.attempt(key, 240.0 if compiled else 120.0, work)
     built.clear()
     if steps:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        if torch_private.DYNAMO in sys.modules:
+            torch_private.dynamo_reset()
         free()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor as TorchTensor, fx
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.composite import own_ops
 from rooftrace.tracer.graph import marks
 from rooftrace.tracer.graph.graph import OpGraph
@@ -78,11 +79,9 @@ _OBJECT = "ScriptObject:"
 
 def _is_here(group: Argument) -> bool:
     """Whether this process has a group of this name."""
-    import torch.distributed as dist
 
-    known: Any = dist.distributed_c10d
     try:
-        known._resolve_process_group(str(group))
+        torch_private.resolve_process_group(str(group))
     except (RuntimeError, ValueError):
         return False
     return True
