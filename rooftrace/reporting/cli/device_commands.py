@@ -18,13 +18,13 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Command,
     Commas,
-    call_options,
+    form_option,
     timeline_option,
 )
 from rooftrace.reporting.cli.output import Output, say
 from rooftrace.reporting.cli.shared import (
+    Command,
     Written,
     console,
     once,
@@ -35,13 +35,18 @@ from rooftrace.reporting.cli.shared import (
 )
 from rooftrace.reporting.requests.calls import ASKED
 
-_CHIP = "The chip that the steps were measured on."
-_EXECUTION = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
+_MEASURED = {
+    "chip": "The chip that the steps were measured on.",
+    "execution": "How the steps were run: eager, compiled, efficient (one CUDA graph), serving.",
+}
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    functions=["measure_suite"],
+    helps={"phases": "Phases of a TARGET; default: all that it has."},
+)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@call_options("measure_suite", phases="Phases of a TARGET; default: all that it has.")
 @click.option(
     "-o",
     "--out",
@@ -94,21 +99,24 @@ def _measure_chip(
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["calibrate"],
+    defaults={"chip": "with --run: this device, measured now"},
+    helps={
+        **_MEASURED,
+        "counters": "DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, "
+        "LIKWID.",
+        "system": "With --collectives: the system that they were measured on.",
+    },
+)
 @click.argument("measured", required=False)
 @click.option(
     "--run",
     "running",
     metavar="TARGET",
     help="Measure this target here and now, with random weights, and calibrate by it.",
-)
-@call_options(
-    "calibrate",
-    defaults={"chip": "with --run: this device, measured now"},
-    chip=_CHIP,
-    execution=_EXECUTION,
-    counters="DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, LIKWID.",
-    system="With --collectives: the system that they were measured on.",
 )
 @click.option(
     "--collectives",
@@ -183,24 +191,24 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[
     return run, {name: value for name, value in arguments.items() if name not in job}
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["validate"],
+    helps=_MEASURED,
+    results=[
+        form_option(names("page", "data"), "Default: terminal.", default="terminal"),
+        click.Option(
+            ["--out"],
+            type=Output(early=False),
+            metavar="DIR",
+            help="Folder for validation.html, validation.md, validation.json, parity.png, and "
+            "where they apply nodes.csv and timeline.json.gz.",
+        ),
+        timeline_option(),
+    ],
+)
 @click.argument("measured")
-@call_options("validate", chip=_CHIP, execution=_EXECUTION)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["terminal", *names("page", "data")]),
-    default="terminal",
-    show_default=True,
-)
-@click.option(
-    "--out",
-    type=Output(early=False),
-    metavar="DIR",
-    help="Folder for validation.html, validation.md, validation.json, parity.png, and where they "
-    "apply nodes.csv and timeline.json.gz.",
-)
-@timeline_option()
 @click.option(
     "--figures",
     type=Commas(),
@@ -208,10 +216,8 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[
 )
 def validate(
     measured: str,
-    form: str,
-    out: str | None,
     figures: tuple[str, ...] | None,
-    timeline: str | None,
+    written: Written,
     arguments: dict[str, Any],
 ) -> None:
     """Set predicted steps, kernels and bytes beside measured ones.
@@ -222,7 +228,8 @@ def validate(
     """
     from rooftrace.reporting.reportfolder import check_folder, check_formats
 
-    folder = None if out in (None, "-") else Path(str(out))
+    folder = None if written.out in (None, "-") else Path(str(written.out))
+    form, timeline = written.form, written.timeline
     if figures is not None and folder is None:
         raise RequestError(f"--figures {','.join(figures)}: say where they land with --out DIR")
     drawn = ("png",) if figures is None else figures
@@ -231,7 +238,7 @@ def validate(
         check_folder(folder)
     with once():
         result = rt.validate(measured, **arguments)
-        written = result.write(folder, drawn) if folder is not None else []
+        paths = result.write(folder, drawn) if folder is not None else []
     write_result(result, form, None)
     if timeline is not None and result.estimate is None:
         raise RequestError(
@@ -239,9 +246,8 @@ def validate(
             "validate a trace of torch.profiler"
         )
     write_timeline(timeline, result, quiet=form != "terminal")
-    if written and form == "terminal":
-        names = ", ".join(path.name for path in written)
-        say(f"\nwritten to {folder}{os.sep}: {names}")
+    if paths and form == "terminal":
+        say(f"\nwritten to {folder}{os.sep}: {', '.join(path.name for path in paths)}")
 
 
 # -- group measuring -------------------------------------------------------------------------------
@@ -328,16 +334,14 @@ def _group(
     group = click.Group(kind, help=about)
     group.command_class = Command
 
-    @group.command("list", help=listing)
-    @results()
+    @group.command("list", help=listing, results=results())
     def list_all(written: Written) -> None:
         from rooftrace.reporting.text import list_of
 
         written.write(list_of(kind))
 
-    @group.command("show", help=showing)
+    @group.command("show", help=showing, results=results())
     @click.argument("name")
-    @results()
     def show(name: str, written: Written) -> None:
         load, _, _ = shelf()
         written.write(load(name))

@@ -11,9 +11,9 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, Command, Commas, call_options, made, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas, made, typed
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.shared import Written, once, progress, results
+from rooftrace.reporting.cli.shared import Command, Written, once, progress, results
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import Option
 
@@ -21,13 +21,16 @@ _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or
 the index.json of a sharded one, or a folder with one."""
 
 
-@click.command(cls=Command, epilog=_HELP)
+@click.command(
+    cls=Command,
+    epilog=_HELP,
+    functions=["inventory"],
+    results=results("data", plot="Draw a histogram of each tensor; reads the values."),
+)
 @click.argument("target")
-@call_options("inventory")
 @click.option(
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )
-@results("data", plot="Draw a histogram of each tensor; reads the values.")
 def inventory(
     target: str, against: str | None, written: Written, arguments: dict[str, Any]
 ) -> None:
@@ -72,7 +75,16 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
 # The command diff: two targets, two revisions of one, or one target with different options.
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["diff"],
+    defaults={
+        "chip": "h200-sxm; of measured runs their device",
+        "execution": "efficient; of measured runs the one that they ran under",
+    },
+    results=results("data", timeline=True),
+)
 @click.argument("words", nargs=-1, metavar="BEFORE [AFTER]")
 @click.option(
     "--git",
@@ -112,13 +124,6 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
     "show the diff of that commit.",
 )
-@call_options(
-    "diff",
-    defaults={
-        "chip": "h200-sxm; of measured runs their device",
-        "execution": "efficient; of measured runs the one that they ran under",
-    },
-)
 @click.option(
     "--names",
     nargs=2,
@@ -133,7 +138,6 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     metavar="TARGET[,TARGET]",
     help="What measured runs ran, to predict the difference: one target for both, or one each.",
 )
-@results("data", timeline=True)
 @click.option(
     "--fail-on",
     multiple=True,

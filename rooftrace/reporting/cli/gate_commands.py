@@ -15,20 +15,25 @@ from rooftrace._escapes import visible
 from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.options import TARGET_HELP, Command, call_options, load_rules
+from rooftrace.reporting.cli.options import TARGET_HELP, form_option, load_rules, out_option
 from rooftrace.reporting.cli.output import Output, say
-from rooftrace.reporting.cli.shared import progress, write_result
+from rooftrace.reporting.cli.shared import Command, Written, progress
 from rooftrace.reporting.requests.pricing import PricingOptions
 
 if TYPE_CHECKING:
     from rooftrace.reporting.locks.files import Settings
 
-FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
+FORMS = tuple(form for form in names("page", "data", "gate") if form != "html")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["lock"],
+    run_rules=False,
+    defaults={"execution": "efficient; of a script: mixed"},
+)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@call_options("lock", run_rules=False, defaults={"execution": "efficient; of a script: mixed"})
 @click.option(
     "-o",
     "--out",
@@ -122,7 +127,19 @@ def _at(settings: Settings, path: str) -> Settings:
     return replace(settings, lock=os.path.relpath(path, settings.folder))
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    functions=["check"],
+    results=[
+        form_option(
+            FORMS,
+            "github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
+            default="terminal",
+            show_default=True,
+        ),
+        out_option(Output()),
+    ],
+)
 @click.option(
     "--lock",
     "path",
@@ -130,22 +147,7 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
-@call_options("check")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMS),
-    default="terminal",
-    show_default=True,
-    help="github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
-)
-@click.option(
-    "--out",
-    type=Output(),
-    metavar="FILE",
-    help="Write there instead of the terminal; - is stdout.",
-)
-def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any]) -> None:
+def check(path: str | None, written: Written, arguments: dict[str, Any]) -> None:
     """Compare costs.lock with the costs now; exit 1 over a budget.
 
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
@@ -179,7 +181,7 @@ def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any
         result = checking.compare_locks(
             before, after, settings, strict="strict" in arguments, cause=cause
         )
-    write_result(result, form, out)
+    written.write(result)
     if update:
         if before != after:
             files.write_lock(settings.path, after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Command,
     Commas,
-    call_options,
     style_option,
     timeline_option,
 )
 from rooftrace.reporting.cli.output import Output, complain, say
 from rooftrace.reporting.cli.shared import (
+    Command,
     Written,
     console,
     once,
@@ -36,17 +36,24 @@ from rooftrace.reporting.cli.shared import (
 )
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
-@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@call_options("report", chip="Chips by name or TOML path; times are those of the first.")
-@click.option(
-    "-o",
-    "--out",
-    type=Output(folder=True, table=True),
-    metavar="DIR|FILE",
-    help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
-    "in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["report"],
+    helps={"chip": "Chips by name or TOML path; times are those of the first."},
+    results=[
+        click.Option(
+            ["-o", "--out"],
+            type=Output(folder=True, table=True),
+            metavar="DIR|FILE",
+            help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that "
+            "ends in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
+        ),
+        style_option(),
+        timeline_option(),
+    ],
 )
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
 @click.option(
     "--format",
     "formats",
@@ -56,8 +63,6 @@ from rooftrace.reporting.cli.shared import (
     "timeline for Perfetto), chakra (execution traces for simulators of networks, of this process; "
     "chakra-all of all).  With --table: one of terminal, md, html, tex, json, csv.",
 )
-@style_option
-@timeline_option()
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -78,13 +83,11 @@ from rooftrace.reporting.cli.shared import (
 )
 def report(
     targets: tuple[str, ...],
-    out: str | None,
     formats: tuple[str, ...] | None,
-    style: str,
-    timeline: str | None,
     max_batch: bool,
     table: str | None,
     align: int | None,
+    written: Written,
     arguments: dict[str, Any],
 ) -> None:
     """Price each phase of TARGET: one screen, or a folder of files.
@@ -100,12 +103,13 @@ def report(
         if max_batch or len(targets) > 1:
             other = "--max-batch" if max_batch else f"{len(targets)} TARGETs"
             raise RequestError(f"--table {table} is of one step: {other} is for a report")
-        _write_table(targets[0], table, align, formats, out, style, timeline, arguments)
+        _write_table(targets[0], table, align or 16, formats, written, arguments)
         return
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
         check_formats(formats)
-    single = _format_of_file(out, formats, style)
+    out = written.out
+    single = _format_of_file(formats, written)
     many = len(targets) > 1
     if many and (out == "-" or single):
         raise RequestError(
@@ -115,26 +119,23 @@ def report(
         check_folder(Path(str(out)), **how)
     arguments = {"max_batch": max_batch, **arguments}
     if many:
-        report_many(targets, out, formats, style, timeline, arguments)
+        report_many(targets, formats, written, arguments)
         return
     with once():
         result = rt.report(targets[0], **arguments)
     if out == "-":
-        write_result(result, (formats or ("json",))[0], out, style=style)
-        write_timeline(timeline, result, quiet=True)
+        replace(written, form=(formats or ("json",))[0]).write(result)
         return
-    _write(result, out, single, how, style)
-    write_timeline(timeline, result)
+    _write(result, single, how, written)
+    write_timeline(written.timeline, result)
 
 
 def _write_table(
     target: str,
     table: str,
-    align: int | None,
+    align: int,
     formats: Sequence[str] | None,
-    out: str | None,
-    style: str,
-    timeline: str | None,
+    written: Written,
     arguments: dict[str, Any],
 ) -> None:
     """Write the nodes or the census of one step.  Raises RequestError for options that clash."""
@@ -143,33 +144,34 @@ def _write_table(
             f"--format {','.join(formats)}: --table {table} takes one of terminal, "
             f"{', '.join(TEXTS)}"
         )
-    written = Written(
-        form=None if formats is None else formats[0], out=out, style=style, timeline=timeline
-    )
-    if style != "screen" and written.format != "tex":
-        raise RequestError(f"--style {style}: with --table it is of LaTeX: add --format tex")
-    if out not in (None, "-"):
-        check_output(Path(str(out)))
+    written = replace(written, form=None if formats is None else formats[0])
+    if written.style != "screen" and written.format != "tex":
+        raise RequestError(
+            f"--style {written.style}: with --table it is of LaTeX: add --format tex"
+        )
+    if written.out not in (None, "-"):
+        check_output(Path(str(written.out)))
     with once():
         estimate = rt.estimate(target, **arguments)
-    rows = estimate.by_node() if table == "nodes" else estimate.census(align or 16)
+    rows = estimate.by_node() if table == "nodes" else estimate.census(align)
     written.write(rows, of=estimate)
 
 
-def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
+def _write(result: Any, single: str, how: Any, written: Written) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
     from rooftrace.reporting.text import shown
 
-    written: Sequence[Path] = ()
+    paths: Sequence[Path] = ()
+    out = written.out
     if out is not None and single:
-        write_result(result, single, out, style=style)
+        write_result(result, single, out, style=written.style)
     elif out is not None:
         with progress():
             tell("writing the report")
-            written = result.write(Path(out), **how, style=style)
+            paths = result.write(Path(out), **how, style=written.style)
     console().print(told(lambda: shown(result, "rich")))
-    if written:
-        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
+    if paths:
+        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(paths))}")
     elif out is not None:
         say(f"\nwritten to {out}")
 
@@ -182,11 +184,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [*rest, f"{len(tables)} of table-*.tex"] if tables else rest
 
 
-def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) -> str:
+def _format_of_file(formats: Sequence[str] | None, written: Written) -> str:
     """The format of a report that is one file; "" for one that is a folder, or that is not kept.
 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
+    out, style = written.out, written.style
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
         option = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
@@ -210,9 +213,8 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     return ending
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP, functions=["priced_graphs"])
 @click.argument("target")
-@call_options("priced_graphs")
 @click.option(
     "-o",
     "--out",
@@ -240,9 +242,8 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     say(f"{out}: {counts}")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP, functions=["compare"], results=results("data"))
 @click.argument("target")
-@call_options("compare")
 @click.option(
     "--with",
     "peers",
@@ -251,7 +252,6 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     show_default=True,
     help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
 )
-@results("data")
 def compare(
     target: str, peers: tuple[str, ...], written: Written, arguments: dict[str, Any]
 ) -> None:
@@ -281,17 +281,16 @@ def compare(
 
 def report_many(
     targets: Sequence[str],
-    out: str | None,
     formats: Sequence[str] | None,
-    style: str,
-    timeline: str | None,
+    written: Written,
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
     from rooftrace.reporting.text import shown
 
+    out = written.out
     with progress():
-        result = rt.reports(targets, out=out, formats=formats, style=style, **arguments)
+        result = rt.reports(targets, out=out, formats=formats, style=written.style, **arguments)
     if result.reports:
         console().print(told(lambda: shown(result, "rich")))
     if out is not None and result.reports:
@@ -299,7 +298,7 @@ def report_many(
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
         say(f"\nin {Path(out)}{os.sep}: {said}")
     if result.reports:
-        write_timeline(timeline, result)
+        write_timeline(written.timeline, result)
     for target, why in result.failures.items():
         complain(f"{target} failed: {why}")
     if result.failures:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import format_exception
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -20,8 +22,28 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace._formats import FORMATS, Holds, names
 from rooftrace._progress import WARNING, tell
-from rooftrace.reporting.cli.options import plot_option, style_option, timeline_option
-from rooftrace.reporting.cli.output import Output, complain, form_by_ending, say
+from rooftrace.reporting.cli.options import (
+    FORCE,
+    SECTIONS,
+    TRACEBACK,
+    call_options,
+    form_option,
+    load_rules,
+    made,
+    out_option,
+    plot_option,
+    section_of,
+    style_option,
+    timeline_option,
+    typed,
+)
+from rooftrace.reporting.cli.output import (
+    Output,
+    checked_outputs,
+    complain,
+    form_by_ending,
+    say,
+)
 
 Made = TypeVar("Made")
 
@@ -175,8 +197,6 @@ def once() -> Iterator[None]:
 # -- written ---------------------------------------------------------------------------------------
 # Where the result of a command goes: --format, --out, --plot, --style and --timeline.
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -216,43 +236,81 @@ class Written:
 
 def results(
     *holds: Holds, plot: str = "", style: bool = False, timeline: str | bool = False
-) -> Decorator:
-    """A command that writes a result; it is called with `written`.
+) -> list[click.Option]:
+    """The options of a command that writes a result.
 
-    holds: what its formats may hold beside a page.  plot, timeline: their help; True: the usual.
+    holds: contents of its formats beside pages.  plot, timeline: their help; True: the usual.
     """
-    forms = ("terminal", *names("page", *holds))
-    options = [
+    forms = names("page", *holds)
+    return [
         *([plot_option(plot)] if plot else []),
-        *([style_option] if style else []),
+        *([style_option()] if style else []),
         *([timeline_option(timeline)] if timeline else []),
-        click.option(
-            "--format",
-            "form",
-            type=click.Choice(forms),
-            help="Default: terminal, or by the ending of --out.",
-        ),
-        click.option(
-            "-o",
-            "--out",
-            type=Output(forms=forms),
-            metavar="FILE",
-            help="Write there instead of the terminal; - is stdout.",
-        ),
+        form_option(forms),
+        out_option(Output(forms=("terminal", *forms))),
     ]
 
-    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def called(*args: Any, **values: Any) -> Any:
-            taken = {name: values.pop(name) for name in _NAMES if name in values}
-            return command(*args, written=Written(**taken), **values)
 
-        made: Callable[..., Any] = called
-        for option in reversed(options):
-            made = option(made)
-        return made
-
-    return decorated
+# -- command ---------------------------------------------------------------------------------------
 
 
-_NAMES = ("form", "out", "plot", "style", "timeline")
+class Command(click.Command):
+    """A command with --traceback; if it writes files, --force, and a check of them at its start.
+
+    functions: the public functions whose options it has.  Its callback then takes `arguments`,
+    those that the user typed by name; the files of --rules have run, unless run_rules is False.
+    defaults, helps: the default and the help of such an option that the command says otherwise.
+    results: its options of `results`; its callback then takes `written`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        functions: Sequence[str] = (),
+        run_rules: bool = True,
+        defaults: Mapping[str, str] = MappingProxyType({}),
+        helps: Mapping[str, str] = MappingProxyType({}),
+        results: Sequence[click.Option] = (),
+        **how: Any,
+    ) -> None:
+        super().__init__(*args, **how)
+        self.options = call_options(functions, defaults, helps)
+        self.run_rules, self.results = run_rules, results
+        self.params += [*map(made, self.options.values()), *results, TRACEBACK]
+        self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, Output)}
+        if self.outputs:
+            self.params.append(FORCE)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        values = dict(ctx.params)
+        traceback, force = values.pop("traceback"), values.pop("force", False)
+        with checked_outputs(self.outputs, values, force) if self.outputs else nullcontext():
+            try:
+                return self.callback and ctx.invoke(self.callback, **self._taken(ctx, values))
+            except (ValueError, LookupError, RuntimeError, OSError) as error:
+                for line in format_exception(error.__cause__ or error) if traceback else ():
+                    complain(line.removesuffix("\n"), who="")
+                raise
+
+    def _taken(self, ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of options as the callback takes them; files of --rules run here."""
+        if self.options:
+            arguments = typed(ctx, self.options)
+            if self.run_rules:
+                load_rules(arguments.pop("rules", ()))
+            values = {name: value for name, value in values.items() if name not in self.options}
+            values["arguments"] = arguments
+        if self.results:
+            values["written"] = Written(**{str(o.name): values.pop(o.name) for o in self.results})
+        return values
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None and isinstance(option, click.Option):
+                sections[section_of(option)].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

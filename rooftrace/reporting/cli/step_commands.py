@@ -15,13 +15,13 @@ from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Command,
-    call_options,
+    form_option,
     plot_option,
     timeline_option,
 )
 from rooftrace.reporting.cli.output import Output, complain, say
 from rooftrace.reporting.cli.shared import (
+    Command,
     Written,
     progress,
     results,
@@ -35,10 +35,10 @@ Dynamo, the front end of torch.compile, runs on the module without a compiler an
 weights; the result says what each line costs at which it ends a graph."""
 
 
-@click.command(cls=Command, epilog=_BREAKS)
+@click.command(
+    cls=Command, epilog=_BREAKS, functions=["graph_breaks"], results=results("data", "rows")
+)
 @click.argument("target")
-@call_options("graph_breaks")
-@results("data", "rows")
 def breaks(target: str, written: Written, arguments: dict[str, Any]) -> None:
     """List the graph breaks of torch.compile, and price each."""
     with progress():
@@ -46,12 +46,14 @@ def breaks(target: str, written: Written, arguments: dict[str, Any]) -> None:
     written.write(result)
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
-@click.argument("target")
-@call_options(
-    "explain", chip="Chips by name or TOML path; the first is explained, the sweep has all."
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["explain"],
+    helps={"chip": "Chips by name or TOML path; the first is explained, the sweep has all."},
+    results=results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True),
 )
-@results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True)
+@click.argument("target")
 def explain(target: str, written: Written, arguments: dict[str, Any]) -> None:
     """Give FLOPs and bytes of TARGET as formulas, and its limits.
 
@@ -68,10 +70,15 @@ _ROOFLINE = f"""{TARGET_HELP}
 --batch, --seq and --kv take several values of one of them (1,2,4,8); a line joins their points."""
 
 
-@click.command(cls=Command, epilog=_ROOFLINE)
+@click.command(
+    cls=Command,
+    epilog=_ROOFLINE,
+    functions=["roofline"],
+    results=results(
+        "data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True
+    ),
+)
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@call_options("roofline")
-@results("data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True)
 def roofline(targets: tuple[str, ...], written: Written, arguments: dict[str, Any]) -> None:
     """Place steps of several TARGETs under the roofs of chips."""
     if written.style != "screen" and written.plot is None and written.format != "tex":
@@ -95,16 +102,19 @@ chip.matrix.bf16, chip.link.intra.bandwidth; chip.matrix is all of them) or a kn
 factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 
 
-@click.command(cls=Command, epilog=_SENSITIVITY)
+@click.command(
+    cls=Command,
+    epilog=_SENSITIVITY,
+    functions=["sensitivity"],
+    results=results("data", "rows", plot="Draw a tornado.", timeline=True),
+)
 @click.argument("target")
-@call_options("sensitivity")
 @click.option(
     "--points",
     type=Output(table=True),
     metavar="FILE.csv",
     help="With --grid: write every point there.",
 )
-@results("data", "rows", plot="Draw a tornado.", timeline=True)
 def sensitivity(
     target: str, points: str | None, written: Written, arguments: dict[str, Any]
 ) -> None:
@@ -148,22 +158,22 @@ and holds a share of the routed experts; everything else is on all of them.  Com
 link overlap perfectly at the rates of the datasheet: a lower bound."""
 
 
-@click.command(cls=Command, epilog=_SOLVE)
-@click.argument("target")
-@call_options(
-    "solve",
-    "explore",
+@click.command(
+    cls=Command,
+    epilog=_SOLVE,
+    functions=["solve", "explore"],
     defaults={
         "chip": "h200-sxm; for cheapest all with a price",
         "execution": "serving for prefill and decode, else efficient",
     },
+    results=results(
+        "data",
+        "rows",
+        plot="Draw speed of a user against speed of a chip; of critical-batch the least batches.",
+        timeline=True,
+    ),
 )
-@results(
-    "data",
-    "rows",
-    plot="Draw speed of a user against speed of a chip; of critical-batch the least batches.",
-    timeline=True,
-)
+@click.argument("target")
 def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
     """Find the batch, length, chips or mesh that meets limits."""
     find = arguments.get("find", "batch")
@@ -221,19 +231,24 @@ alone for its usual range.  NAME: batch, seq, kv, a number of the config (config
 keyword of the function that TARGET names, or a name in the shape of an --input."""
 
 
-@click.command(cls=Command, epilog=_HELP)
-@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@call_options("sweep")
-@click.option(
-    "-o",
-    "--out",
-    type=Output(folder=True, table=True),
-    metavar="FILE",
-    help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A stopped sweep "
-    "goes on with the same command.",
+@click.command(
+    cls=Command,
+    epilog=_HELP,
+    functions=["sweep"],
+    results=[
+        click.Option(
+            ["-o", "--out"],
+            type=Output(folder=True, table=True),
+            metavar="FILE",
+            help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A "
+            "stopped sweep goes on with the same command.",
+        ),
+        plot_option("Draw time over the first size."),
+        timeline_option(),
+        form_option(TEXTS, "Default: terminal.", default="terminal"),
+    ],
 )
-@plot_option("Draw time over the first size.")
-@timeline_option()
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
 @click.option(
     "--save-form",
     type=Output(),
@@ -245,29 +260,25 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
     metavar="ADDRESS",
     help="Of Dask (tcp://...), for many TARGETs; default: processes of this machine.",
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["terminal", *TEXTS]),
-    default="terminal",
-    show_default=True,
-)
 def sweep(
-    targets: tuple[str, ...], out: str | None, plot: str | None, timeline: str | None,
-    save_form: str | None, scheduler: str | None, form: str, arguments: dict[str, Any],
-) -> None:  # fmt: skip
+    targets: tuple[str, ...],
+    save_form: str | None,
+    scheduler: str | None,
+    written: Written,
+    arguments: dict[str, Any],
+) -> None:
     """Price a step of TARGET over ranges of its sizes.
 
     The result has the best point, the sizes at which a limit or a kernel changes, and a table.
     """
     if len(targets) > 1 or scheduler is not None:
-        single = {"--plot": plot, "--save-form": save_form, "--timeline": timeline}
-        _fleet(targets, arguments, form, out, scheduler, single)
+        _fleet(targets, scheduler, save_form, written, arguments)
         return
     if save_form is not None and "vary" in arguments:
         raise RequestError(
             "--save-form with --vary: each value has a form of its own; leave one out"
         )
+    out, plot = written.out, written.plot
     with progress(kept=_FIRST):
         try:
             result = rt.sweep(targets[0], out=out, **arguments)
@@ -279,44 +290,47 @@ def sweep(
             rt.save_form(result.cases[0].form, save_form)
         if plot is not None:
             rt.plot_sweep(result, plot)
-    _say(result, form)
-    if form == "terminal":
+    _say(result, written)
+    if written.form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
             if path is not None:
                 say(f"\n{word} to {path}")
-    write_timeline(timeline, result, quiet=form != "terminal")
+    write_timeline(written.timeline, result, quiet=written.form != "terminal")
 
 
-def _say(result: Any, form: str) -> None:
-    write_result(result, form, None, table=lambda: str(result.frame().to_csv(index=False)))
+def _say(result: Any, written: Written) -> None:
+    write_result(result, written.form, None, table=lambda: str(result.frame().to_csv(index=False)))
 
 
 def _fleet(
     targets: Sequence[str],
-    arguments: dict[str, Any],
-    form: str,
-    out: str | None,
     scheduler: str | None,
-    single: dict[str, str | None],
+    save_form: str | None,
+    written: Written,
+    arguments: dict[str, Any],
 ) -> None:
-    """Price a step of TARGET over ranges of its sizes."""
+    """Sweep several targets, or on a scheduler: results land in a folder as they come."""
     several = f"{len(targets)} TARGETs" if len(targets) > 1 else "--scheduler"
-    for option, value in single.items():
+    for option, value in (
+        ("--plot", written.plot), ("--save-form", save_form), ("--timeline", written.timeline)
+    ):  # fmt: skip
         if value is not None:
             raise RequestError(
                 f"{option} {value}: it is for one TARGET without --scheduler; here: {several}"
             )
-    if out is None:
+    if written.out is None:
         raise RequestError(f"{several}: say where results land with -o FOLDER")
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
-            result = rt.sweep_fleet(targets, out=out, scheduler=scheduler, rules=rules, **arguments)
+            result = rt.sweep_fleet(
+                targets, out=written.out, scheduler=scheduler, rules=rules, **arguments
+            )
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)
-    _say(result, form)
-    if form == "csv":
+    _say(result, written)
+    if written.form == "csv":
         for failure in result.failures:
             complain(f"{failure.title} failed: {failure.error}")
     if result.failures:
@@ -324,6 +338,6 @@ def _fleet(
 
 
 _FIRST = re.compile(r"first step, .*")
-"""What a sweep tells early, and that stays on stderr."""
+"""The early message of a sweep that stays on stderr."""
 _ENDED = re.compile(r"\d+ of \d+( are there|: .*)|waiting for workers.*|.*: its workers died.*")
-"""What a fleet tells that stays on stderr."""
+"""Messages of a fleet that stay on stderr."""
