@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Commas,
     form_option,
     timeline_option,
 )
@@ -30,10 +30,9 @@ from rooftrace.reporting.cli.shared import (
     once,
     progress,
     results,
-    write_result,
-    write_timeline,
 )
 from rooftrace.reporting.requests.calls import ASKED
+from rooftrace.reporting.requests.options import words
 
 _MEASURED = {
     "chip": "The chip that the steps were measured on.",
@@ -211,7 +210,8 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[
 @click.argument("measured")
 @click.option(
     "--figures",
-    type=Commas(),
+    type=words,
+    metavar="LIST",
     help="Formats of the figure in the folder of --out: png, svg, pdf.  Default: png.",
 )
 def validate(
@@ -229,7 +229,6 @@ def validate(
     from rooftrace.reporting.reportfolder import check_folder, check_formats
 
     folder = None if written.out in (None, "-") else Path(str(written.out))
-    form, timeline = written.form, written.timeline
     if figures is not None and folder is None:
         raise RequestError(f"--figures {','.join(figures)}: say where they land with --out DIR")
     drawn = ("png",) if figures is None else figures
@@ -239,14 +238,13 @@ def validate(
     with once():
         result = rt.validate(measured, **arguments)
         paths = result.write(folder, drawn) if folder is not None else []
-    write_result(result, form, None)
-    if timeline is not None and result.estimate is None:
+    if written.timeline is not None and result.estimate is None:
         raise RequestError(
-            f"--timeline {timeline}: {measured} is no trace of a step, and has several steps; "
-            "validate a trace of torch.profiler"
+            f"--timeline {written.timeline}: {measured} is no trace of a step, and has several "
+            "steps; validate a trace of torch.profiler"
         )
-    write_timeline(timeline, result, quiet=form != "terminal")
-    if paths and form == "terminal":
+    shown = replace(written, out=None).write(result)
+    if paths and shown:
         say(f"\nwritten to {folder}{os.sep}: {', '.join(path.name for path in paths)}")
 
 

@@ -11,9 +11,10 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas, made, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, made, typed
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import Command, Written, once, progress, results
+from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import Option
 
@@ -134,7 +135,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
 @click.option(
     "--target",
     "targets",
-    type=Commas(),
+    type=options.words,
     metavar="TARGET[,TARGET]",
     help="What measured runs ran, to predict the difference: one target for both, or one each.",
 )

@@ -18,7 +18,6 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Commas,
     style_option,
     timeline_option,
 )
@@ -29,11 +28,10 @@ from rooftrace.reporting.cli.shared import (
     console,
     once,
     progress,
+    rendered,
     results,
-    told,
-    write_result,
-    write_timeline,
 )
+from rooftrace.reporting.requests.options import words
 
 
 @click.command(
@@ -57,7 +55,8 @@ from rooftrace.reporting.cli.shared import (
 @click.option(
     "--format",
     "formats",
-    type=Commas(),
+    type=words,
+    metavar="LIST",
     help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
     "pdf (figures to print), tex (LaTeX: the report, and a file for each table), trace (a "
     "timeline for Perfetto), chakra (execution traces for simulators of networks, of this process; "
@@ -127,7 +126,7 @@ def report(
         replace(written, form=(formats or ("json",))[0]).write(result)
         return
     _write(result, single, how, written)
-    write_timeline(written.timeline, result)
+    written.write_timeline(result)
 
 
 def _write_table(
@@ -164,12 +163,12 @@ def _write(result: Any, single: str, how: Any, written: Written) -> None:
     paths: Sequence[Path] = ()
     out = written.out
     if out is not None and single:
-        write_result(result, single, out, style=written.style)
+        replace(written, form=single, timeline=None).write(result)
     elif out is not None:
         with progress():
             tell("writing the report")
             paths = result.write(Path(out), **how, style=written.style)
-    console().print(told(lambda: shown(result, "rich")))
+    console().print(rendered(lambda: shown(result, "rich")))
     if paths:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(paths))}")
     elif out is not None:
@@ -247,7 +246,8 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
 @click.option(
     "--with",
     "peers",
-    type=Commas(),
+    type=words,
+    metavar="LIST",
     default="flopcounter,fvcore",
     show_default=True,
     help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
@@ -292,13 +292,13 @@ def report_many(
     with progress():
         result = rt.reports(targets, out=out, formats=formats, style=written.style, **arguments)
     if result.reports:
-        console().print(told(lambda: shown(result, "rich")))
+        console().print(rendered(lambda: shown(result, "rich")))
     if out is not None and result.reports:
         there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
         say(f"\nin {Path(out)}{os.sep}: {said}")
     if result.reports:
-        write_timeline(written.timeline, result)
+        written.write_timeline(result)
     for target, why in result.failures.items():
         complain(f"{target} failed: {why}")
     if result.failures:

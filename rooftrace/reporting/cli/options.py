@@ -141,19 +141,6 @@ saved graph, an exported program (.pt2, .onnx), a script with its arguments in o
 {", ".join(names.configs())}."""
 
 
-class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
-    """A comma-separated list."""
-
-    name = "LIST"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(part.strip() for part in str(value).split(",") if part.strip())
-
-
 def timeline_option(help: str | bool = True) -> click.Option:
     """--timeline: the steps of the result."""
     usual = "Write the predicted timeline of the steps there; it opens in ui.perfetto.dev."

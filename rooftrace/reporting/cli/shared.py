@@ -48,65 +48,6 @@ from rooftrace.reporting.cli.output import (
 Made = TypeVar("Made")
 
 
-def write_document(out: str, form: str, text: str) -> None:
-    """A text to a file, with the mark by which a later command knows that it may replace it."""
-    from rooftrace._writing import write_bytes
-
-    marked = f"{text}{FORMATS[form].mark}"
-    write_bytes(Path(out), marked.encode("utf-8", "backslashreplace"))
-
-
-def write_result(
-    result: Any,
-    form: str | None,
-    out: str | None,
-    *,
-    table: Callable[[], str] | None = None,
-    style: str = "screen",
-    document: Callable[[], dict[str, Any]] | None = None,
-) -> bool:
-    """A result to the terminal, to stdout or to a file; whether it was the terminal.
-
-    form: "terminal" or one of FORMATS; None: as `form_of` says.  table: the text of csv;
-    default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
-    default that of `to_dict`.
-    """
-    from rooftrace.reporting.text import shown
-
-    form = form_of(form, out)
-    if form == "terminal" and out in (None, "-"):
-        console().print(told(lambda: shown(result, "rich")))
-        return True
-    form = "md" if form == "terminal" else form
-    make = table if form == "csv" else None
-    text = told(make or (lambda: shown(result, form, style=style, document=document)))
-    if out in (None, "-"):
-        click.echo(text, nl=False)
-    else:
-        write_document(str(out), form, text)
-    return False
-
-
-def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
-    """The timeline of a result, where --timeline names a file.
-
-    quiet: stdout holds a document, in which nothing else may stand.  how: of `rt.save_timeline`.
-    """
-    if path is None:
-        return
-    with progress():
-        rt.save_timeline(result, path, **how)
-    if not quiet:
-        say(f"\ntimeline written to {path}; open it in ui.perfetto.dev")
-
-
-def form_of(form: str | None, out: str | None) -> str:
-    """The format of a result: what was asked for, else by the ending of its file."""
-    if form is not None or out in (None, "-"):
-        return form or "terminal"
-    return form_by_ending(str(out))
-
-
 def console() -> Any:
     """Where the terminal view goes: as wide as the terminal, 100 columns in a file."""
     from rich.console import Console
@@ -173,8 +114,8 @@ def _memory() -> str:
     return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
-def told(make: Callable[[], Made]) -> Made:
-    """What is shown of a result.  Numbers that only tables have are made here: it may take long."""
+def rendered(make: Callable[[], Made]) -> Made:
+    """The text of a result.  Numbers that only tables have are computed here, which may be slow."""
     with progress():
         tell("making the tables")
         return make()
@@ -195,12 +136,12 @@ def once() -> Iterator[None]:
 
 
 # -- written ---------------------------------------------------------------------------------------
-# Where the result of a command goes: --format, --out, --plot, --style and --timeline.
+# The output of a command: --format, --out, --plot, --style and --timeline.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was asked of a result.  form: None is by the ending of `out`, else the terminal."""
+    """The output that a command line asks for; form: None is by the ending of `out`."""
 
     form: str | None = None
     out: str | None = None
@@ -210,8 +151,10 @@ class Written:
 
     @property
     def format(self) -> str:
-        """The format of the result."""
-        return form_of(self.form, self.out)
+        """The format of the result: "terminal" or one of FORMATS."""
+        if self.form is not None or self.out in (None, "-"):
+            return self.form or "terminal"
+        return form_by_ending(str(self.out))
 
     def write(
         self,
@@ -222,16 +165,41 @@ class Written:
         of: Any = None,
         **how: Any,
     ) -> bool:
-        """Write a result, say what was drawn, and write its timeline; whether it is on a terminal.
+        """Write a result to the terminal, to stdout or to a file, and its timeline.
 
-        document: what JSON has, where that is not `to_dict`.  of: what the timeline is of; default
-        the result.  how: of `rt.save_timeline`.
+        document: the data of JSON; default `to_dict`.  of: the source of the timeline; default the
+        result.  how: of `rt.save_timeline`.  Returns whether it was the terminal.
         """
-        shown = write_result(result, self.form, self.out, style=self.style, document=document)
-        if shown and self.plot is not None:
-            say(f"\n{drawn} to {self.plot}")
-        write_timeline(self.timeline, result if of is None else of, quiet=not shown, **how)
-        return shown
+        from rooftrace._writing import write_bytes
+        from rooftrace.reporting.text import shown
+
+        on_terminal = self.format == "terminal" and self.out in (None, "-")
+        if on_terminal:
+            console().print(rendered(lambda: shown(result, "rich")))
+            if self.plot is not None:
+                say(f"\n{drawn} to {self.plot}")
+        else:
+            form = "md" if self.format == "terminal" else self.format
+            text = rendered(lambda: shown(result, form, style=self.style, document=document))
+            if self.out in (None, "-"):
+                click.echo(text, nl=False)
+            else:  # the mark lets a later command replace the file
+                marked = f"{text}{FORMATS[form].mark}"
+                write_bytes(Path(str(self.out)), marked.encode("utf-8", "backslashreplace"))
+        self.write_timeline(result if of is None else of, quiet=not on_terminal, **how)
+        return on_terminal
+
+    def write_timeline(self, result: Any, quiet: bool = False, **how: Any) -> None:
+        """Write the timeline of a result, where --timeline names a file.
+
+        quiet: print nothing, as stdout holds a document.  how: of `rt.save_timeline`.
+        """
+        if self.timeline is None:
+            return
+        with progress():
+            rt.save_timeline(result, self.timeline, **how)
+        if not quiet:
+            say(f"\ntimeline written to {self.timeline}; open it in ui.perfetto.dev")
 
 
 def results(

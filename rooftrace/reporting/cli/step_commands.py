@@ -25,8 +25,6 @@ from rooftrace.reporting.cli.shared import (
     Written,
     progress,
     results,
-    write_result,
-    write_timeline,
 )
 
 _BREAKS = f"""{TARGET_HELP}
@@ -290,16 +288,12 @@ def sweep(
             rt.save_form(result.cases[0].form, save_form)
         if plot is not None:
             rt.plot_sweep(result, plot)
-    _say(result, written)
+    Written(form=written.form).write(result)
     if written.form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
             if path is not None:
                 say(f"\n{word} to {path}")
-    write_timeline(written.timeline, result, quiet=written.form != "terminal")
-
-
-def _say(result: Any, written: Written) -> None:
-    write_result(result, written.form, None, table=lambda: str(result.frame().to_csv(index=False)))
+    written.write_timeline(result, quiet=written.form != "terminal")
 
 
 def _fleet(
@@ -329,7 +323,7 @@ def _fleet(
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)
-    _say(result, written)
+    Written(form=written.form).write(result)
     if written.form == "csv":
         for failure in result.failures:
             complain(f"{failure.title} failed: {failure.error}")
