@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
 import rooftrace as rt
 from rooftrace._formats import FIGURES, names
@@ -20,6 +19,7 @@ from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     form_option,
+    other_options,
     timeline_option,
 )
 from rooftrace.reporting.cli.output import Output, say
@@ -62,7 +62,7 @@ def measure(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]
     commands.
     """
     if arguments.keys() & {"collectives", "ranks"}:
-        measure_groups(targets, arguments, out)
+        _measure_collectives(targets, arguments, out)
         return
     if out not in (None, "-"):
         check_output(Path(str(out)), table=False)
@@ -120,7 +120,7 @@ def _measure_chip(
 @click.option(
     "--collectives",
     metavar="FILE",
-    help="Fit constants of collectives instead, for a system: what nccl-tests print, or a CSV.",
+    help="Fit constants of collectives instead, for a system: the output of nccl-tests, or a CSV.",
 )
 @click.option(
     "-o",
@@ -128,7 +128,7 @@ def _measure_chip(
     type=Output(),
     required=True,
     metavar="FILE.toml",
-    help="Where to write the knobs; - is stdout.",
+    help="Write the knobs there; - is stdout.",
 )
 def calibrate(
     measured: str | None,
@@ -150,7 +150,7 @@ def calibrate(
     from rooftrace.costmodels.knobs import dump_knobs
 
     if collectives is not None or "system" in arguments:
-        calibrate_groups(collectives, arguments.get("system"), out)
+        _calibrate_collectives(collectives, arguments.get("system"), out)
         return
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
@@ -170,7 +170,7 @@ def calibrate(
 
 
 def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[str, Any]]:
-    """The run of a target at the sizes that are arguments for, and what else is arguments."""
+    """Measure a target at its sizes: the run, and the arguments that remain for the fit."""
     from rooftrace.measured.bench import measured_target
 
     if "target" in arguments:
@@ -248,11 +248,13 @@ def validate(
         say(f"\nwritten to {folder}{os.sep}: {', '.join(path.name for path in paths)}")
 
 
-# -- group measuring -------------------------------------------------------------------------------
-# What `measure --collectives` and `calibrate --collectives` do.
+# -- collectives -----------------------------------------------------------------------------------
+# `measure --collectives` and `calibrate --collectives`.
 
 
-def measure_groups(targets: tuple[str, ...], arguments: dict[str, Any], out: str | None) -> None:
+def _measure_collectives(
+    targets: tuple[str, ...], arguments: dict[str, Any], out: str | None
+) -> None:
     """Time collectives of gloo between processes of this machine, into a CSV."""
     from rooftrace.measured.bench import measure_collectives
 
@@ -260,17 +262,16 @@ def measure_groups(targets: tuple[str, ...], arguments: dict[str, Any], out: str
         raise click.UsageError("--ranks: say --collectives, too")
     if targets:
         raise click.UsageError(f"--collectives measures no model: leave out {' '.join(targets)}")
-    _refuse_others(
-        {"collectives", "ranks", "out", "force"}, "--collectives measures no model and no chip"
-    )
+    for option in other_options("collectives", "ranks", "out"):
+        raise click.UsageError(f"--collectives measures no model and no chip: leave out {option}")
     path = out or "collectives.csv"
     with progress():
         rows = measure_collectives(arguments.get("ranks", 2), path, tell=tell)
     say(f"{rows} rows written to {path}; use it as rooftrace calibrate --collectives {path}")
 
 
-def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
-    """Fit constants of collectives, and write the system that has them."""
+def _calibrate_collectives(path: str | None, name: str | None, out: str) -> None:
+    """Fit constants of collectives, and write the system with them."""
     from rooftrace.hardware.systems import dump_system, load_system
     from rooftrace.measured.fit import calibrate_collectives
 
@@ -278,7 +279,8 @@ def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
         raise click.UsageError(f"--system {name}: say --collectives FILE, too")
     if name is None:
         raise click.UsageError("--collectives: say with --system NAME where they were measured")
-    _refuse_others({"collectives", "system", "out", "force"}, "--collectives fits no knobs")
+    for option in other_options("collectives", "system", "out"):
+        raise click.UsageError(f"--collectives fits no knobs: leave out {option}")
     result = calibrate_collectives(path, load_system(name))
     text = dump_system(result.system, None if out == "-" else out)
     if out == "-":
@@ -289,24 +291,11 @@ def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
     say(f"\nwritten to {out}; use it as --system {out}")
 
 
-def _refuse_others(wanted: set[str], why: str) -> None:
-    """Refuse what stands on the command line beside these options."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name not in {*wanted, "traceback"} and source is ParameterSource.COMMANDLINE:
-            if isinstance(parameter, click.Argument) and not context.params.get(name):
-                continue
-            shown = "MEASURED" if isinstance(parameter, click.Argument) else parameter.opts[-1]
-            raise click.UsageError(f"{why}: leave out {shown}")
-
-
 # -- hardware commands -----------------------------------------------------------------------------
 # Commands on chips, and on systems of many chips: list, show, lint.
 
 Shelf = tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]
-"""What loads one of a kind, what names all that come along, and what checks a file."""
+"""The functions of a kind: load one, name all that come with rooftrace, check a file."""
 
 
 def _chips() -> Shelf:
@@ -366,13 +355,13 @@ def _group(
 
 chips = _group("chips", _chips, (
     "List, show and lint chips.",
-    "Every chip with its dense peaks, memory and ridge point.",
-    "Every fact of one chip (a name or a TOML path) with its source and kind.",
+    "List every chip with its dense peaks, memory and ridge point.",
+    "Show every fact of a chip (a name or a TOML path) with its source and kind.",
     "Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip
 systems = _group("systems", _systems, (
     "List, show and lint systems of many chips.",
-    "Every system with its chip and what joins them.",
-    "Every fact and fitted constant of one system (a name or a TOML path) with its source.",
+    "List every system with its chip and its links.",
+    "Show every fact and fitted constant of a system (a name or a TOML path) with its source.",
     "Check system files (default: those of rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip

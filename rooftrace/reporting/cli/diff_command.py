@@ -11,7 +11,7 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, made, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, made, other_options, typed
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import Command, Written, once, progress, results
 from rooftrace.reporting.requests import options
@@ -49,21 +49,11 @@ def inventory(
     written.write(result, drawn="weights drawn")
 
 
-_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
-
-
 def check_checkpoints(fail_on: tuple[str, ...]) -> None:
-    """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
+    """Raise RequestError for an option of `rooftrace diff` that does not fit two checkpoints."""
     from rooftrace.tracer.inventory import CheckpointDiff
 
-    context = click.get_current_context()
-    unused = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name not in _OF_CHECKPOINTS
-        and context.get_parameter_source(str(parameter.name))
-        is click.core.ParameterSource.COMMANDLINE
-    ]
+    unused = other_options("words", "names", "form", "out", "fail_on")
     if unused:
         raise RequestError(
             f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
@@ -101,7 +91,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     "before",
     multiple=True,
     metavar="OPTION[=VALUE]",
-    help="An option of this command for the side before alone, for example batch=8; or git=REV, "
+    help="An option of this command for BEFORE alone, for example batch=8; or git=REV, "
     "python=PATH.  Repeatable.",
 )
 @click.option(
@@ -109,7 +99,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     "after",
     multiple=True,
     metavar="OPTION[=VALUE]",
-    help="An option for the side after alone.  Repeatable.",
+    help="An option of this command for AFTER alone.  Repeatable.",
 )
 @click.option(
     "--python",
@@ -130,14 +120,14 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     nargs=2,
     default=None,
     metavar="BEFORE AFTER",
-    help="What to call the two in the output.",
+    help="Titles of the two in the output.",
 )
 @click.option(
     "--target",
     "targets",
     type=options.words,
     metavar="TARGET[,TARGET]",
-    help="What measured runs ran, to predict the difference: one target for both, or one each.",
+    help="The targets of measured runs, to predict the difference: one for both, or one each.",
 )
 @click.option(
     "--fail-on",

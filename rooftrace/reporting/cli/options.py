@@ -86,6 +86,18 @@ def typed(context: click.Context, options: Mapping[str, Option]) -> dict[str, An
     }
 
 
+def other_options(*names: str) -> list[str]:
+    """The options that the user typed beside these, as --force and --traceback fit any command."""
+    context = click.get_current_context()
+    return [
+        each.opts[-1] if isinstance(each, click.Option) else each.human_readable_name
+        for each in context.command.params
+        if each.name not in (*names, "force", "traceback")
+        and context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE
+        and (isinstance(each, click.Option) or context.params[str(each.name)])
+    ]
+
+
 def made(option: Option) -> click.Option:
     """The option of click."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
