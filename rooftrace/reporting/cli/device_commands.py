@@ -174,7 +174,7 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[
     from rooftrace.measured.bench import measured_target
 
     if "target" in arguments:
-        raise click.UsageError("--run measures its own target: leave out --target")
+        raise click.UsageError("--run names the target: leave out --target")
     job = {name: value for name, value in arguments.items() if name in ASKED}
     left = [name for name in job if name not in ("batch", "seq", "kv", "phases")]
     if left:

@@ -153,9 +153,10 @@ def diff(
 ) -> None:
     """Show the change in cost, measured time or weights.
 
-    One target is enough with --git, or with an option that differs from side to side.  Or what
-    changed in time: traces of torch.profiler, or run files of `rooftrace measure`.  Or in weights:
-    checkpoints of safetensors or torch.save.
+    BEFORE and AFTER are targets, saved graphs or revisions of a target; one target is enough with
+    --git, or with an option that differs from side to side.  For measured time they are traces of
+    torch.profiler or run files of `rooftrace measure`; for weights, checkpoints of safetensors or
+    torch.save.
     """
     from rooftrace.measured.rundiffs import is_measured
     from rooftrace.tracer.weights.filenames import are_weights
@@ -273,9 +274,9 @@ def _side(which: str, texts: Sequence[str], pythons: Sequence[str]) -> dict[str,
         words += ["--python", path] if side == which else []
     command = click.Command(which, params=list(map(made, _OF_SIDE.values())), add_help_option=False)
     try:
-        own = typed(command.make_context(f"--{which}", words), _OF_SIDE)
+        arguments = typed(command.make_context(f"--{which}", words), _OF_SIDE)
     except click.UsageError as error:
         raise click.UsageError(f"--{which}: {error.format_message()}") from None
-    if "phases" in own:
+    if "phases" in arguments:
         raise click.UsageError(f"--{which}: both sides have the same phases; use --phase")
-    return own or None
+    return arguments or None

@@ -72,7 +72,7 @@ def lock(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]) -
 
 
 def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
-    """What --dry-run prints."""
+    """Print the lines of --dry-run."""
     rows = [("project", str(settings.root), ""), ("lock", _shown(settings), "")]
     rows += [("runs", name, f"  ({by})") for name, by in code] or [("runs", "no code", "")]
     for kind, name, by in rows:
@@ -80,7 +80,7 @@ def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
 
 
 def _shown(settings: Settings) -> str:
-    """The path of the lock from where the user stands."""
+    """The path of the lock, relative to the working folder."""
     return os.path.relpath(settings.path)
 
 
@@ -90,23 +90,23 @@ def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
 
     pricing, _ = PricingOptions.parted(arguments)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
-    own = {fields_of[name]: value for name, value in arguments.items() if name in fields_of}
+    direct = {fields_of[name]: value for name, value in arguments.items() if name in fields_of}
     for name in ("chip", "execution"):
         if arguments.get(name) == ():
             raise click.UsageError(f"--{name}: expected at least one")
     typed = {**arguments, **({"factors": pricing.factors} if pricing.factors else {})}
     changed = {name: typed[name] for name in PRICED if name in typed}
-    return replace(settings, **own, pricing=said({**settings.pricing, **changed}))
+    return replace(settings, **direct, pricing=said({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], arguments: Mapping[str, Any]) -> Settings:
-    """Settings with the targets of the command line, at its sizes, in place of their own."""
+    """Settings whose targets are those of the command line, at its sizes."""
     from rooftrace.reporting.requests.calls import ASKED, said
 
     if (targets or "rules" in arguments) and settings.folder != Path.cwd().resolve():
-        what = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
+        word = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
         raise click.UsageError(
-            f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
+            f"{word}: the lock of this project has paths from {settings.folder}; name it from there"
         )
     _, others = PricingOptions.parted(arguments)
     request = {name: others[name] for name in ASKED if name in others}

@@ -250,15 +250,15 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     metavar="LIST",
     default="flopcounter,fvcore",
     show_default=True,
-    help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
+    help="Other counters: flopcounter (PyTorch's FlopCounterMode), fvcore.",
 )
 def compare(
     target: str, peers: tuple[str, ...], written: Written, arguments: dict[str, Any]
 ) -> None:
     """Count FLOPs of TARGET by other counters, and explain gaps.
 
-    They run the same module on the same inputs; what they do not count stands with its module, its
-    op and the reason.
+    They run the same module on the same inputs; each op that one does not count stands with its
+    module and the reason.
     """
     from rooftrace.reporting.text import comparisons_view
     from rooftrace.tracer.graph import looks_saved
@@ -276,7 +276,7 @@ def compare(
 
 
 # -- many reports ----------------------------------------------------------------------------------
-# `rooftrace report A B C`: a folder for each target, and all of them beside each other.
+# `rooftrace report A B C`: a folder for each target, and a comparison of all.
 
 
 def report_many(

@@ -1,4 +1,4 @@
-"""Options of commands: made of the arguments of our functions, or shared by several commands."""
+"""Options of commands: those of public functions, and those that several commands share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SECTIONS: Mapping[str, Collection[str]] = {
     "Output": ("force", "form", "formats", "style", "table", "align", "figures"),
     "Help": ("traceback",),
 }
-"""Sections of a command's help after its own options: the names of the options in each."""
+"""Sections of help that hold shared options: the names of the options in each."""
 
 
 def section_of(option: click.Parameter) -> str:
@@ -87,7 +87,7 @@ def typed(context: click.Context, options: Mapping[str, Option]) -> dict[str, An
 
 
 def other_options(*names: str) -> list[str]:
-    """The options that the user typed beside these, as --force and --traceback fit any command."""
+    """Options that the user typed, other than these, --force and --traceback."""
     context = click.get_current_context()
     return [
         each.opts[-1] if isinstance(each, click.Option) else each.human_readable_name
@@ -144,7 +144,7 @@ def load_rules(paths: Iterable[str]) -> None:
 
 
 # -- options ---------------------------------------------------------------------------------------
-# Options that several commands have: what is run, how it is priced, where the result goes.
+# Options of several commands: the target, and the files of the result.
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a

@@ -30,12 +30,12 @@ is read is a stated assumption.  What it does on the host is real: data, logging
     results=results(
         "data",
         "rows",
-        timeline="Write the whole run there: data loaders beside the device; for ui.perfetto.dev.",
+        timeline="Write all of the run there, data loaders and the device; for ui.perfetto.dev.",
     ),
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument("command", metavar="SCRIPT [ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--to-end", is_flag=True, help="Run the script to its own end.")
+@click.option("--to-end", is_flag=True, help="Run the script to its end, not only --steps steps.")
 @click.option(
     "--save",
     type=Output(),

@@ -49,7 +49,7 @@ Made = TypeVar("Made")
 
 
 def console() -> Any:
-    """Where the terminal view goes: as wide as the terminal, 100 columns in a file."""
+    """The console of the terminal view: as wide as the terminal, 100 columns in a file."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -58,9 +58,9 @@ def console() -> Any:
 
 @contextlib.contextmanager
 def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
-    """A spinner on stderr that says what the calls inside do, where stderr is a terminal.
+    """Show messages of the calls inside as a spinner on stderr, where that is a terminal.
 
-    kept: what is said like this stays there as a line of its own, also in a file.
+    kept: messages that match stay as a line, also where stderr is a file.
     """
     from rich.console import Console
     from rich.text import Text
@@ -78,7 +78,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
     begin = time.monotonic()
 
     class Doing:
-        """What is being done, with seconds and memory as they are when it is drawn."""
+        """The message, with seconds and memory at the time of drawing."""
 
         def __init__(self, text: str) -> None:
             self.text = text
@@ -99,11 +99,11 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
 
 
 _SOON = 2.0
-"""Seconds that nobody asks about."""
+"""Show seconds and memory after so many seconds."""
 
 
 def _memory() -> str:
-    """The memory that this process and its children take, where Linux tells it."""
+    """Memory of this process and its children, from Linux; empty on other systems."""
     try:
         tasks = Path("/proc/self/task").iterdir()
         children = " ".join((task / "children").read_text() for task in tasks)
@@ -123,9 +123,9 @@ def rendered(make: Callable[[], Made]) -> Made:
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Progress of a command that ends with what it makes inside: until then, nothing is collected.
+    """Progress of a command whose result is its last work: no garbage collection until its end.
 
-    Each collection would go through all that was made, for seconds where that is much.
+    Each collection would go through all objects of the result, for seconds if they are many.
     """
     from rooftrace.tracer.sources import collector_paused
 
@@ -207,7 +207,7 @@ def results(
 ) -> list[click.Option]:
     """The options of a command that writes a result.
 
-    holds: contents of its formats beside pages.  plot, timeline: their help; True: the usual.
+    holds: contents of its formats other than pages.  plot, timeline: their help; True: the usual.
     """
     forms = names("page", *holds)
     return [

@@ -30,7 +30,7 @@ from rooftrace.reporting.cli.shared import (
 _BREAKS = f"""{TARGET_HELP}
 
 Dynamo, the front end of torch.compile, runs on the module without a compiler and without its
-weights; the result says what each line costs at which it ends a graph."""
+weights; the result has the cost of each line that ends a graph."""
 
 
 @click.command(

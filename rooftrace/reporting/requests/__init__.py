@@ -1,4 +1,4 @@
-"""What is asked of us: each argument once, with its option, its help and how its text is read."""
+"""Arguments of calls and commands, each declared once with its option, help and reader."""
 
 from rooftrace._face import face
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What runs.  Its fields are the arguments that `Job.of` reads and checks."""
+    """The target and its sizes.  Its fields are the arguments that `Job.of` reads and checks."""
 
     phases: Sequence[str] | None = option(
         help="forward, training, prefill, decode, requests; default: those that fit the model.",
@@ -135,7 +135,7 @@ _FIELDS = frozenset(each.name for each in fields(ExecutionModel)) - {"name"}
 
 
 CHANGES = ("knobs", "rewrites", "tf32", "exchange", "what_if", "factors")
-"""What changes an execution model."""
+"""Arguments that change an execution model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,32 +183,32 @@ class ExecutionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PricingOptions(ExecutionOptions, PrecisionOptions):
-    """How steps are priced, as it was asked for."""
+    """All arguments of prices."""
 
     factors: Mapping[str, Any] | None = None  # fields of every execution model, of `settings`
 
     @staticmethod
     def parted(named: Mapping[str, Any]) -> tuple[PricingOptions, dict[str, Any]]:
-        """What arguments ask of prices, and the others: precisions and settings of the source.
+        """Split arguments into those of prices and the others.
 
-        Names of `settings` that are fields of an execution model are of prices.
+        Precisions are in both.  Of `settings`, fields of an execution model are of prices.
         """
-        asked = {name: named[name] for name in PRICES if named.get(name) is not None}
+        priced = {name: named[name] for name in PRICES if named.get(name) is not None}
         if "knobs" in named:
-            asked["knobs"] = named["knobs"]
+            priced["knobs"] = named["knobs"]
         others = {name: value for name, value in named.items() if name not in PRICES}
         precisions = [each.name for each in fields(PrecisionOptions)]
-        asked |= {name: others[name] for name in precisions if name in others}
+        priced |= {name: others[name] for name in precisions if name in others}
         settings = named.get("settings")
         if isinstance(settings, Mapping):
-            asked["factors"] = {n: v for n, v in settings.items() if _of_execution(n)}
+            priced["factors"] = {n: v for n, v in settings.items() if _of_execution(n)}
             others["settings"] = {n: v for n, v in settings.items() if not _of_execution(n)}
             if settings and not others["settings"]:
                 del others["settings"]
-        return PricingOptions(**asked), others
+        return PricingOptions(**priced), others
 
     def executions(self, *usual: str | ExecutionModel) -> list[ExecutionModel]:
-        """The execution models that were asked for, else the usual ones, with all that is changed.
+        """The execution models that are named, else the usual ones, with all changes.
 
         Raises RequestError for none, and ExecutionError.
         """
@@ -234,7 +234,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
         ]
 
     def chips(self, models: Sequence[ExecutionModel]) -> list[Chip]:
-        """The chips that were asked for, or those of the systems.
+        """The chips that are named, or those of the systems.
 
         Without either, the chip that the knobs of these models were fitted on, else h200-sxm.
         Tells where knobs were fitted on another one.  Raises RequestError for none.
@@ -276,7 +276,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
 PRICES = tuple(each.name for each in fields(ExecutionOptions))
 """Names of the arguments that are of prices alone."""
 PLAIN = PricingOptions()
-"""Nothing is asked for."""
+"""The defaults."""
 
 
 def _of_execution(name: Any) -> bool:
@@ -293,20 +293,20 @@ def tell_borrowed(models: Iterable[ExecutionModel], chips: Sequence[Chip]) -> No
 
 
 def of_many(model: ExecutionModel) -> list[str]:
-    """What an execution has that only steps of several processes have a use for, in words."""
-    asked = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
-    return asked + ([f"exchange={model.exchange}"] if model.exchange != "as-run" else [])
+    """Settings of an execution that only steps of several processes use, in words."""
+    settings = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
+    return settings + ([f"exchange={model.exchange}"] if model.exchange != "as-run" else [])
 
 
 def check_groups(graphs: Callable[[], Iterable[OpGraph]], models: Iterable[ExecutionModel]) -> None:
-    """Raise RequestError for what is asked of several processes where steps are of one.
+    """Raise RequestError for settings of several processes where steps are of one.
 
-    graphs: makes those of the steps, where it matters.
+    graphs: makes the graphs of the steps, called where it matters.
     """
-    for asked in map(of_many, models):
-        if asked and not any(graph.groups for graph in graphs()):
+    for settings in map(of_many, models):
+        if settings and not any(graph.groups for graph in graphs()):
             raise RequestError(
-                f"{', '.join(asked)} (--what-if, --exchange): it is of steps of several "
+                f"{', '.join(settings)} (--what-if, --exchange): it is of steps of several "
                 "processes, and this is of one; name a mesh, as --mesh dp=4"
             )
 
