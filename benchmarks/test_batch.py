@@ -20,8 +20,8 @@ BATCHES, LENGTHS = np.arange(1, 501), np.linspace(1000, 131_072, 500).astype(int
 
 
 @cache
-def form(target: str) -> rt.Form:
-    return rt.form(target, phase="decode", over={"batch": BATCHES, "kv": LENGTHS})
+def form(target: str) -> rt.types.Form:
+    return rt.tools.form(target, phase="decode", over={"batch": BATCHES, "kv": LENGTHS})
 
 
 @cache

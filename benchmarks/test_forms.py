@@ -21,7 +21,7 @@ RANGES = {
 
 @cache
 def form(target: str) -> Form:
-    return rt.form(target, phase="decode", over=RANGES[target][0])
+    return rt.tools.form(target, phase="decode", over=RANGES[target][0])
 
 
 def points(target: str, count: int) -> Points:

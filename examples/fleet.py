@@ -40,7 +40,7 @@ def priced(
             model = AutoModelForCausalLM.from_config(config).bfloat16()
     except Exception as error:  # many a default config is of no model
         problem = f"{type(error).__name__}: {error}"
-        raise rt.TargetError(f"no model by the default config: {problem}") from error
+        raise rt.types.TargetError(f"no model by the default config: {problem}") from error
     plan = rt.plan(rt.trace(model, phase=phase, batch=batch, seq=seq), "efficient")
     rows = []
     for chip in chips:

@@ -24,7 +24,7 @@ from typing import Any
 def names(package: str, stub: str) -> dict[str, tuple[str, str | None]]:
     """{public name: (module, name in it)} by the text of a stub; None: the module itself."""
     where: dict[str, tuple[str, str | None]] = {}
-    for node in ast.parse(stub).body:
+    for node in ast.walk(ast.parse(stub)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for name in node.names:
                 if node.module == package:  # from rooftrace.hardware import units as units

@@ -106,6 +106,14 @@ def test_the_page_on_fusion_has_every_join_with_its_limit() -> None:
         assert inductor.strip("`") in join.inductor or inductor == "inlining"
 
 
+def test_the_glossary_has_each_word_once() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    words = re.findall(r"^\| ([^|]+?) \| ", page, re.MULTILINE)
+    words = [word for word in words if word != "Word"]
+    assert len(words) > 50
+    assert sorted({word for word in words if words.count(word) > 1}) == []
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES],
                          ids=lambda page: page.stem)  # fmt: skip
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:

@@ -87,10 +87,10 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def traced(row: Row, cache: Path) -> rt.OpGraph:
+def traced(row: Row, cache: Path) -> rt.types.OpGraph:
     """The graph of a microbatch: forward, loss and backward."""
 
-    def make() -> rt.OpGraph:
+    def make() -> rt.types.OpGraph:
         import torch
         from mpt import Mpt, microbatch
 

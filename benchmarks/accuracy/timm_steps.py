@@ -157,7 +157,7 @@ def setting(path: Path) -> Setting | None:
     return Setting(rt.load_chip(name), execution, *precision, layout, torch)
 
 
-def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.OpGraph | None:
+def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.types.OpGraph | None:
     """The graph of a row; None where its model does not build or trace here."""
     told = f"-{form}" if form else ""
     path = cache / f"{row.name}{how.name}{told}.json.gz"

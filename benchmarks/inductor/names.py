@@ -72,7 +72,7 @@ def twice(
         recorded.export_chrome_trace(str(path))
         trace = read_trace(path)
     compiled = plan(graph.expand(), "compiled").graph
-    return kernel_times(trace, noted.graphs(), compiled), rt.fused(trace, graph)
+    return kernel_times(trace, noted.graphs(), compiled), rt.tools.fused(trace, graph)
 
 
 def _line(noted: Sequence[KernelTime], step: FusedStep) -> str:

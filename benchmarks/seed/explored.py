@@ -42,7 +42,7 @@ def traced() -> DecodeStep:
 
     Every weight is read once.  What kernels pass on to each other is left out on both sides.
     """
-    execution = rt.execution_model(
+    execution = rt.tools.execution_model(
         "seed-efficient", weight_residency=WeightResidency(), rewrites=ABSORBED
     )
     batch, lengths = 8, (2048, 4096)

@@ -1,3 +1,4 @@
+from rooftrace.tracer import torch_private as torch_private
 from rooftrace.tracer.api import (
     capture as capture,
     load as load,

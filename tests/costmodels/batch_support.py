@@ -145,7 +145,7 @@ def bare_step(
     count: int, launches: Sequence[Launch], execution: str = "efficient", **others: Any
 ) -> StepAmounts:
     """A step of so many kernels that do nothing, one of each part."""
-    kernels, _ = kernels_of([SizedKernel(rt.Cost(), "copy")])
+    kernels, _ = kernels_of([SizedKernel(rt.extend.Cost(), "copy")])
     points = others.get("points", 1)
     return StepAmounts(
         **{

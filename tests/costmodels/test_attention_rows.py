@@ -53,7 +53,7 @@ def traced(
     phase: str = "forward",
     masked: bool = False,
     **options: object,
-) -> rt.OpGraph:
+) -> rt.types.OpGraph:
     """One scaled_dot_product_attention over [batch, heads, rows, width]."""
 
     class Attend(torch.nn.Module):
@@ -73,7 +73,7 @@ def traced(
         return rt.trace(Attend(), q, k, k, phase=phase, optimizer="none")
 
 
-def columns(graph: rt.OpGraph, chip: Chip = H100) -> list[dict[str, float]]:
+def columns(graph: rt.types.OpGraph, chip: Chip = H100) -> list[dict[str, float]]:
     """The rows of a graph's table that are attention, without the prefix of their columns."""
     table, _ = kernel_table(plan(graph, "eager"), chip)
     names = [f"attention {name}" for name in COLUMNS]
@@ -128,7 +128,9 @@ def test_equal_attentions_of_a_step_are_one_row() -> None:
 # -- which rows take blocks ------------------------------------------------------------------------
 
 
-def parts(graph: rt.OpGraph, knobs: Knobs, chip: Chip = H100) -> tuple[KernelTable, np.ndarray]:
+def parts(
+    graph: rt.types.OpGraph, knobs: Knobs, chip: Chip = H100
+) -> tuple[KernelTable, np.ndarray]:
     table, _ = kernel_table(plan(graph, "eager"), chip)
     return table, table.seconds(knobs, False).device
 

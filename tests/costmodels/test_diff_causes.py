@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 @cache
 def priced(target: str, phase: str):
-    graphs = rt.trace_target(target, phases=[phase])
+    graphs = rt.tools.trace_target(target, phases=[phase])
     return [
         {name: rt.estimate(graph, CHIP, execution) for name, graph in graphs.items()}
         for execution in ("efficient", "eager")

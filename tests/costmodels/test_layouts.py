@@ -18,7 +18,9 @@ IMAGE = 4 * 64 * 32 * 32  # elements
 HALF, SINGLE = 2, 4  # bytes
 
 
-def traced(model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16) -> rt.OpGraph:
+def traced(
+    model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16
+) -> rt.types.OpGraph:
     x = torch.empty(4, channels, 32, 32, device="meta", dtype=dtype)
     return rt.trace(model.to(device="meta", dtype=dtype).eval(), x)
 

@@ -21,17 +21,17 @@ H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")
 STEP = Knobs("step", overlap=3.0, shares={"mm": Share(odd=2.0), "softmax": Share(odd=3.0)})
 
 
-def works(graph: rt.OpGraph) -> list:
+def works(graph: rt.types.OpGraph) -> list:
     return [work for cost in plan(graph, "eager").costs for work in cost.work]
 
 
-def device(graph: rt.OpGraph, knobs: Knobs = STEP, chip=H100) -> float:
+def device(graph: rt.types.OpGraph, knobs: Knobs = STEP, chip=H100) -> float:
     """Seconds of all kernels of a step, without launches."""
     table, _ = kernel_table(plan(graph, "eager"), chip)
     return float((table.data["count"] * table.seconds(knobs, False).device).sum())
 
 
-def traced(function, *sizes, dtype=torch.bfloat16, **options) -> rt.OpGraph:
+def traced(function, *sizes, dtype=torch.bfloat16, **options) -> rt.types.OpGraph:
     class Call(nn.Module):
         def forward(self, *tensors):
             return function(*tensors)

@@ -59,11 +59,11 @@ def chip_of(system: str | None) -> Chip:
 
 
 @cache
-def form_of(folder: Path, case: str, phase: str) -> rt.Form:
+def form_of(folder: Path, case: str, phase: str) -> rt.types.Form:
     config, mesh, _ = CASES[case]
     path = str(folder / f"{config['model_type']}.json")
     spread = {} if mesh is None else {"mesh": mesh}
-    return rt.form(path, phase=phase, over={"batch": BATCHES}, **spread, **PHASES[phase])
+    return rt.tools.form(path, phase=phase, over={"batch": BATCHES}, **spread, **PHASES[phase])
 
 
 def marks_of(case: str, phase: str) -> list[pytest.MarkDecorator]:

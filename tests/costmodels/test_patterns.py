@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting.editing import LAST, Along, NonTensor, Number, Pat, match
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.patterns import LAST, Along, NonTensor, Number, Pat, match
+from rooftrace.costmodels.rewriting.places import ValueFlow
 
 GATED = Pat("mul", Pat("silu", "gate"), "up")
 
@@ -24,9 +24,9 @@ def read(function: Callable[..., Tensor], pattern: Any, *shapes: tuple[int, ...]
             return function(*tensors)
 
     graph = rt.trace(Step(), *(torch.zeros(shape or (2, 3)) for shape in shapes or ((), ())))
-    words = match(Places(graph), graph.outputs[0], pattern)
+    bound = match(ValueFlow(graph), graph.outputs[0], pattern)
     places = {value: place for place, value in enumerate(graph.inputs)}
-    return words and {word: places.get(item, item) for word, item in words.items()}
+    return bound and {word: places.get(item, item) for word, item in bound.items()}
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_use_that_is_none_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def graph() -> rt.OpGraph:
+def graph() -> rt.types.OpGraph:
     import torch
     from torch import nn
 

@@ -477,7 +477,7 @@ def test_a_step_with_repeats_gives_the_same_results() -> None:
 def test_decode_of_deepseek_v3_by_its_closed_form() -> None:
     """The products of every weight that a token uses, and 278,528 FLOP per cached position."""
     batch, kv, layers, dense = 8, 4096, 9, 3  # as wide as it is, with fewer layers
-    graph = rt.priced_graphs(
+    graph = rt.tools.priced_graphs(
         str(CONFIGS / "deepseek-v3.json"), phases=("decode",), batch=batch, kv=kv,
         settings={"config.num_hidden_layers": layers},
     )["decode"]  # fmt: skip

@@ -20,7 +20,7 @@ SPREADS = {"tp": tp, "sp": sp, "dp": fsdp, "ddp": ddp}
 @cache
 def traced(way: str, size: int, phase: str = "training") -> Any:
     axis = "dp" if way == "ddp" else way.replace("sp", "tp")
-    with rt.fake_mesh({axis: size}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({axis: size}) as mesh, torch.device("meta"):
         net = SPREADS[way](Net(), mesh)
         return rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase=phase)
 

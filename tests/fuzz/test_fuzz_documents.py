@@ -29,7 +29,7 @@ from rooftrace.reporting.hypertext.document import as_cell
 from rooftrace.reporting.locks import files, records
 from rooftrace.reporting.locks.checking import GateOutcome, Shift
 from rooftrace.reporting.renderers import as_latex
-from rooftrace.reporting.renderers.model import Note
+from rooftrace.reporting.renderers.view import Note
 from rooftrace.reporting.sections import architecture
 from tests.fuzz import test_fuzz_output as output
 from tests.fuzz.test_fuzz_output import UNSEEN, kinds, view_of

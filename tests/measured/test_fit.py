@@ -50,7 +50,7 @@ class Mlp(nn.Module):
 
 
 @cache
-def step(width: int, rows: int, depth: int = 2) -> rt.OpGraph:
+def step(width: int, rows: int, depth: int = 2) -> rt.types.OpGraph:
     with torch.device("meta"):
         return rt.trace(Mlp(width, depth).half(), torch.empty(rows, width, dtype=torch.half))
 

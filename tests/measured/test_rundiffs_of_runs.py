@@ -259,7 +259,7 @@ def test_the_command_line_says_what_is_slower(tmp_path: Path, run: RunCommand) -
     targets = [f"{tmp_path}/net.py:{name}" for name in ("before", "after")]
     paths = []
     for target in targets:
-        graph = rt.trace_target(target)["forward"]
+        graph = rt.tools.trace_target(target)["forward"]
         paths.append(traced(tmp_path / f"{target[-5:]}.json", graph))
     plain = run("diff", *paths)
     assert plain.code == 0 and "new" in plain.out and "2 steps" in plain.out

@@ -172,9 +172,9 @@ def build():
 """
 RULE = """
 import rooftrace
-@rooftrace.rule("NAME::mix")
+@rooftrace.extend.rule("NAME::mix")
 def mix(op):
-    return rooftrace.Cost.of(vector=7) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=7) + op.streamed()
 """
 
 

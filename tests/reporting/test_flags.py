@@ -35,9 +35,9 @@ def wider():
 """
 RULE = """
 import rooftrace
-@rooftrace.rule("aten.gelu", "aten.addmm", "aten.mm", override=True)
+@rooftrace.extend.rule("aten.gelu", "aten.addmm", "aten.mm", override=True)
 def mm(op):
-    return rooftrace.Cost.of(vector=7) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=7) + op.streamed()
 """
 CONFIG = {
     "dtype": "float32",

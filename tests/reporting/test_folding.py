@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.renderers import units, view
 from rooftrace.reporting.text.folding import Folding, span
 
 
@@ -26,7 +26,7 @@ FOLDING = Folding(
     columns=COLUMNS,
     name=("shape", lambda row: f"{row.called}({list(row.shape)})"),
     seconds=lambda row: row.t_est * row.turns,
-    own={"turns": lambda rows: sum(row.turns for row in rows)},
+    merged={"turns": lambda rows: sum(row.turns for row in rows)},
     few=3,
     parts=1,
 )

@@ -12,6 +12,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.planning import TYPICAL, execution_model
+from rooftrace.reporting import signed
 from rooftrace.reporting.cli import cli
 from rooftrace.reporting.locks import files, records
 from rooftrace.reporting.requests import calls
@@ -72,11 +73,11 @@ def test_the_workload_is_what_a_job_is_asked() -> None:
 
 
 def test_functions_show_all_that_they_take() -> None:
-    for name, call in CALLS.items():
-        function = getattr(rt, name, None)
-        if function is not None:
-            shown = inspect.signature(function).parameters
-            assert {each.name for each in call.options()} <= {*shown, "over", "vary"}, name
+    functions = {name: getattr(signed, name) for name in signed.WHERE}
+    for name, function in {**functions, "inventory": rt.inventory}.items():
+        shown = inspect.signature(function).parameters
+        options = {each.name for each in CALLS[name].options()}
+        assert options <= {*shown, "over", "vary"}, name
 
 
 TYPED: dict[str, Any] = {

@@ -61,7 +61,9 @@ def test_sides_on_two_chips_under_two_execution_models(target: str) -> None:
     assert change.chips == ("a100-sxm-80", "h100-sxm")
     assert change.executions == ("eager", "efficient")
     alone = [
-        rt.estimate(target, chip="a100-sxm-80", execution=rt.execution_model("eager", knobs=None)),
+        rt.estimate(
+            target, chip="a100-sxm-80", execution=rt.tools.execution_model("eager", knobs=None)
+        ),
         rt.estimate(target, chip="h100-sxm"),
     ]
     time = change.phases[0].totals["time"]

@@ -99,7 +99,7 @@ def test_coverage_is_always_said():
 def test_an_op_without_a_rule_is_named_with_its_stub():
     text = str(made_report(unsupported=(ROPE,)))
     assert "no rule: mylib.rope.default x24" in text
-    assert '@rooftrace.rule("mylib.rope")' in text
+    assert '@rooftrace.extend.rule("mylib.rope")' in text
     assert "100 % of bytes" not in text
 
 

@@ -105,5 +105,5 @@ def test_another_ending_is_refused_before_any_work(here: Path, run: Run) -> None
 
 
 def test_a_result_without_steps_says_so() -> None:
-    with pytest.raises(rt.RequestError, match="Chip: no step is in it"):
+    with pytest.raises(rt.types.RequestError, match="Chip: no step is in it"):
         steps_of(rt.load_chip("l4"))

@@ -23,7 +23,7 @@ from rooftrace.reporting.hypertext import (
     result_page,
 )
 from rooftrace.reporting.hypertext.contents import contents
-from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.renderers import units, view
 from rooftrace.reporting.sections import report_view
 
 pytestmark = pytest.mark.quick

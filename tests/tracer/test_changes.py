@@ -34,7 +34,7 @@ def test_a_sum_in_another_order_is_no_change():
     ],
 )
 def test_a_slip_in_a_metric_is_answered_with_the_one_that_was_meant(limits, slip, meant):
-    with pytest.raises(rt.RequestError, match=f"did you mean '{meant}'"):
+    with pytest.raises(rt.types.RequestError, match=f"did you mean '{meant}'"):
         limits([slip])
 
 

@@ -59,7 +59,7 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def every(graph: rt.OpGraph) -> list[str]:
+def every(graph: rt.types.OpGraph) -> list[str]:
     return [op.name for op in graph.ops]
 
 

@@ -354,13 +354,13 @@ def test_an_error_of_dynamo_names_the_line() -> None:
 
 def test_what_cannot_be_run_is_refused() -> None:
     graph = rt.trace(models.Whole(), x())
-    with pytest.raises(rt.RequestError, match="a graph has no code"):
+    with pytest.raises(rt.types.RequestError, match="a graph has no code"):
         rt.graph_breaks(graph)
-    with pytest.raises(rt.RequestError, match="nothing is compiled"):
+    with pytest.raises(rt.types.RequestError, match="nothing is compiled"):
         rt.graph_breaks(models.Whole(), x(), execution="eager")
     with (
         torch._dynamo.config.patch(disable=True),
-        pytest.raises(rt.RequestError, match="switched off"),
+        pytest.raises(rt.types.RequestError, match="switched off"),
     ):
         rt.graph_breaks(models.Whole(), x())
 

@@ -184,7 +184,7 @@ def useful(graph: OpGraph) -> float:
 
 
 @cache
-def run_once(kind: str) -> rt.Estimate:
+def run_once(kind: str) -> rt.types.Estimate:
     graph = rt.trace(train, Outer(kind, plain), torch.randn(S, D))
     return rt.estimate(graph, execution="eager")
 

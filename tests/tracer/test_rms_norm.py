@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def norms(graph: rt.OpGraph) -> list[str]:
+def norms(graph: rt.types.OpGraph) -> list[str]:
     return [op.name for op in graph.ops if op.module == "norm" and op.kind == "kernel"]
 
 

@@ -341,7 +341,7 @@ def test_a_trace_that_fails_leaves_nothing(alone: None) -> None:
 
     failing, module = Stack(fail), nn.Linear(8, 8, device="meta")
     with nothing_left():
-        with pytest.raises(rt.TraceError, match="no such thing"):
+        with pytest.raises(rt.types.TraceError, match="no such thing"):
             traced(failing)
         with pytest.raises(KeyboardInterrupt), rt.capture(module):
             raise KeyboardInterrupt

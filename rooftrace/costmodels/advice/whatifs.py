@@ -213,7 +213,7 @@ def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
     what_if = WhatIf(
         lever="kernels",
         action="Write larger kernels",
-        option="rt.headroom(estimate).beyond",
+        option="estimate.headroom().beyond",
         needs="kernels that a compiler does not make (epilogues of products, whole attention, "
         f"chains), first of all {where}",
         before=larger.after,

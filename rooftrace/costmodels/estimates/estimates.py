@@ -309,10 +309,10 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return frame_of(self.plan, self.rows)
 
     def headroom(self) -> Any:
-        """What fusing saves, as a `Headroom`; `rt.headroom` takes graphs too."""
-        from rooftrace import _headroom  # findings price by estimates, and so stand above them
+        """What fusing saves, as a `Headroom`; `rooftrace.tools.headroom` takes graphs too."""
+        from rooftrace import _results  # advice prices by estimates, and so stands above them
 
-        return _headroom(self)
+        return _results.headroom(self)
 
     def __repr__(self) -> str:
         bound = f"bound {format_time(self.t_bound)}"

@@ -131,7 +131,9 @@ def joined_by_users(groups: Sequence[FusionGroup]) -> tuple[str, ...]:
             if other.is_first:
                 apart[other.join][other.reason] += group.times
     named = ", ".join(f"{name} x{count}" for name, count in kernels.items())
-    joined = (f"kernels joined as registered with rooftrace.fusion: {named}",) if named else ()
+    joined = (
+        (f"kernels joined as registered with rooftrace.extend.fusion: {named}",) if named else ()
+    )
     return (*joined, *(_kept_apart(join, apart[join], kernels[join]) for join in apart))
 
 

@@ -199,8 +199,8 @@ class Unsupported:
         name = self.target.rsplit(".", 1)[0]
         function = name.replace(".", "_").strip("_")
         return (
-            f'@rooftrace.rule("{name}")\ndef {function}(op):\n'
-            f"    return rooftrace.Cost.of(vector=...) + op.streamed()"
+            f'@rooftrace.extend.rule("{name}")\ndef {function}(op):\n'
+            f"    return rooftrace.extend.Cost.of(vector=...) + op.streamed()"
         )
 
 

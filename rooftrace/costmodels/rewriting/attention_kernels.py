@@ -1,4 +1,4 @@
-"""Passes that make attention one kernel, share key and value heads, and tell masks by numbers.
+"""Passes that make attention one kernel, share key and value heads, and turn masks into numbers.
 
 A pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,13 +18,15 @@ from rooftrace.costmodels.rewriting.attention_products import (
     WrittenMask,
     written_attentions,
 )
-from rooftrace.costmodels.rewriting.eager_kernels import (
-    rewritten,
+from rooftrace.costmodels.rewriting.editing import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    Editor,
+    operand,
     with_matches,
     without_left_behind,
 )
-from rooftrace.costmodels.rewriting.editing import ATTENTION, ATTENTION_BACKWARD, Editor, operand
-from rooftrace.costmodels.rewriting.places import Places, beside, merged, same_steps
+from rooftrace.costmodels.rewriting.places import ValueFlow, merged_dims, reads_across, same_strides
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 
@@ -33,56 +34,45 @@ from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
     """Query heads that share keys and values read them as stored, not a copy for each head.
 
-    The copy is a clone of [.., Hk, G, L, E] in which all G are the same.
+    The copy is a clone of [.., Hk, G, L, E] that has stride 0 along G.
     """
-    return rewritten(graph, ("rooftrace.attention",), _shared, _emit)
+    flow = ValueFlow(graph)
+    shared: dict[int, tuple[Op, dict[str, int]]] = {}
+    for op in graph.ops:
+        if op.target == ATTENTION and op.part == "forward":
+            stored = {name: _stored(flow, op, name) for name in ("key", "value")}
+            sources = {name: item for name, item in stored.items() if item is not None}
+            if len(sources) == 2:
+                shared[op.id] = op, sources
+    return with_matches(graph, shared, _emit_shared)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """An attention, and the keys and values [.., Hk, G, L, E] that it reads copies of."""
-
-    op: Op
-    key: Ref
-    value: Ref
-    inside: frozenset[int] = frozenset()
-
-
-def _shared(places: Places, op: Op) -> _Shared | None:
-    key, value = (_stored(places, op, name) for name in ("key", "value"))
-    forward = op.target == ATTENTION and op.part == "forward"
-    return _Shared(op, key, value) if forward and key is not None and value is not None else None
-
-
-def _emit(places: Places, edit: Editor, shared: _Shared) -> None:
-    op = shared.op
-    arguments: dict[str, Argument] = {
-        **op.arguments,
-        "key": _first_of_group(edit, op, shared.key),
-        "value": _first_of_group(edit, op, shared.value),
-    }
+def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, int]]) -> None:
+    op, sources = shared
+    heads = {name: _first_of_group(edit, op, Ref(item)) for name, item in sources.items()}
+    arguments: dict[str, Argument] = {**op.arguments, **heads}
     edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
 
 
-def _stored(places: Places, op: Op, name: str) -> Ref | None:
-    """What keys or values are a copy of that repeats them for each head; None for other ones."""
-    values, item = places.graph.values, operand(op, name)
-    maker = places.kernel_of(item.id)
-    if maker is None or maker.name != "aten.clone" or maker.repeats != op.repeats:
+def _stored(flow: ValueFlow, op: Op, name: str) -> int | None:
+    """[.., Hk, G, L, E] of which keys or values are a copy for each head; None for other ones."""
+    values, item = flow.values, operand(op, name)
+    clone = flow.kernel_of(item.id)
+    if clone is None or clone.name != "aten.clone" or clone.repeats != op.repeats:
         return None
-    source, whole, copy = (values[i] for i in (maker.inputs[0], item.id, maker.outputs[0]))
-    plain = not (item.then or item.every or beside(maker))
-    if not plain or len(source.shape) != len(whole.shape) + 1 or len(whole.shape) < 3:
+    if item.then or item.every or reads_across(clone):
+        return None
+    (stored,) = clone.inputs
+    source, copy, read = (values[i] for i in (stored, clone.outputs[0], item.id))
+    if len(source.shape) != len(read.shape) + 1 or len(read.shape) < 3:
         return None
     *lead, shared, group, length, width = source.shape
     repeated = group > 1 and source.stride[-3] == 0
-    if not repeated or whole.shape != (*lead, shared * group, length, width):
+    if not repeated or read.shape != (*lead, shared * group, length, width):
         return None
-    if copy.storage != whole.storage or merged(copy) != merged(whole):
+    if copy.storage != read.storage or merged_dims(copy) != merged_dims(read):
         return None
-    if places.overwritten(maker.inputs[0], maker.id, op.id):
-        return None
-    return Ref(maker.inputs[0])
+    return None if flow.overwritten(stored, clone.id, op.id) else stored
 
 
 def _first_of_group(edit: Editor, like: Op, item: Ref) -> Ref:
@@ -98,18 +88,17 @@ def _first_of_group(edit: Editor, like: Op, item: Ref) -> Ref:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-_TOLD = ("padding", "packed", "chunked", "band")
-"""Masks that say where sequences begin and end, which kernels for sequences of any lengths take, or
-how far a query sees on either side."""
+_LENGTH_MASKS = ("padding", "packed", "chunked", "band")
+"""Masks by the bounds of sequences, which kernels for sequences of any lengths take, or by the
+distance that a query sees on either side."""
 
 
 def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not read.
+    """Masks that a kernel takes as numbers (causal, a window, chunks, lengths) are not read.
 
-    One of a single number leaves the graph where all that is known of it fits the number: its kind,
-    the most keys that a query sees, and the pairs that it shows; none of that may be assumed.
-    Lengths are data, so a mask that stands for them stays an operand, with the fact that no kernel
-    reads it.
+    A mask of a single number leaves the graph where its facts fit the number: kind, window and
+    visible pairs; none of them may be assumed.  Lengths are data, so a mask of lengths stays an
+    operand, with the fact that no kernel reads it.
     """
     ops, count = [], 0
     for op in graph.ops:
@@ -121,7 +110,7 @@ def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
                 arguments: dict[str, Argument] = {**kept, "mask": None, **numbers}
                 op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
                 count += graph.times(op)
-            elif op.facts.get("mask") in _TOLD:
+            elif op.facts.get("mask") in _LENGTH_MASKS:
                 op = replace(op, facts={**op.facts, BY_LENGTHS: True})
                 count += graph.times(op)
         ops.append(op)
@@ -136,14 +125,14 @@ def _is_masked(op: Op) -> bool:
 
 
 def _numbers(graph: OpGraph, op: Op) -> dict[str, Argument] | None:
-    """The options of attention that say what its mask does; None where no option does."""
+    """The options of attention in place of its mask; None where no option has its effect."""
     queries, length = (graph.values[operand(op, n).id].shape[-2] for n in ("query", "key"))
     kind, pairs, window = (op.facts.get(n) for n in ("mask", "visible_pairs", "window"))
     if kind == "none":
         return {} if pairs == queries * length else None
     if queries > length or kind not in ("causal", "sliding-window", "chunked"):
         return None
-    if kind == "chunked" and queries < length:  # nothing says where the first chunk begins
+    if kind == "chunked" and queries < length:  # the start of the first chunk is not known
         return None
     number = length if kind == "causal" else window
     if not isinstance(number, int) or number < 1:
@@ -164,73 +153,64 @@ def _in_window(rows: int, window: int) -> int:
 
 def _in_chunks(rows: int, chunk: int) -> int:
     """sum_p (p mod c + 1) over the first positions p."""
-    whole, rest = divmod(rows, chunk)
-    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+    full, rest = divmod(rows, chunk)
+    return full * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
 # -- attention kernels -----------------------------------------------------------------------------
-# Attention as one kernel: products and a softmax that a model wrote by hand become one flash op.
-#
-# A pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
 
 
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Hand-written attention as compilers know it as one op, without sinks and soft caps.
+    """Hand-written attention that compilers match, without sinks and soft caps, as one op.
 
-    What holds of it is said at `attention_kernels`.
+    The conditions are those of `attention_kernels`.
     """
     return _as_kernels(graph, plain=True)
 
 
 def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Attention that is written out, with sinks and soft caps or without, as one op.
+    """Hand-written attention, with sinks and soft caps or without, as one op.
 
     With them it is the kernel of a library, whose tiles are known; without, that of a compiler.
-    It does so only where nothing else reads the values in between, so that the score matrix can
-    stay on the chip.  In training backward reads the probabilities, so the attention stays as it
-    was written.  Results are the same, but for rows of which a mask hides all keys by a number that
-    the graph does not know.  Attention that PyTorch itself takes apart, since it has no kernel for
-    it, stays so.
+    Nothing else may read the values in between, so that the score matrix stays on the chip; in
+    training backward reads the probabilities.  Results are the same, but for rows of which a mask
+    hides all keys by a number that the graph does not know.  Attention that PyTorch itself
+    decomposes, since it has no kernel for it, stays so.
     """
     return _as_kernels(graph, plain=False)
 
 
 def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
     chosen = [w for w in written_attentions(graph) if w.alone and (w.plain or not plain)]
-    places = Places(graph)
-    last = {written.last.id: written for written in chosen}
-    copies = {id_: _copy_of_result(places, written) for id_, written in last.items()}
+    flow = ValueFlow(graph)
+    matches = {w.last.id: (w, _copy_of_result(flow, w)) for w in chosen}
     inner = {op for written in chosen for op in written.inner}
-    inner |= {op for copy in copies.values() if copy is not None for op in copy.gone}
-    return with_matches(graph, last, partial(_emit_flash, places, copies), inner)
+    inner |= {op for _, copy in matches.values() if copy is not None for op in copy.gone}
+    return with_matches(graph, matches, _emit_flash, inner)
 
 
 def with_pairs(graph: OpGraph) -> OpGraph:
-    """The products of attention that stays written out say how many of their pairs a mask shows.
+    """Products of hand-written attention get facts on the pairs that its mask shows.
 
-    Not in training, whose backward products would not.
+    Not in training, whose backward products have no such facts.
     """
     if any(op.part == "backward" for op in graph.ops):
         return graph
-    told: dict[int, dict[str, Any]] = {}
+    pairs_of: dict[int, dict[str, Any]] = {}
     for written in written_attentions(graph):
         pairs = None if written.mask is None else written.mask.op.facts.get("visible_pairs")
         if pairs is not None:
             _, queries, length = graph.values[written.first.outputs[0]].shape
             facts = {"useful_pairs": int(pairs), "all_pairs": queries * length}
-            told |= dict.fromkeys((written.first.id, written.last.id), facts)
-    if not told:
-        return graph
-    return graph.replace(
-        ops=tuple(
-            replace(op, facts={**op.facts, **told[op.id]}) if op.id in told else op
-            for op in graph.ops
-        )
-    )
+            pairs_of |= dict.fromkeys((written.first.id, written.last.id), facts)
+    ops = list(graph.ops)
+    for number, facts in pairs_of.items():
+        ops[number] = replace(ops[number], facts={**ops[number].facts, **facts})
+    return graph.replace(ops=tuple(ops)) if pairs_of else graph
 
 
 def with_libraries(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Which attentions run on the memory-efficient kernel, as a fact of each op.
+    """Attention ops get the fact that they run on the memory-efficient kernel.
 
     Flash attention takes fp16 and bf16 (`check_dtypes_flash_attention` of ATen's sdp_utils.cpp),
     and no mask but by numbers (`check_for_attn_mask`).  Hand-written attention calls no library.
@@ -252,45 +232,43 @@ _HALF = 16  # bits
 
 @dataclass(frozen=True, slots=True)
 class _ResultCopy:
-    """The rows of all heads side by side, as kernels write them: [B, S, H, Ev], copied from
-    [B, H, S, Ev].  gone: the copy, and the views that lead to it."""
+    """A copy of the result [B, H, S, Ev] to [B, S, H, Ev], the layout in which kernels write it.
+
+    gone: the copy, and the views that lead to it.
+    """
 
     value: int
     gone: frozenset[int]
 
 
-def _copy_of_result(places: Places, written: WrittenAttention) -> _ResultCopy | None:
-    """The copy that puts the result in the order in which kernels write it; None without one."""
-    graph, (out,) = places.graph, written.last.outputs
-    readers = [op for op in places.readers[out] if op.id > written.last.id]
-    kernels = [op for op in readers if op.kind != "view"]
-    if len(written.lead) != 2 or out in places.shared or len(kernels) != 1:
+def _copy_of_result(flow: ValueFlow, written: WrittenAttention) -> _ResultCopy | None:
+    """The only kernel that reads the result, if it is such a copy."""
+    graph, (out,) = flow.graph, written.last.outputs
+    users = [op for op in flow.storage_users[out] if op.id > written.last.id]
+    kernels = [op for op in users if op.kind != "view"]
+    if len(written.lead) != 2 or out in flow.escaping or len(kernels) != 1:
         return None
     (copy,) = kernels
     if copy.name != "aten.clone" or copy.repeats != written.last.repeats:
         return None
     source, result = graph.values[copy.inputs[0]], graph.values[copy.outputs[0]]
     (batch, heads), (_, queries, width) = written.lead, graph.values[out].shape
-    turned = (heads * queries * width, width, queries * width, 1)
-    alike = source.shape == (batch, queries, heads, width) == result.shape
-    if not alike or copy.outputs[0] in places.shared or not all(
-        same_steps(tensor.shape, tensor.stride, stride)
-        for tensor, stride in ((source, turned), (result, Tensor.contiguous(result.shape)))
-    ):  # fmt: skip
+    by_head = (heads * queries * width, width, queries * width, 1)
+    if source.shape != (batch, queries, heads, width) or copy.outputs[0] in flow.escaping:
         return None
-    return _ResultCopy(copy.outputs[0], frozenset(op.id for op in readers))
+    if not same_strides(source.shape, source.stride, by_head):
+        return None
+    if not same_strides(result.shape, result.stride, Tensor.contiguous(result.shape)):
+        return None
+    return _ResultCopy(copy.outputs[0], frozenset(op.id for op in users))
 
 
-def _emit_flash(
-    places: Places,
-    copies: Mapping[int, _ResultCopy | None],
-    edit: Editor,
-    written: WrittenAttention,
-) -> None:
+def _emit_flash(edit: Editor, match: tuple[WrittenAttention, _ResultCopy | None]) -> None:
+    written, copy = match
     first, last, lead = written.first, written.last, written.lead
-    query = _read(edit, places, written, first, "self")
-    key = _read(edit, places, written, first, "mat2")
-    value = _read(edit, places, written, last, "mat2")
+    query = _read(edit, written, first, "self")
+    key = _read(edit, written, first, "mat2")
+    value = _read(edit, written, last, "mat2")
     for op, tensor in written.scales:
         like = edit.values[query.id]
         operands: dict[str, Argument] = {"self": query, "other": tensor}
@@ -309,30 +287,32 @@ def _emit_flash(
     facts: dict[str, Any] = {WRITTEN_OUT: True} if written.plain else {}
     if written.mask is not None:
         arguments |= _mask(edit, written.mask)
-        known = written.mask.op.facts
-        facts |= {name: known[name] for name in MASK_FACTS if name in known}
+        of_mask = written.mask.op.facts
+        facts |= {name: of_mask[name] for name in MASK_FACTS if name in of_mask}
     if written.sinks is not None:
-        step = [s for n, s in zip(*_layout(edit, written.sinks), strict=True) if n > 1] or [1]
+        sinks = edit.values[written.sinks.id]
+        step = [s for n, s in zip(sinks.shape, sinks.stride, strict=True) if n > 1] or [1]
         arguments["sinks"] = edit.viewed(first, written.sinks, lead[-1:], tuple(step))
     if written.softcap:
         arguments["softcap"] = written.softcap
-    made = _result(edit, places, written, copies[last.id])
+    (out,) = last.outputs
+    made = _result(edit, written, out, copy)
     *_, queries, _ = edit.values[made].shape
     logsumexp = edit.value((*lead, queries), "fp32", "activations", last.repeats)
     edit.emit(last, ATTENTION, arguments, (made, logsumexp), facts=facts)
-    _hand_on(edit, last, made, copies[last.id])
+    if copy is not None:
+        edit.transpose(last, Ref(made), copy.value)
+    else:
+        edit.reshape(last, Ref(made), out)
 
 
-def _result(
-    edit: Editor, places: Places, written: WrittenAttention, copy: _ResultCopy | None
-) -> int:
-    """The value that attention makes, as [.., H, S, Ev]; what was made lies in it."""
-    (out,) = written.last.outputs
+def _result(edit: Editor, written: WrittenAttention, out: int, copy: _ResultCopy | None) -> int:
+    """The result [.., H, S, Ev] ; the old result, or its copy, becomes a view of it."""
     *_, queries, width = edit.values[out].shape
     shape, repeats = (*written.lead, queries, width), written.last.repeats
-    if out in places.shared:
-        return edit.view(Ref(out), shape, Tensor.contiguous(shape), repeats)
     stride = Tensor.contiguous(shape)
+    if out in edit.flow.escaping:
+        return edit.view(Ref(out), shape, stride, repeats)
     if copy is not None:
         outer, row, _, last = Tensor.contiguous((shape[0], queries, shape[1], width))
         stride = (outer, width, row, last)
@@ -343,44 +323,31 @@ def _result(
     return made
 
 
-def _hand_on(edit: Editor, like: Op, made: int, copy: _ResultCopy | None) -> None:
-    """What comes after reads the result as it did."""
-    (out,) = like.outputs
-    if copy is not None:
-        edit.turns_into(like, Ref(made), copy.value)
-    else:
-        edit.stands_for(like, Ref(made), out)
-
-
-def _layout(edit: Editor, item: Ref) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return edit.values[item.id].shape, edit.values[item.id].stride
-
-
-def _read(edit: Editor, places: Places, written: WrittenAttention, op: Op, name: str) -> Ref:
-    """An operand [H, a, b] of a product with the dimensions that the heads stand for.
+def _read(edit: Editor, written: WrittenAttention, op: Op, name: str) -> Ref:
+    """An operand [H, a, b] of a product as [.., a, b], with the dimensions `lead` of the heads.
 
     A kernel takes any strides: a copy that only puts the elements in order is not read.
     """
     item, lead, values = operand(op, name), written.lead, edit.graph.values
-    copy = places.kernel_of(item.id)
+    copy = edit.flow.kernel_of(item.id)
     if copy is not None and copy.name == "aten.clone" and copy.repeats == op.repeats:
-        source, whole = values[copy.inputs[0]], values[copy.outputs[0]]
-        same = whole.storage == values[item.id].storage and merged(whole) == merged(values[item.id])
+        source, made, read = (values[i] for i in (copy.inputs[0], copy.outputs[0], item.id))
+        same = made.storage == read.storage and merged_dims(made) == merged_dims(read)
         plain = not any(ref.then or ref.every for ref in (item, *copy.reads))
-        shape = (*lead, *values[item.id].shape[1:])
-        kept = not places.overwritten(copy.inputs[0], copy.id, written.last.id)
+        kept = not edit.flow.overwritten(copy.inputs[0], copy.id, written.last.id)
+        shape = (*lead, *read.shape[1:])
         if same and plain and kept and source.shape == shape and 0 not in source.stride:
             return _as_stored(edit, op, Ref(copy.inputs[0]))
     item = _as_stored(edit, op, item)
-    (_, *sizes), (step, *stride) = _layout(edit, item)
     if len(lead) == 1:
         return item
+    (_, *sizes), (step, *stride) = edit.values[item.id].shape, edit.values[item.id].stride
     steps = tuple(step * n for n in Tensor.contiguous(lead))
     return edit.viewed(op, item, (*lead, *sizes), (*steps, *stride))
 
 
 def _mask(edit: Editor, mask: WrittenMask) -> dict[str, Argument]:
-    """The arguments `mask` and `fill` of attention: hidden scores are exactly what they were."""
+    """The arguments `mask` and `fill` of attention, by which hidden scores stay exactly equal."""
     op, tensor, fill = mask.op, mask.tensor, mask.fill
     shape, dtype = edit.values[tensor.id].shape, edit.values[tensor.id].dtype
     operands: dict[str, Argument]
@@ -389,7 +356,7 @@ def _mask(edit: Editor, mask: WrittenMask) -> dict[str, Argument]:
             operands = {"self": tensor, "other": mask.factor}
             tensor = edit.made(op, "aten.mul.Tensor", operands, shape, dtype)
         return {"mask": tensor}
-    if isinstance(fill, Ref):  # a number that nobody knows here is added
+    if isinstance(fill, Ref):  # an unknown number is added
         sides: tuple[Argument, Argument] = (fill, 0.0) if mask.hides else (0.0, fill)
         operands = {"condition": tensor, "self": sides[0], "other": sides[1]}
         overload = "ScalarOther" if mask.hides else "ScalarSelf"
@@ -404,32 +371,29 @@ def _mask(edit: Editor, mask: WrittenMask) -> dict[str, Argument]:
 def _as_stored(edit: Editor, like: Op, item: Ref) -> Ref:
     """An operand of attention before a cast to a wider float that the model wrote.
 
-    The kernel multiplies narrow floats exactly and adds up in fp32, so a copy of the whole cache in
-    fp32 is never made, nor one that puts the rows of such a copy in order.
+    The kernel multiplies narrow floats exactly and adds up in fp32, so a copy of the cache in
+    fp32 is never made, nor one that reorders the rows of such a copy.
     """
     source, widened = item, False
-    for name, changes in (("aten.clone", _reorders), ("aten._to_copy", _widens)):
+    for name in ("aten.clone", "aten._to_copy"):
         maker = edit.graph.producers.get(edit.values[source.id].storage)
         op = None if maker is None else edit.graph.ops[maker]
         if op is None or op.name != name or op.repeats != like.repeats:
             continue
         before = operand(op, "self")
         plain = all((ref.then, ref.every) == (None, False) for ref in (source, before))
-        if plain and changes(edit.values[before.id], edit.values[source.id]):
-            source, widened = before, changes is _widens
+        old, new = edit.values[before.id], edit.values[source.id]
+        widens = name == "aten._to_copy"
+        fits = _is_narrower(old, new) if widens else old.dtype == new.dtype
+        if plain and fits and old.elements == new.elements:
+            source, widened = before, widens
     if not widened:
         return item
     value = edit.values[item.id]
     return edit.viewed(like, source, value.shape, value.stride)
 
 
-def _reorders(before: Tensor, after: Tensor) -> bool:
-    """Whether a copy holds the same numbers, in another order at most."""
-    return before.dtype == after.dtype and before.elements == after.elements
-
-
-def _widens(before: Tensor, after: Tensor) -> bool:
-    """Whether a cast turns floats into wider ones, one by one."""
+def _is_narrower(before: Tensor, after: Tensor) -> bool:
+    """Whether both are floats, the first of fewer bits."""
     narrow, wide = precision(before.dtype), precision(after.dtype)
-    floats = narrow.kind == wide.kind == "float"
-    return floats and narrow.bits < wide.bits and before.elements == after.elements
+    return narrow.kind == wide.kind == "float" and narrow.bits < wide.bits

@@ -8,22 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rooftrace.costmodels.ops.cost import UNFUSED
-from rooftrace.costmodels.rewriting.editing import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
+from rooftrace.costmodels.rewriting.editing import ATTENTION, ATTENTION_BACKWARD, Editor, operand
+from rooftrace.costmodels.rewriting.patterns import (
     LAST,
-    Editor,
+    Bindings,
     NonTensor,
     Number,
     Pat,
     Pattern,
-    Words,
     can_be_one,
     match,
-    operand,
     ops_between,
 )
-from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
+from rooftrace.costmodels.rewriting.places import Location, ValueFlow, reads_across
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- written attention -----------------------------------------------------------------------------
@@ -41,18 +38,18 @@ _DROPPED = Pat("native_dropout", "kept", NonTensor("p"), train=NonTensor("train"
 _CUT = Pat("slice", "whole", dim=LAST, start=NonTensor("start"), end=NonTensor("end"))
 _SHIFTED = (Pat("sub", "logits", "shift"), "logits")
 """A softmax does not change when one number for each row is taken off."""
-_SOFTMAX = Pat("_softmax _safe_softmax", _SHIFTED, dim=LAST, said="softmax")
+_SOFTMAX = Pat("_softmax _safe_softmax", _SHIFTED, dim=LAST, bind="softmax")
 _SHARES = Pat("div", "raised", "total")
 _RAISED = Pat("exp", _SHIFTED)
 _SUM = Pat("sum", "raised", dim=LAST, keepdim=True)
 _FILL = (Number("fill"), "filler")
 _SCALED = (Pat("mul", "scores", NonTensor("by")), Pat("div", "scores", NonTensor("over")))
-_WEIGHED = (Pat("mul", "scores", "by", said="op"), Pat("div", "scores", "by", said="op"))
+_WEIGHED = (Pat("mul", "scores", "by", bind="op"), Pat("div", "scores", "by", bind="op"))
 _MASKED = (
-    Pat("add", "scores", "mask", said="op"),
-    Pat("masked_fill", "scores", "hidden", _FILL, said="op"),
-    Pat("where", "shown", "scores", _FILL, said="op"),
-    Pat("where", "hidden", _FILL, "scores", said="op"),
+    Pat("add", "scores", "mask", bind="op"),
+    Pat("masked_fill", "scores", "hidden", _FILL, bind="op"),
+    Pat("where", "shown", "scores", _FILL, bind="op"),
+    Pat("where", "hidden", _FILL, "scores", bind="op"),
 )
 
 
@@ -97,12 +94,12 @@ class WrittenAttention:
 
 def written_attentions(graph: OpGraph) -> Iterator[WrittenAttention]:
     """Every attention of a forward pass that is written out, in order of its last product."""
-    places = Places(graph)
+    flow = ValueFlow(graph)
     ends: set[int] = set()
     for op in graph.ops:
         if op.name != PRODUCT or op.part != "forward":
             continue
-        attention = _Reader(places, op).read()
+        attention = _Reader(flow, op).read()
         # The last product of an attention cannot be the first of another.
         if attention is not None and attention.first.id not in ends:
             ends.add(op.id)
@@ -115,8 +112,8 @@ class _Reader:
     H: heads over the batch.  S: queries.  L: keys.
     """
 
-    def __init__(self, places: Places, last: Op) -> None:
-        self.places, self.values, self.last = places, places.graph.values, last
+    def __init__(self, flow: ValueFlow, last: Op) -> None:
+        self.flow, self.values, self.last = flow, flow.values, last
         self.heads, self.queries, self.length = self.values[operand(last, "self").id].shape
         self.written = WrittenAttention(last, last, ())
         self.factor = 1.0  # on the scores, by ops behind the one that is read
@@ -130,8 +127,13 @@ class _Reader:
                 return None
             lead = self.values[logits].shape[:-2]
             apart = lead if len(lead) > len(apart) else apart
-            op = self.places.made_by(self.places.straight(logits))
-            if op is None or op.repeats != self.last.repeats or op.part != "forward" or beside(op):
+            op = self.flow.producer(self.flow.root(logits))
+            if (
+                op is None
+                or op.repeats != self.last.repeats
+                or op.part != "forward"
+                or reads_across(op)
+            ):
                 return None
             if op.name == PRODUCT:
                 return self._finished(op, written.lead or apart)
@@ -140,7 +142,7 @@ class _Reader:
 
     def _finished(self, first: Op, lead: tuple[int, ...]) -> WrittenAttention | None:
         """The attention once its first product is known."""
-        written, graph = self.written, self.places.graph
+        written, graph = self.written, self.flow.graph
         whole = self.values[first.outputs[0]].shape == (self.heads, self.queries, self.length)
         if not whole or math.prod(lead) != self.heads:
             return None
@@ -153,15 +155,17 @@ class _Reader:
             read.append(written.mask.tensor)
             read += [written.mask.fill] if isinstance(written.mask.fill, Ref) else []
         start = {ref.id for ref in read}
-        inside = ops_between(self.places, start, self.last.outputs) | {self.last.id}
+        inside = ops_between(self.flow, start, self.last.outputs) | {self.last.id}
         written.inner = inside - {self.last.id}
         own = all(graph.ops[number].part == "forward" for number in inside)
-        written.alone = own and can_be_one(self.places, inside, self.last.outputs, start)
+        written.alone = own and can_be_one(self.flow, inside, self.last.outputs, start)
         return written
 
-    def _match(self, value: int, pattern: Pattern, known: Words | None = None) -> Words | None:
+    def _match(
+        self, value: int, pattern: Pattern, known: Bindings | None = None
+    ) -> Bindings | None:
         """What the words of a pattern name, of which "scores" are a number for each pair."""
-        return match(self.places, value, pattern, known, accept=self._accept)
+        return match(self.flow, value, pattern, known, accept=self._accept)
 
     def _accept(self, word: str, value: int) -> bool:
         """Whether a word may name a value: of scores there is one for each pair of all heads."""
@@ -187,16 +191,16 @@ class _Reader:
         if whole is not None and self.values[whole["whole"]].shape[-1] == self.length + 1:
             value, columns = whole["whole"], self.length + 1
             cut = int(whole["start"] or 0) not in (0, -columns)  # whether the first one is
-        words = self._match(value, _SOFTMAX)
-        if words is None:
+        bound = self._match(value, _SOFTMAX)
+        if bound is None:
             return self._exponentials(value) if cut is None else None
-        if UNFUSED in words["softmax"].facts or not self._has(words["logits"], columns):
+        if UNFUSED in bound["softmax"].facts or not self._has(bound["logits"], columns):
             return None
-        written.plain = "shift" not in words
+        written.plain = "shift" not in bound
         if cut is None:
-            return int(words["logits"])
+            return int(bound["logits"])
         parts = ["sinks", "scores"] if cut else ["scores", "sinks"]
-        joined = self._match(words["logits"], Pat("cat", parts, dim=LAST, said="cat"))
+        joined = self._match(bound["logits"], Pat("cat", parts, dim=LAST, bind="cat"))
         if joined is None:
             return None
         lead = self.values[joined["cat"].outputs[0]].shape[:-2]
@@ -205,36 +209,36 @@ class _Reader:
     def _exponentials(self, value: int) -> int | None:
         """e / sum(e), or e / (sum(e) + exp(sink)), of e = exp(scores), each less the same rows."""
         shares = self._match(value, _SHARES)
-        words = None if shares is None else self._match(shares["raised"], _RAISED)
-        if shares is None or words is None or not self._has(words["logits"], self.length):
+        bound = None if shares is None else self._match(shares["raised"], _RAISED)
+        if shares is None or bound is None or not self._has(bound["logits"], self.length):
             return None
         self.written.plain = False
-        sink = Pat("sub", "sinks", "shift") if "shift" in words else "sinks"
-        known = {name: item for name, item in {**shares, **words}.items() if name != "logits"}
+        sink = Pat("sub", "sinks", "shift") if "shift" in bound else "sinks"
+        known = {name: item for name, item in {**shares, **bound}.items() if name != "logits"}
         total = self._match(shares["total"], (_SUM, Pat("add", _SUM, Pat("exp", sink))), known)
         if total is None:
             return None
         lead = self.values[shares["raised"]].shape[:-2]
         taken = "sinks" not in total or self._take_sinks(total["sinks"], lead)
-        return int(words["logits"]) if taken else None
+        return int(bound["logits"]) if taken else None
 
     def _take_sinks(self, sinks: int, lead: tuple[int, ...]) -> bool:
         """Note the vector of one number for each head that lies under a broadcast [.., H, S, 1],
         where there is one."""
         self.written.lead, self.written.plain = lead, False
         value, heads = sinks, lead[-1]
-        place = self.places.place(value)
+        place = self.flow.location(value)
         if place is None or not _only(place, -3, heads):
             return False
         while True:
-            here = self.places.place(value)
+            here = self.flow.location(value)
             if here is None or here.offset != place.offset:
                 return False
             if math.prod(here.shape) == heads and sum(n > 1 for n in here.shape) == (heads > 1):
                 self.written.sinks = Ref(value)
                 return True
-            op = self.places.made_by(value)
-            if op is None or op.kind != "view" or beside(op):
+            op = self.flow.producer(value)
+            if op is None or op.kind != "view" or reads_across(op):
                 return False
             value = op.inputs[0]
 
@@ -243,22 +247,22 @@ class _Reader:
     def _step(self, value: int) -> int | None:
         """What an op makes the scores of."""
         written = self.written
-        words = self._match(value, _SCALED)
-        number = None if words is None else words.get("by", words.get("over"))
-        if words is not None and isinstance(number, (int, float)) and number:
-            self.factor *= float(number) if "by" in words else 1 / number
-            return int(words["scores"])
-        words = self._match(value, Pat("tanh", "scores"))
-        if words is not None:
+        bound = self._match(value, _SCALED)
+        number = None if bound is None else bound.get("by", bound.get("over"))
+        if bound is not None and isinstance(number, (int, float)) and number:
+            self.factor *= float(number) if "by" in bound else 1 / number
+            return int(bound["scores"])
+        bound = self._match(value, Pat("tanh", "scores"))
+        if bound is not None:
             if written.softcap or written.scales or self.factor <= 0:
                 return None
             written.softcap, self.factor, written.plain = self.factor, 1.0, False
-            return int(words["scores"])
-        words = self._match(value, _WEIGHED)
-        if words is not None:
-            return self._weighed(words["op"], words["scores"], words["by"])
-        words = self._match(value, _MASKED)
-        return None if words is None else self._masked(words)
+            return int(bound["scores"])
+        bound = self._match(value, _WEIGHED)
+        if bound is not None:
+            return self._weighed(bound["op"], bound["scores"], bound["by"])
+        bound = self._match(value, _MASKED)
+        return None if bound is None else self._masked(bound)
 
     def _weighed(self, op: Op, scores: int, by: int) -> int | None:
         """The scores before an op multiplied them by a tensor of one number for each head."""
@@ -276,32 +280,30 @@ class _Reader:
         self.written.lead = lead
         return fits
 
-    def _masked(self, words: Words) -> int | None:
+    def _masked(self, bound: Bindings) -> int | None:
         """The scores before a mask was put on them."""
-        written, scores = self.written, int(words["scores"])
+        written, scores = self.written, int(bound["scores"])
         if written.mask is not None or written.softcap or written.scales:
             return None
-        tensor = next(words[name] for name in ("mask", "hidden", "shown") if name in words)
-        fill = Ref(words["filler"]) if "filler" in words else words.get("fill")
+        tensor = next(bound[name] for name in ("mask", "hidden", "shown") if name in bound)
+        fill = Ref(bound["filler"]) if "filler" in bound else bound.get("fill")
         if isinstance(fill, Ref) and (self.values[fill.id].elements != 1 or self.factor != 1):
             return None
         if len(self.values[tensor].shape) > 2 and not self._lead(self.values[scores].shape[:-2]):
             return None
-        hides = "hidden" in words
-        written.mask = WrittenMask(words["op"], Ref(tensor), hides, fill, self.factor)
+        hides = "hidden" in bound
+        written.mask = WrittenMask(bound["op"], Ref(tensor), hides, fill, self.factor)
         self.factor = 1.0
         return scores
 
 
-def _only(place: StoragePlace, dim: int, size: int) -> bool:
+def _only(place: Location, dim: int, size: int) -> bool:
     """Whether a value differs along one dimension only, which has this size."""
     if len(place.shape) < -dim or place.shape[dim] != size:
         return False
-    at = len(place.shape) + dim
-    steps = place.steps
-    return all(step == 0 for d, step in enumerate(steps) if d != at) and (
-        size == 1 or steps[at] > 0
-    )
+    sizes = zip(place.shape, place.stride, strict=True)
+    varying = [d for d, (n, stride) in enumerate(sizes) if n > 1 and stride]
+    return varying == ([len(place.shape) + dim] if size > 1 else [])
 
 
 # -- attention products ----------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class _Attention:
         """out = dropout(softmax(scale q k^T + mask)) v."""
         q, k, v = self._rows(self.query), self._shared(self.key), self._shared(self.value)
         scores = self._scores()
-        self._product(q, self.edit.turned(self.op, k), scores)
+        self._product(q, self.edit.transposed(self.op, k), scores)
         scaled = self._made("aten.mul.Tensor", {"self": Ref(scores), "other": self.scale})
         probabilities = self._softmax(self._masked(self._capped(scaled)))
         dropped, mask = probabilities, None
@@ -392,9 +394,9 @@ class _Attention:
         q, k, v = self._rows(self.query), self._shared(self.key), self._shared(self.value)
         grad = self._rows(operand(self.op, "grad_out"))
         grad_q, grad_k, grad_v, *grad_mask = self.op.outputs
-        self._into_shared(grad_v, self.edit.turned(self.op, Ref(saved.dropped)), grad)
+        self._into_shared(grad_v, self.edit.transposed(self.op, Ref(saved.dropped)), grad)
         grad_p = self._scores()
-        self._product(grad, self.edit.turned(self.op, v), grad_p)
+        self._product(grad, self.edit.transposed(self.op, v), grad_p)
         if saved.mask is not None:
             scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
             kept = {"grad_output": Ref(grad_p), "mask": Ref(saved.mask), "scale": scale}
@@ -406,7 +408,7 @@ class _Attention:
         grad_s = self._made("aten._softmax_backward_data.default", softmax)
         scaled = self._made("aten.mul.Tensor", {"self": Ref(grad_s), "other": self.scale})
         self._into(grad_q, lambda out: self._product(Ref(scaled), k, out))
-        self._into_shared(grad_k, self.edit.turned(self.op, Ref(scaled)), q)
+        self._into_shared(grad_k, self.edit.transposed(self.op, Ref(scaled)), q)
         if grad_mask and self.edit.values[grad_mask[0]].elements:
             self._mask_gradient(grad_s, grad_mask[0])
 
@@ -488,7 +490,7 @@ class _Attention:
             if not known and not arguments.get("is_causal", False):
                 return scores
             name, of = known[0] if known else ("causal", sizes)
-            mask = Ref(self.edit.known_mask(name, *of))
+            mask = Ref(self.edit.constant_mask(name, *of))
         fill = arguments.get("fill")
         wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
         masked = self._scores()
@@ -501,7 +503,7 @@ class _Attention:
             )
         else:
             self._kernel("aten.add.Tensor", {"self": wide, "other": mask}, out)
-        self.edit.stands_for(self.op, Ref(out), masked)
+        self.edit.reshape(self.op, Ref(out), masked)
         return masked
 
     def _as(self, index: int, shape: tuple[int, ...]) -> int:
@@ -536,7 +538,7 @@ class _Attention:
         wanted = self.edit.values[target]
         flat = self._as(target, (math.prod(wanted.shape[:-2]), *wanted.shape[-2:]))
         make(flat)
-        self.edit.stands_for(self.op, Ref(flat), target)
+        self.edit.reshape(self.op, Ref(flat), target)
 
     def _into_shared(self, target: int, a: Ref, b: Ref) -> None:
         """The gradient a b of keys or values; what shared heads give is added up."""
@@ -565,4 +567,4 @@ class _Attention:
             self._kernel("aten.sum.dim_IntList", {"self": wide, "dim": dims, "keepdim": True}, out)
         else:
             self._kernel("aten.clone.default", {"self": wide}, out)
-        self.edit.stands_for(self.op, Ref(out), target)
+        self.edit.reshape(self.op, Ref(out), target)

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from msgspec.structs import replace as changed
 
-from rooftrace.costmodels.rewriting.eager_kernels import rewritten, with_matches
-from rooftrace.costmodels.rewriting.editing import (
-    Editor,
-    Pat,
-    can_be_one,
-    match,
-    operand,
-    ops_between,
-    stands_for,
-    swapped,
-    times_rows,
-)
+from rooftrace.costmodels.rewriting.editing import Editor, operand, rewritten, with_matches
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Axis,
@@ -29,7 +17,15 @@ from rooftrace.costmodels.rewriting.indexing import (
     full,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.costmodels.rewriting.patterns import (
+    Pat,
+    can_be_one,
+    match,
+    ops_between,
+    row_product,
+    swapped,
+)
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across
 from rooftrace.costmodels.rewriting.recurrences import ends
 from rooftrace.costmodels.rewriting.scans import blank, laid_out, memory_order, onto, replaces
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
@@ -42,7 +38,7 @@ from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 # query; `fp8_mqa_logits` of DeepGEMM adds the heads up before it writes.
 
 INDEX_SCORES = "rooftrace.index_scores.default"
-_KEYS = (swapped("key"), Pat("expand", swapped("key"), said="wide"))
+_KEYS = (swapped("key"), Pat("expand", swapped("key"), bind="wide"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +59,7 @@ def fuse_index_scores(graph: OpGraph) -> tuple[OpGraph, int]:
     return rewritten(graph, ("aten.bmm", "aten.sum"), _match, _emit)
 
 
-def _emit(places: Places, edit: Editor, scores: _Scores) -> None:
+def _emit(edit: Editor, scores: _Scores) -> None:
     op, values = scores.total, edit.values
     (out,) = op.outputs
     batch, length, _ = values[scores.key].shape
@@ -74,52 +70,52 @@ def _emit(places: Places, edit: Editor, scores: _Scores) -> None:
     }  # fmt: skip
     shape = (batch, values[scores.query].shape[1], length)
     made = edit.made(op, INDEX_SCORES, arguments, shape, old.dtype, old.role)
-    stands_for(places, edit, op, made, out)
+    edit.becomes(op, out, made)
 
 
-def _match(places: Places, total: Op) -> _Scores | None:
-    values = places.graph.values
-    added = _added(places, total)
-    headed = None if added is None else _headed(places, added[0])
-    key = None if headed is None else _key(places, operand(headed[0], "mat2").id)
+def _match(flow: ValueFlow, total: Op) -> _Scores | None:
+    values = flow.values
+    added = _added(flow, total)
+    headed = None if added is None else _headed(flow, added[0])
+    key = None if headed is None else _key(flow, operand(headed[0], "mat2").id)
     if added is None or headed is None or key is None:
         return None
     product, scale = headed
     batch, length, width = values[key].shape
     rows, heads, _ = values[operand(product, "self").id].shape
     sizes = (batch, rows // batch, heads)
-    query = places.shaped(operand(product, "self").id, (*sizes, width))
-    weights = places.shaped(added[1], sizes)
+    query = flow.root_of_shape(operand(product, "self").id, (*sizes, width))
+    weights = flow.root_of_shape(added[1], sizes)
     together = values[total.outputs[0]].elements == rows * length
     if query is None or weights is None or not together:
         return None
     start = {query, key, weights}
-    inside = ops_between(places, start, total.outputs)
-    if not can_be_one(places, inside, total.outputs, start):
+    inside = ops_between(flow, start, total.outputs)
+    if not can_be_one(flow, inside, total.outputs, start):
         return None
     return _Scores(
         total=total, query=query, key=key, weights=weights, scale=scale, inside=inside
     )  # fmt: skip
 
 
-def _added(places: Places, total: Op) -> tuple[int, int] | None:
+def _added(flow: ValueFlow, total: Op) -> tuple[int, int] | None:
     """The scores of every head, and what weighs the heads, of which an op is the sum."""
-    values, source = places.graph.values, operand(total, "self").id
+    values, source = flow.values, operand(total, "self").id
     shape = values[source].shape
     if total.name == "aten.bmm":
         weighs = shape[1] == 1 and shape[2] > 1
         return (operand(total, "mat2").id, source) if weighs else None
     heads = total.arguments.get("dim") in ((2,), (-2,), 2, -2) and len(shape) == 4
-    split = times_rows(places, places.straight(source)) if heads else None
+    split = row_product(flow, flow.root(source)) if heads else None
     return None if split is None or total.arguments.get("keepdim", False) else split
 
 
-def _headed(places: Places, value: int) -> tuple[Op, float] | None:
+def _headed(flow: ValueFlow, value: int) -> tuple[Op, float] | None:
     """The product that makes the scores of every head, and what these are multiplied by, where
     they are cut off below zero."""
     scale, cut = 1.0, False
     while True:
-        op = places.made_by(places.straight(value))
+        op = flow.producer(flow.root(value))
         if op is None:
             return None
         number = op.arguments.get("other")
@@ -134,16 +130,16 @@ def _headed(places: Places, value: int) -> tuple[Op, float] | None:
         value = op.inputs[0]
 
 
-def _key(places: Places, value: int) -> int | None:
+def _key(flow: ValueFlow, value: int) -> int | None:
     """The keys [B, L, D] that a value has turned round, the same ones for every query."""
-    values, words = places.graph.values, match(places, value, _KEYS)
-    if words is None:
+    values, bound = flow.values, match(flow, value, _KEYS)
+    if bound is None:
         return None
-    wide, shape = words.get("wide"), values[words["key"]].shape
+    wide, shape = bound.get("wide"), values[bound["key"]].shape
     copied = wide is not None and (
         len(values[wide.outputs[0]].shape) != 4 or values[wide.outputs[0]].stride[1]
     )
-    return None if copied or len(shape) != 3 else places.straight(words["key"], shape)
+    return None if copied or len(shape) != 3 else flow.root(bound["key"], shape)
 
 
 # -- causal convs ----------------------------------------------------------------------------------
@@ -180,17 +176,17 @@ def fuse_causal_convs(graph: OpGraph) -> tuple[OpGraph, int]:
     """Causal depthwise convolutions, with what lies around them, as one kernel each."""
     if not any(op.name in ("aten.convolution", "aten.sum") for op in graph.ops):
         return graph, 0
-    walker = Walker(Places(graph))
+    walker = Walker(graph)
     convs = {conv.place.id: conv for conv in _convs(walker)}
     dropped = {number for conv in convs.values() for number in conv.dropped}
-    return with_matches(graph, convs, partial(_emit_conv, walker), dropped)
+    return with_matches(graph, convs, _emit_conv, dropped)
 
 
 def _convs(walker: Walker) -> Iterator[_Conv]:
     for op in walker.graph.ops:
-        if op.name == "aten.convolution" and op.part == "forward" and not beside(op):
+        if op.name == "aten.convolution" and op.part == "forward" and not reads_across(op):
             conv = _conv(walker, op)
-        elif op.name == "aten.sum" and op.part == "forward" and not beside(op):
+        elif op.name == "aten.sum" and op.part == "forward" and not reads_across(op):
             conv = _step(walker, op)
         else:
             continue
@@ -309,7 +305,7 @@ def _step(walker: Walker, op: Op) -> _Conv | None:
         if len(columns.dims) != 3 or filters.axes == columns.axes:
             continue
         batch, channel, place = columns.dims
-        if y.axes & place_axes(place) or not filters.axes <= place_axes(channel, place):
+        if y.axes & axes_of_dims(place) or not filters.axes <= axes_of_dims(channel, place):
             continue
         moved = _moved_on(walker, columns.value, op)
         if moved is None or values[values[filters.value].storage].role != "weights":
@@ -339,7 +335,7 @@ def _whole(dim: Dim, size: int) -> Dim:
     return dim if dim.start == 0 and [a.size for a in dim.atoms] == [size] * (size > 1) else Dim(())
 
 
-def place_axes(*dims: Dim) -> frozenset[Axis]:
+def axes_of_dims(*dims: Dim) -> frozenset[Axis]:
     """The axes of some dims."""
     return frozenset(atom.axis for dim in dims for atom in dim.atoms)
 
@@ -349,11 +345,11 @@ def _moved_on(
 ) -> tuple[int, int, frozenset[int], tuple[int, ...]] | None:
     """x, the state of before, and what made this one of them: ids of ops, and further values."""
     values = walker.graph.values
-    op = walker.places.made_by(value)
-    if op is None or len(op.inputs) != 2 or beside(op) or op.repeats != reader.repeats:
+    op = walker.producer(value)
+    if op is None or len(op.inputs) != 2 or reads_across(op) or op.repeats != reader.repeats:
         return None
-    products = {r.id for r in walker.readers[value] if r.name == "aten.mul"}
-    others = [r for r in walker.readers[value] if r.id not in products]
+    products = {r.id for r in walker.users[value] if r.name == "aten.mul"}
+    others = [r for r in walker.users[value] if r.id not in products]
     if len(products) != 1:
         return None
     if op.name == "aten.cat":
@@ -383,7 +379,7 @@ def _moved_on(
     length = values[state].shape[-1]
     if newest.name != "aten.select" or index not in (-1, length - 1):
         return None
-    writes = walker.readers[newest.outputs[0]]
+    writes = walker.users[newest.outputs[0]]
     if len(writes) != 1 or writes[0].name != "aten.copy_" or writes[0].id > min(products):
         return None
     if writes[0].inputs[0] != newest.outputs[0]:
@@ -430,7 +426,7 @@ def _bias(walker: Walker, op: Op, now: ReadValue) -> tuple[ReadValue, ReadValue]
     return None
 
 
-def _emit_conv(walker: Walker, edit: Editor, conv: _Conv) -> None:
+def _emit_conv(edit: Editor, conv: _Conv) -> None:
     like, values = edit.kernel_for(conv.place), edit.values
     x = laid_out(edit, like, conv.x, "bct")
     order, strides = memory_order(conv.y, values[conv.y.value], "bct")
@@ -449,7 +445,7 @@ def _emit_conv(walker: Walker, edit: Editor, conv: _Conv) -> None:
         edit.emit(like, CONV_UPDATE, {"state": state, **arguments}, (moved, y))
         for value in conv.moved:
             values[value] = changed(values[value], storage=values[state.id].storage)
-            edit.stands_for(like, Ref(moved), value)
+            edit.reshape(like, Ref(moved), value)
     else:
         edit.emit(like, CAUSAL_CONV, arguments, (y,))
-    replaces(edit, walker, like, y, conv.y, "bct")
+    replaces(edit, like, y, conv.y, "bct")

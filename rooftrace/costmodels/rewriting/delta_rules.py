@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace as changed
-from functools import partial
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewriting.editing import Editor
+from rooftrace.costmodels.rewriting.editing import Editor, edited
 from rooftrace.costmodels.rewriting.indexing import Dim, ReadValue, full
 from rooftrace.costmodels.rewriting.places import COPIES
 from rooftrace.costmodels.rewriting.scans import laid_out
@@ -58,10 +57,10 @@ def rule_of(wiring: StateWiring, chain: StateChain, delta: bool) -> StateRule | 
     region = StateRegion(wiring, chain)
     for outs in _results(region):
         for out in reversed(outs):
-            for turned in (False, True):
-                for roles in _roles(region, out, turned):
+            for transposed in (False, True):
+                for roles in _roles(region, out, transposed):
                     if ("beta" in roles) == delta:
-                        rule = _judged(region, out, roles, turned)
+                        rule = _judged(region, out, roles, transposed)
                         if rule is not None:
                             return rule
     return None
@@ -90,7 +89,7 @@ def _widens(graph: OpGraph, op: Op) -> bool:
     return precision(after).width > precision(before).width
 
 
-def _roles(region: StateRegion, out: int, turned: bool) -> Iterator[dict[str, int]]:
+def _roles(region: StateRegion, out: int, transposed: bool) -> Iterator[dict[str, int]]:
     """The leaf of each role, by what depends on it."""
     streams, chain = region.streams, region.chain
     aside = region.fixed | {chain.first}
@@ -101,7 +100,7 @@ def _roles(region: StateRegion, out: int, turned: bool) -> Iterator[dict[str, in
     decay = behind_all(chain.decays)
     decay = decay - aside or decay or (chain.decays if len(chain.decays) == 1 else decay)
     sides = [behind_all(side) - decay - aside for side in (chain.columns, chain.rows)]
-    keys, others = sides[::-1] if turned else sides
+    keys, others = sides[::-1] if transposed else sides
     query = streams.get(out, frozenset()) - streams.get(chain.last, frozenset()) - aside
     if len(query) != 1 or len(decay) > 1:
         return
@@ -132,9 +131,9 @@ def _tables(region: StateRegion, out: int, decay: frozenset[int]) -> dict[str, i
     return {"query_decay": query, "key_decay": min(keys), "pair_decay": pairs}
 
 
-def _sizes(region: StateRegion, roles: Mapping[str, int], turned: bool) -> Sizes | None:
+def _sizes(region: StateRegion, roles: Mapping[str, int], transposed: bool) -> Sizes | None:
     batch, heads, width, columns = region.graph.values[region.chain.last].shape
-    if turned:
+    if transposed:
         width, columns = columns, width
     elements = region.graph.values[roles["value"]].elements
     tokens, rest = divmod(elements, batch * heads * columns)
@@ -227,10 +226,10 @@ def _line(region: StateRegion, leaf: int) -> list[int]:
 
 
 def _judged(
-    region: StateRegion, out: int, roles: Mapping[str, int], turned: bool
+    region: StateRegion, out: int, roles: Mapping[str, int], transposed: bool
 ) -> StateRule | None:
     """The rule with these roles, its streams taken from as far up as the op allows."""
-    sizes = _sizes(region, roles, turned)
+    sizes = _sizes(region, roles, transposed)
     if sizes is None:
         return None
     batch, tokens, heads, _, columns = sizes
@@ -248,7 +247,12 @@ def _judged(
         rule = _checked(
             region,
             StateRule(
-                chain=region.chain, ops=(), streams=streams, out=end, sizes=sizes, turned=turned
+                chain=region.chain,
+                ops=(),
+                streams=streams,
+                out=end,
+                sizes=sizes,
+                transposed=transposed,
             ),
         )
         if rule is not None:
@@ -318,7 +322,7 @@ def _branches(region: StateRegion, op: Op) -> bool:
     """Whether an op asks how large a number of a stream is, besides the length of a row."""
     if op.name not in _BRANCHES or not region.streams[op.outputs[0]]:
         return False
-    below = region.wiring.made_by(op.inputs[0])
+    below = region.wiring.producer(op.inputs[0])
     return below is None or below.name != "aten.linalg_vector_norm"
 
 
@@ -332,7 +336,7 @@ def _stands_alone(region: StateRegion, rule: StateRule, outside: tuple[int, ...]
     tensors = [graph.values[value] for value in starts]
     if any(tensor.repeats != outside[: len(tensor.repeats)] for tensor in tensors):
         return False
-    made = max((op.id for op in map(region.wiring.made_by, starts) if op is not None), default=-1)
+    made = max((op.id for op in map(region.wiring.producer, starts) if op is not None), default=-1)
     writers = (w for t in tensors for w in region.wiring.writers.get(t.storage, ()))
     return not any(made < writer.id < ops[-1].id for writer in writers)
 
@@ -386,13 +390,12 @@ def _replaced(graph: OpGraph, delta: bool) -> tuple[OpGraph, int]:
             rules.append(_with_cache(wiring, rule))
     if not rules:
         return graph, 0
-    there = {place.id: (place, rule) for rule in rules for place in [_place(wiring, rule)]}
+    matches = {anchor.id: (anchor, rule) for rule in rules for anchor in [_anchor(wiring, rule)]}
     gone = {op.id for rule in rules for op in rule.dropped}
     made = {out for op in graph.ops if op.id in gone for out in op.outputs}
     gone |= {i for i in wiring.unused if not made.isdisjoint(graph.ops[i].inputs)}
-    edit = Editor(graph)
-    edit.rewrite(there, partial(_emit, edit), gone)
-    return edit.done(), sum(graph.times(graph.ops[place]) for place in there)
+    count = sum(graph.times(graph.ops[number]) for number in matches)
+    return edited(graph, matches, _emit, gone), count
 
 
 # -- the ends --------------------------------------------------------------------------------------
@@ -412,7 +415,7 @@ def _with_cache(wiring: StateWiring, rule: StateRule) -> StateRule:
             break
         op = outside[0]
         if op.name == "aten.copy_" and op.inputs[-1] == value:
-            room = wiring.made_by(op.inputs[0])
+            room = wiring.producer(op.inputs[0])
             room = room if room is not None and room.name in CREATED else None
             if not _fits_into(wiring, rule, op, room):
                 break
@@ -429,7 +432,7 @@ def _fits_into(wiring: StateWiring, rule: StateRule, write: Op, room: Op | None)
     graph = wiring.graph
     target, last = graph.values[write.inputs[0]], graph.values[rule.chain.last]
     whole = graph.owner(write.inputs[0]).elements == last.elements
-    if rule.turned or rule.in_blocks or not whole or target.shape != last.shape:
+    if rule.transposed or rule.in_blocks or not whole or target.shape != last.shape:
         return False
     readers = wiring.used_by[write.inputs[0]]
     return room is None or (
@@ -437,12 +440,12 @@ def _fits_into(wiring: StateWiring, rule: StateRule, write: Op, room: Op | None)
     )
 
 
-def _place(wiring: StateWiring, rule: StateRule) -> Op:
+def _anchor(wiring: StateWiring, rule: StateRule) -> Op:
     """The op in whose place the new one stands: the first behind all that it reads."""
     starts = [stream.value for stream in rule.streams.values()]
     starts += [rule.chain.first] if rule.chain.first is not None else []
     starts += [rule.into.inputs[0]] if rule.into is not None and rule.room is None else []
-    made = max((op.id for op in map(wiring.made_by, starts) if op is not None), default=-1)
+    made = max((op.id for op in map(wiring.producer, starts) if op is not None), default=-1)
     ops = sorted(rule.dropped, key=lambda op: op.id)
     late = [op for op in ops if op.id > made and op.repeats == _outside(rule)]
     return late[0] if late else ops[-1]
@@ -451,10 +454,10 @@ def _place(wiring: StateWiring, rule: StateRule) -> Op:
 # -- the new op ------------------------------------------------------------------------------------
 
 
-def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
+def _emit(editor: Editor, match: tuple[Op, StateRule]) -> None:
     """The op of a rule, and the views that make of its results what others read."""
-    place, rule = there
-    like = replace(editor.kernel_for(place), steps={}, holds=())
+    anchor, rule = match
+    like = replace(editor.kernel_for(anchor), steps={}, holds=())
     batch, tokens, heads, width, columns = rule.sizes
     target, arguments = _called(editor, rule, like)
     out, last, into = rule.out.value, rule.chain.last, rule.into
@@ -470,7 +473,7 @@ def _emit(editor: Editor, there: tuple[Op, StateRule]) -> None:
         made = editor.value(kept, editor.values[last].dtype, "activations", like.repeats)
         editor.emit(like, target, arguments, (new, made))
         if arguments["keep"]:
-            order = (0, 1, 3, 2) if rule.turned else (0, 1, 2, 3)
+            order = (0, 1, 3, 2) if rule.transposed else (0, 1, 2, 3)
             _stands_for(editor, like, last, made, order)
     _stands_for(editor, like, out, new, tuple("BTHD".index(d) for d in rule.out.order))
 
@@ -489,7 +492,7 @@ def _called(editor: Editor, rule: StateRule, like: Op) -> tuple[str, dict[str, A
         else:
             operands[role] = laid_out(editor, like, _read(tensor, stream, sizes), axes)
     state = None if rule.chain.first is None else Ref(rule.chain.first)
-    if rule.turned and state is not None:
+    if rule.transposed and state is not None:
         state = editor.permuted(like, state, (0, 1, 3, 2))
     keep = rule.into is not None or _is_used(editor.graph, rule.chain.last, rule.ops)
     rest: dict[str, Argument] = {"state": state}
@@ -527,13 +530,13 @@ def _stands_for(editor: Editor, like: Op, value: int, made: int, order: tuple[in
     source, shape, item = editor.values[made], editor.values[value].shape, Ref(made)
     if order != tuple(range(len(order))):
         if tuple(source.shape[d] for d in order) == shape:
-            turned: dict[str, Argument] = {"self": item, "dims": order}
+            transposed: dict[str, Argument] = {"self": item, "dims": order}
             _rehomed(editor, like, value, made, tuple(source.stride[d] for d in order))
-            editor.emit(like, "aten.permute.default", turned, (value,), kind="view")
+            editor.emit(like, "aten.permute.default", transposed, (value,), kind="view")
             return
         item = editor.permuted(like, item, order)
     _rehomed(editor, like, value, made, Tensor.contiguous(shape))
-    editor.stands_for(like, item, value)
+    editor.reshape(like, item, value)
 
 
 def _rehomed(editor: Editor, like: Op, value: int, made: int, stride: tuple[int, ...]) -> None:

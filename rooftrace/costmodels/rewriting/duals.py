@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rooftrace.costmodels.rewriting.editing import Pat, match
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Axis,
@@ -21,7 +20,8 @@ from rooftrace.costmodels.rewriting.indexing import (
     named,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import beside
+from rooftrace.costmodels.rewriting.patterns import Pat, match
+from rooftrace.costmodels.rewriting.places import reads_across
 from rooftrace.costmodels.rewriting.recurrences import (
     axes_of,
     decay_of,
@@ -61,7 +61,7 @@ def parallel_scans(walker: Walker) -> Iterator[Scan]:
     kept = [
         values[op.outputs[0]].storage
         for op in walker.graph.kernels()
-        if op.name == "aten.add_" and not beside(op)
+        if op.name == "aten.add_" and not reads_across(op)
     ]
     for entered in dict.fromkeys(kept):
         scan = _scan(walker, entered)
@@ -71,7 +71,7 @@ def parallel_scans(walker: Walker) -> Iterator[Scan]:
 
 def _scan(walker: Walker, entered: int) -> Scan | None:
     values = walker.graph.values
-    added = [walker.places.made_by(op.inputs[-1]) for op in walker.places.writers[entered]]
+    added = [walker.producer(op.inputs[-1]) for op in walker.writers[entered]]
     read = {values[i].storage for op in added if op is not None for i in op.inputs}
     decays = {d for d in read - {entered} if values[d].shape == values[entered].shape}
     if len(decays) != 1 or len(values[entered].shape) < 2:
@@ -93,7 +93,7 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
 
     graph = walker.graph
     made = [graph.producers.get(storage, -1) for storage in (entered, decay)]
-    last = max(op.id for s in (entered, decay) for op in walker.places.writers[s])
+    last = max(op.id for s in (entered, decay) for op in walker.writers[s])
     ops, reached = list[Op](), {entered, decay}
     for op in graph.ops[min(made) + 1 : last + 1]:
         if not reached.isdisjoint(op.inputs) and (op.kind == "view" or op.id > max(made)):
@@ -101,7 +101,7 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
                 return False
             ops.append(op)
             reached |= set(op.outputs)
-    if any(beside(op) for op in ops):
+    if any(reads_across(op) for op in ops):
         return False
     tokens = graph.values[entered].shape[dim]
     known = {value: _numbers(graph.values[value], dim, value) for value in (decay, entered)}
@@ -133,7 +133,7 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     values, graph = walker.graph.values, walker.graph
     shape = values[entered].shape
     dims = tuple(full(d, n) for d, n in enumerate(shape))
-    last_write = max(op.id for op in walker.places.writers[entered])
+    last_write = max(op.id for op in walker.writers[entered])
     reads = [op for op in _behind(walker, entered) if op.id > last_write]
     sums = [(op, made) for op in reads if (made := summed(walker, entered, op)) is not None]
     if len(sums) != 1:
@@ -175,7 +175,7 @@ def _with_last(walker: Walker, scan: Scan, last: list[ReadValue | None], after: 
 
 def _behind(walker: Walker, storage: int) -> Iterator[Op]:
     """The ops that read a tensor or a view of it, but for views of all tokens."""
-    for op in walker.places.readers[storage]:
+    for op in walker.storage_users[storage]:
         if op.kind == "kernel" or op.name == "aten.select":
             yield op
 
@@ -286,7 +286,7 @@ def _sum(walker: Walker, factor: ReadValue, row: Dim) -> tuple[Dim, ReadValue] |
 
 def _is(walker: Walker, mask: ReadValue, triangle: tuple[Pat, Pat]) -> bool:
     """Whether a mask is this triangle [rows, columns]."""
-    return len(mask.dims) == 2 and match(walker.places, mask.value, triangle) is not None
+    return len(mask.dims) == 2 and match(walker, mask.value, triangle) is not None
 
 
 # -- within a chunk --------------------------------------------------------------------------------
@@ -460,11 +460,11 @@ def _left_behind(
     decay = None if names is None else renamed(decays[0], names)
     # The decay from a token to the end of its chunk.
     sums = [] if decay is None else walker.under(decay, "exp", "sub")
-    places = Dim((), within.length - 1), full(within.column, within.length)
+    spans = Dim((), within.length - 1), full(within.column, within.length)
     if (
         read != within.keys
         or len(sums) != 2
-        or not all(map(partial(within.sums_to, walker), sums, places))
+        or not all(map(partial(within.sums_to, walker), sums, spans))
     ):
         return None
     state = walker.source(ReadValue(first, (*dims[:place], Dim(()), *dims[place + 1 :])))
@@ -482,7 +482,7 @@ def _last(
     result: ReadValue | None = None
     front = [whole.value]
     while front:
-        for op in walker.readers[front.pop()]:
+        for op in walker.users[front.pop()]:
             if op.id in walker.passed:
                 front += op.outputs if op.kind == "view" else ()
                 continue

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace as with_fields
 from functools import partial
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.rewriting.eager_kernels import rewritten, without_left_behind
-from rooftrace.costmodels.rewriting.editing import (
+from rooftrace.costmodels.rewriting.editing import Editor, operand, rewritten, with_matches
+from rooftrace.costmodels.rewriting.patterns import (
     Along,
-    Editor,
+    Bindings,
     NonTensor,
     Pat,
     Pattern,
-    Words,
-    apart,
     can_be_one,
     match,
     name_of,
-    operand,
     ops_between,
-    stands_for,
+    row_product,
     swapped,
-    times_rows,
 )
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- row numbers -----------------------------------------------------------------------------------
@@ -65,8 +62,8 @@ _COUNTS = (
     Pat("histc", (*SORTED, "chosen"), bins=NonTensor("bins"), min=(None, 0), max=NonTensor("last")),
     Pat("bincount", (*SORTED, "chosen"), minlength=NonTensor("bins")),
 )
-_ENDS = Pat("cumsum", _COUNTS, dim=_FLAT, said="ends")
-PRODUCT = Pat("_grouped_mm", "rows", "weight", _ENDS, said="product")
+_ENDS = Pat("cumsum", _COUNTS, dim=_FLAT, bind="ends")
+PRODUCT = Pat("_grouped_mm", "rows", "weight", _ENDS, bind="product")
 """A product with the rows of each expert that was chosen."""
 BIASED = Pat("add", PRODUCT, taking("bias", SORTED))
 """The same, and the bias [E, N] of its expert on each row."""
@@ -74,25 +71,25 @@ MASKED = Pat("masked_fill", "unmasked", Pat("ge", SORTED, NonTensor("experts")),
 """Rows with zeros in place of those of the experts of other processes."""
 
 
-def in_order(places: Places, value: int, chosen: int) -> int | None:
+def in_order(flow: ValueFlow, value: int, chosen: int) -> int | None:
     """The numbers, one for each row, that a value has in the order of the experts."""
-    values = places.graph.values
-    words = match(places, value, taking("numbers", ORDER), {"chosen": chosen})
-    source = None if words is None else places.straight(words["numbers"])
+    values = flow.values
+    bound = match(flow, value, taking("numbers", ORDER), {"chosen": chosen})
+    source = None if bound is None else flow.root(bound["numbers"])
     fits = source is not None and values[source].elements == values[chosen].elements
     return source if fits else None
 
 
-def unmasked(places: Places, value: int, chosen: int, experts: int) -> int:
+def unmasked(flow: ValueFlow, value: int, chosen: int, experts: int) -> int:
     """Rows before those of other processes' experts were made zero, which no product makes."""
-    words = match(places, value, MASKED, {"chosen": chosen})
-    masked = words is not None and words["experts"] == experts
-    return places.straight(words["unmasked"] if words is not None and masked else value)
+    bound = match(flow, value, MASKED, {"chosen": chosen})
+    masked = bound is not None and bound["experts"] == experts
+    return flow.root(bound["unmasked"] if bound is not None and masked else value)
 
 
-def is_choice(places: Places, chosen: int) -> bool:
+def is_choice(flow: ValueFlow, chosen: int) -> bool:
     """Whether a value says for each row which expert it has."""
-    tensor = places.graph.values[chosen]
+    tensor = flow.values[chosen]
     return len(tensor.shape) == 1 and tensor.dtype.startswith("int")
 
 
@@ -106,8 +103,8 @@ def is_choice(places: Places, chosen: int) -> bool:
 ALIGN = "rooftrace.align_experts.default"
 EXPERT_MM = "rooftrace.expert_mm.default"
 _TAKEN = (
-    Pat("index", "weight", ["chosen"], said="taken"),
-    Pat("index_select", "weight", 0, "chosen", said="taken"),
+    Pat("index", "weight", ["chosen"], bind="taken"),
+    Pat("index_select", "weight", 0, "chosen", bind="taken"),
 )
 _COPIED = (*_TAKEN, swapped(_TAKEN))
 """The weights of an expert for each row, as they lie or turned."""
@@ -120,7 +117,7 @@ class _Gathered:
     op: Op  # the batched product
     taken: Op  # copies the weights
     weight: int  # [E, K, N], or turned round
-    turned: bool
+    transposed: bool
     chosen: int  # the experts of all rows
     rows: int  # [R, 1, K], or [R / share, K]
     share: int  # how many rows have the same token
@@ -135,12 +132,12 @@ def ungather_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     orders: dict[int, tuple[Ref, Ref]] = {}
     first: dict[int, Op] = {}
 
-    def emit(places: Places, edit: Editor, seen: _Gathered) -> None:
+    def emit(edit: Editor, seen: _Gathered) -> None:
         if seen.chosen not in orders:
             experts = edit.values[seen.weight].shape[0]
             orders[seen.chosen] = aligned(edit, seen.op, seen.chosen, experts)
             first[seen.chosen] = seen.op
-        _emit(places, edit, seen, orders[seen.chosen])
+        _emit(edit, seen, orders[seen.chosen])
 
     result, _ = rewritten(graph, ("aten.bmm",), _match, emit)
     return result, sum(graph.times(op) for op in first.values())
@@ -166,10 +163,10 @@ def product_of(
     }  # fmt: skip
 
 
-def _emit(places: Places, edit: Editor, seen: _Gathered, order: tuple[Ref, Ref]) -> None:
+def _emit(edit: Editor, seen: _Gathered, order: tuple[Ref, Ref]) -> None:
     op, values, count = seen.op, edit.values, edit.values[seen.chosen].elements
     weight = Ref(seen.weight)
-    weight = edit.permuted(op, weight, (0, 2, 1)) if seen.turned else weight
+    weight = edit.permuted(op, weight, (0, 2, 1)) if seen.transposed else weight
     width = values[weight.id].shape[1]
     flat, rows = (values[seen.rows].elements // width, width), Ref(seen.rows)
     rows = rows if values[rows.id].shape == flat else edit.viewed(op, rows, flat)
@@ -180,44 +177,44 @@ def _emit(places: Places, edit: Editor, seen: _Gathered, order: tuple[Ref, Ref])
     like = replace(op, assumptions=tuple({*op.assumptions, *seen.taken.assumptions}))
     shape, arguments = (count, old.elements // count), product_of(rows, weight, order, seen.share)
     made = edit.made(like, EXPERT_MM, arguments, shape, old.dtype, old.role, facts=facts)
-    stands_for(places, edit, op, made, out)
+    edit.becomes(op, out, made)
 
 
-def _match(places: Places, op: Op) -> _Gathered | None:
-    values = places.graph.values
+def _match(flow: ValueFlow, op: Op) -> _Gathered | None:
+    values = flow.values
     left, right = operand(op, "self").id, operand(op, "mat2").id
     behind = values[right].shape[2] == 1 != values[left].shape[1]  # W x, where others write x W
     row, weights = (right, left) if behind else (left, right)
-    words = match(places, weights, _COPIED) if 1 in values[row].shape[1:] else None
-    if words is None:
+    bound = match(flow, weights, _COPIED) if 1 in values[row].shape[1:] else None
+    if bound is None:
         return None
-    taken, turned = words["taken"], ("swap" in words) != behind
+    taken, transposed = bound["taken"], ("swap" in bound) != behind
     rows, width, weight = values[row].shape[0], max(values[row].shape[1:]), taken.inputs[0]
-    chosen = places.straight(words["chosen"])
+    chosen = flow.root(bound["chosen"])
     if len(values[weight].shape) != 3 or values[chosen].elements != rows:
         return None
-    if places.graph.owner(weight).role != "weights":
+    if flow.graph.owner(weight).role != "weights":
         return None
-    if values[weight].shape[2 if turned else 1] != width:
+    if values[weight].shape[2 if transposed else 1] != width:
         return None
-    source, share = _tokens(places, row)
+    source, share = _tokens(flow, row)
     start = {source, weight, chosen}
-    inside = ops_between(places, start, op.outputs)
+    inside = ops_between(flow, start, op.outputs)
     contiguous = values[source].stride == Tensor.contiguous(values[source].shape)
-    if not contiguous or not can_be_one(places, inside, op.outputs, start):
+    if not contiguous or not can_be_one(flow, inside, op.outputs, start):
         return None
     return _Gathered(
-        op=op, taken=taken, weight=weight, turned=turned, chosen=chosen, rows=source,
+        op=op, taken=taken, weight=weight, transposed=transposed, chosen=chosen, rows=source,
         share=share, inside=inside,
     )  # fmt: skip
 
 
-def _tokens(places: Places, value: int) -> tuple[int, int]:
+def _tokens(flow: ValueFlow, value: int) -> tuple[int, int]:
     """What rows are repeated of, and how often each; themselves, once, where they are not."""
-    values, words = places.graph.values, match(places, value, Pat("expand", "rows", said="wide"))
-    if words is None:
+    values, bound = flow.values, match(flow, value, Pat("expand", "rows", bind="wide"))
+    if bound is None:
         return value, 1
-    wide, source = values[words["wide"].outputs[0]], words["rows"]
+    wide, source = values[bound["wide"].outputs[0]], bound["rows"]
     if len(wide.shape) < 3 or wide.stride[1]:
         return value, 1
     count = wide.shape[1]
@@ -239,7 +236,7 @@ _LONGEST = 32
 _ZEROS = Pat("zeros zeros_like new_zeros")
 _ADDED_BY_NUMBER = (
     Pat("index_add", _ZEROS, 0, TOKEN, "sorted"),
-    Pat("scatter_add", _ZEROS, 0, Pat("expand", TOKEN, said="wide"), "sorted"),
+    Pat("scatter_add", _ZEROS, 0, Pat("expand", TOKEN, bind="wide"), "sorted"),
 )
 """Rows that are added to zeros by the numbers of their tokens."""
 _PUT = (*taking("sorted", BACK), Pat("index_put", "room", [ORDER], "sorted"))
@@ -277,37 +274,37 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     between the products must act on every row alone.
     """
     graph, gathered = ungather_experts(graph)
-    places = Places(graph)
+    flow = ValueFlow(graph)
     if not any(op.name == "aten._grouped_mm" for op in graph.ops):
         return graph, gathered
-    layers = [layer for op in graph.ops if (layer := _match_kernels(places, op)) is not None]
+    layers = [layer for op in graph.ops if (layer := _match_kernels(flow, op)) is not None]
     if not layers:
         return graph, gathered
-    edit = Editor(graph)
     order: dict[int, tuple[Ref, Ref]] = {}
-    emits = {}
+    emits: dict[int, Callable[[Editor], None]] = {}
     for layer in layers:
         for index, first in enumerate(layer.firsts):
-            emits[first.op.id] = partial(_first, edit, places, layer, first, order, index == 0)
-        emits[layer.end.id] = partial(_last, edit, layer, order)
+            begins = index == 0
+            emits[first.op.id] = partial(
+                _first, layer=layer, first=first, order=order, begins=begins
+            )
+        emits[layer.end.id] = partial(_last, layer=layer, order=order)
     gone = {number for layer in layers for number in layer.inside}
-    edit.rewrite(emits, lambda emit: emit(), dropped=gone)
-    result = without_left_behind(edit.done(), graph)
+    result, _ = with_matches(graph, emits, lambda edit, emit: emit(edit), gone)
     return result, gathered + sum(graph.times(layer.end) for layer in layers)
 
 
-# -- what stands in their place --------------------------------------------------------------------
+# -- new ops ---------------------------------------------------------------------------------------
 
 
 def _first(
-    edit: Editor, places: Places, layer: _Experts, first: _Product,
-    order: dict[int, tuple[Ref, Ref]], begins: bool,
-) -> None:  # fmt: skip
+    edit: Editor, layer: _Experts, first: _Product, order: dict[int, tuple[Ref, Ref]], begins: bool
+) -> None:
     """A product with what the tokens of each expert are; before the first, which they are."""
     if begins:
         experts = edit.values[operand(first.op, "mat2").id].shape[0]
         order[layer.end.id] = aligned(edit, first.op, layer.chosen, experts)
-    apart(places, edit, first.out, first.out)
+    edit.move(first.out, first.out)
     tokens = _whole(edit, first.op, layer.tokens)
     _product(edit, first, tokens, order[layer.end.id], layer.count, first.out)
 
@@ -345,18 +342,18 @@ def _whole(edit: Editor, like: Op, value: int) -> Ref:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match_kernels(places: Places, end: Op) -> _Experts | None:
-    values = places.graph.values
-    added = _added_up(places, end)
+def _match_kernels(flow: ValueFlow, end: Op) -> _Experts | None:
+    values = flow.values
+    added = _added_up(flow, end)
     if added is None:
         return None
     chosen, count, scores = added.chosen, added.count, added.scores
-    second = _weighed(places, added.rows, chosen, scores)
-    walked = None if second is None else _between(places, second.op, chosen)
+    second = _weighed(flow, added.rows, chosen, scores)
+    walked = None if second is None else _between(flow, second.op, chosen)
     if second is None or walked is None:
         return None
     products, between = walked
-    taken = [_taken(places, product.op, chosen, count) for product in products]
+    taken = [_taken(flow, product.op, chosen, count) for product in products]
     sources = {source for source in taken if source is not None}
     if len(sources) != 1 or None in taken:
         return None
@@ -368,13 +365,13 @@ def _match_kernels(places: Places, end: Op) -> _Experts | None:
     for product in (*firsts, second):
         read = (operand(product.op, "mat2").id, product.bias, product.scores)
         start |= {item for item in read if item is not None}
-    out = _narrowed(places, end.outputs[0])
-    inside = ops_between(places, start, (out,))
-    made, starts = places.graph.producers, min(first.op.id for first in firsts)
+    out = _narrowed(flow, end.outputs[0])
+    inside = ops_between(flow, start, (out,))
+    made, starts = flow.graph.producers, min(first.op.id for first in firsts)
     late = start - {operand(second.op, "mat2").id, second.bias, second.scores}
     if any(made.get(i, -1) > starts for i in late) or values[tokens].then is not None:
         return None  # they are read by the first product
-    if not can_be_one(places, inside, (out,), start):
+    if not can_be_one(flow, inside, (out,), start):
         return None
     stay = {op.id for op in between}
     return _Experts(
@@ -383,11 +380,11 @@ def _match_kernels(places: Places, end: Op) -> _Experts | None:
     )  # fmt: skip
 
 
-def _narrowed(places: Places, total: int) -> int:
+def _narrowed(flow: ValueFlow, total: int) -> int:
     """The sum in another precision, if nothing reads it in its own."""
-    values = places.graph.values
-    readers = [op for op in places.readers[values[total].storage] if total in op.inputs]
-    alone = len(readers) == 1 and total not in places.graph.outputs
+    values = flow.values
+    readers = [op for op in flow.storage_users[values[total].storage] if total in op.inputs]
+    alone = len(readers) == 1 and total not in flow.graph.outputs
     return readers[0].outputs[0] if alone and readers[0].name == "aten._to_copy" else total
 
 
@@ -401,95 +398,95 @@ class _Sum:
     scores: int | None = None  # what weighs the rows, if they are back in order by then
 
 
-def _added_up(places: Places, end: Op) -> _Sum | None:
+def _added_up(flow: ValueFlow, end: Op) -> _Sum | None:
     if name_of(end) not in ("sum", "index_add", "scatter_add"):
         return None
-    values, (out,) = places.graph.values, end.outputs
-    words, scores = match(places, out, _ADDED_BY_NUMBER), None
-    count = None if words is None else words["count"]
-    if words is None:  # or they are put back in order, and added up k by k
-        words, count, scores = _summed(places, out)
-    if words is None or not isinstance(count, int):
+    values, (out,) = flow.values, end.outputs
+    bound, scores = match(flow, out, _ADDED_BY_NUMBER), None
+    count = None if bound is None else bound["count"]
+    if bound is None:  # or they are put back in order, and added up k by k
+        bound, count, scores = _summed(flow, out)
+    if bound is None or not isinstance(count, int):
         return None
-    wide, chosen = words.get("wide"), places.straight(words["chosen"])
+    wide, chosen = bound.get("wide"), flow.root(bound["chosen"])
     flat = wide is None or values[wide.outputs[0]].stride[-1] == 0
-    fits = is_choice(places, words["chosen"])
+    fits = is_choice(flow, bound["chosen"])
     fits = fits and values[chosen].elements == count * values[out].shape[0]
-    return _Sum(words["sorted"], chosen, count, scores) if fits and flat else None
+    return _Sum(bound["sorted"], chosen, count, scores) if fits and flat else None
 
 
-def _summed(places: Places, out: int) -> tuple[Words | None, int, int | None]:
+def _summed(flow: ValueFlow, out: int) -> tuple[Bindings | None, int, int | None]:
     """Sorted rows that are put back in order and added up, how many of each token, and what
     weighs them behind that."""
-    values = places.graph.values
-    words = match(places, out, Pat("sum", "added", dim=Along(-2)))
-    if words is None or len(values[words["added"]].shape) != 3:
+    values = flow.values
+    bound = match(flow, out, Pat("sum", "added", dim=Along(-2)))
+    if bound is None or len(values[bound["added"]].shape) != 3:
         return None, 0, None
-    tokens, count, _ = values[words["added"]].shape
-    split = times_rows(places, places.straight(words["added"]))
-    put = None if split is None else match(places, split[0], _PUT)
+    tokens, count, _ = values[bound["added"]].shape
+    split = row_product(flow, flow.root(bound["added"]))
+    put = None if split is None else match(flow, split[0], _PUT)
     if split is None or put is None:
-        return match(places, words["added"], _PUT), count, None
-    scores = places.straight(split[1])
+        return match(flow, bound["added"], _PUT), count, None
+    scores = flow.root(split[1])
     return (put, count, scores) if values[scores].elements == tokens * count else (None, 0, None)
 
 
-def _weighed(places: Places, value: int, chosen: int, scores: int | None) -> _Product | None:
+def _weighed(flow: ValueFlow, value: int, chosen: int, scores: int | None) -> _Product | None:
     """The product behind sorted rows, with its bias and what weighs its rows."""
-    split = None if scores is not None else times_rows(places, places.straight(value))
+    split = None if scores is not None else row_product(flow, flow.root(value))
     if split is not None:
-        value, scores = split[0], in_order(places, split[1], chosen)
+        value, scores = split[0], in_order(flow, split[1], chosen)
         if scores is None:
             return None
-    product = _with_bias(places, value, chosen)
+    product = _with_bias(flow, value, chosen)
     return None if product is None else with_fields(product, scores=scores)
 
 
-def _with_bias(places: Places, value: int, chosen: int) -> _Product | None:
+def _with_bias(flow: ValueFlow, value: int, chosen: int) -> _Product | None:
     """The grouped product that made a value, with the bias that was added."""
-    values, known = places.graph.values, {"chosen": chosen}
-    masked = match(places, value, MASKED, known)
-    value = places.straight(value if masked is None else masked["unmasked"])
-    words = match(places, value, (BIASED, PRODUCT), known)
-    if words is None:
+    values, known = flow.values, {"chosen": chosen}
+    masked = match(flow, value, MASKED, known)
+    value = flow.root(value if masked is None else masked["unmasked"])
+    bound = match(flow, value, (BIASED, PRODUCT), known)
+    if bound is None:
         return None
-    op, bias = words["product"], words.get("bias")
-    experts, weight = values[operand(op, "offs").id].shape[0], values[words["weight"]].shape
-    fits = len(weight) == 3 and weight[0] == experts and words.get("last") in (None, experts - 1)
+    op, bias = bound["product"], bound.get("bias")
+    experts, weight = values[operand(op, "offs").id].shape[0], values[bound["weight"]].shape
+    fits = len(weight) == 3 and weight[0] == experts and bound.get("last") in (None, experts - 1)
     fits = fits and (masked is None or masked["experts"] == experts)
     flat = bias is None or len(values[bias].shape) == 2
     return _Product(op=op, out=value, bias=bias) if fits and flat else None
 
 
-def _between(places: Places, second: Op, chosen: int) -> tuple[list[_Product], list[Op]] | None:
+def _between(flow: ValueFlow, second: Op, chosen: int) -> tuple[list[_Product], list[Op]] | None:
     """The first products, and the ops between them and the second one, which act on rows alone."""
-    values = places.graph.values
+    values = flow.values
     size = values[chosen].elements
     inner: dict[int, Op] = {}
     firsts: dict[int, _Product] = {}
     front = [operand(second, "self").id]
     while front:
         value = front.pop()
-        op, shape = places.made_by(value), values[value].shape
+        op, shape = flow.producer(value), values[value].shape
         if op is None and (len(shape) < 2 or shape[0] == 1):
             continue  # a weight, with one number for each column
         if op is None or shape[:1] != (size,) or len(inner) > _LONGEST:
             return None
-        product = _with_bias(places, value, chosen)
+        product = _with_bias(flow, value, chosen)
         if product is not None:
             firsts[product.op.id] = with_fields(product, out=value)
         elif op.id not in inner:
-            if not _by_row(places, op):
+            if not _by_row(flow, op):
                 return None
             inner[op.id] = op
             front += op.inputs
     return [firsts[i] for i in sorted(firsts)], [inner[i] for i in sorted(inner)]
 
 
-def _by_row(places: Places, op: Op) -> bool:
+def _by_row(flow: ValueFlow, op: Op) -> bool:
     """Whether an op makes each row of its results of the same row of its operands."""
     if op.kind == "view":
-        rank = len(places.graph.values[op.inputs[0]].shape)
+        rank = len(flow.values[op.inputs[0]].shape)
         return op.name not in ("aten.select", "aten.t") and op.arguments.get("dim", 1) not in (
             0,
             -rank,
@@ -498,23 +495,23 @@ def _by_row(places: Places, op: Op) -> bool:
     return rule is not None and rule.fusion == "pointwise"
 
 
-def _taken(places: Places, op: Op, chosen: int, count: int) -> tuple[int, int | None] | None:
+def _taken(flow: ValueFlow, op: Op, chosen: int, count: int) -> tuple[int, int | None] | None:
     """The tokens that a product takes rows of, sorted by expert, and what weighs these."""
-    values = places.graph.values
-    value, scores = places.straight(operand(op, "self").id), None
-    split = times_rows(places, value)
+    values = flow.values
+    value, scores = flow.root(operand(op, "self").id), None
+    split = row_product(flow, value)
     if split is not None:
-        value, scores = split[0], in_order(places, split[1], chosen)
+        value, scores = split[0], in_order(flow, split[1], chosen)
         if scores is None:
             return None
     experts = values[operand(op, "mat2").id].shape[0]
-    value = unmasked(places, value, chosen, experts)
-    words = match(places, value, taking("tokens", (*TOKEN, *ORDER)), {"chosen": chosen})
-    if words is None or words.get("count", count) != count:
+    value = unmasked(flow, value, chosen, experts)
+    bound = match(flow, value, taking("tokens", (*TOKEN, *ORDER)), {"chosen": chosen})
+    if bound is None or bound.get("count", count) != count:
         return None
-    tokens = words["tokens"]
-    if "count" not in words and count > 1:  # each token stands there k times
-        repeated = match(places, tokens, Pat("expand", "tokens", said="repeated"))
+    tokens = bound["tokens"]
+    if "count" not in bound and count > 1:  # each token stands there k times
+        repeated = match(flow, tokens, Pat("expand", "tokens", bind="repeated"))
         if repeated is None:
             return None
         tokens, wide = repeated["tokens"], values[repeated["repeated"].outputs[0]]

@@ -14,20 +14,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewriting.eager_kernels import rewritten
-from rooftrace.costmodels.rewriting.editing import (
+from rooftrace.costmodels.rewriting.editing import Editor, operand, rewritten
+from rooftrace.costmodels.rewriting.patterns import (
     LAST,
     LAST_OF_TOPK,
     Along,
-    Editor,
     NonTensor,
     Number,
     Pat,
     match,
-    operand,
-    times_rows,
+    row_product,
 )
-from rooftrace.costmodels.rewriting.places import Places, beside
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 _ZERO_STAYS = frozenset({
@@ -48,7 +46,7 @@ _CHOSEN = Pat(
     "scatter",
     (Pat("zeros zeros_like new_zeros"), Pat("full full_like new_full", fill_value=Number("fill"))),
     dim=LAST,
-    index=Pat("topk", "ranked", k=NonTensor("k"), dim=LAST_OF_TOPK, out=1, said="choice"),
+    index=Pat("topk", "ranked", k=NonTensor("k"), dim=LAST_OF_TOPK, out=1, bind="choice"),
     src="scores",
 )
 """Scores of the chosen experts among those of all, which are a number."""
@@ -67,43 +65,43 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match(places: Places, total: Op) -> ExpertLayer | None:
-    graph, (out,) = places.graph, total.outputs
+def _match(flow: ValueFlow, total: Op) -> ExpertLayer | None:
+    graph, (out,) = flow.graph, total.outputs
     added = operand(total, "self").id
     result, terms = graph.values[out], graph.values[added]
     plain = result.dtype == terms.dtype and result.storage == out and len(terms.shape) == 3
     plain = plain and total.part == "forward"
-    if not plain or match(places, out, _ADDED) is None:
+    if not plain or match(flow, out, _ADDED) is None:
         return None
     experts, tokens, _ = terms.shape
-    weighed = times_rows(places, places.straight(added))
-    second = _product(places, added if weighed is None else weighed[0], experts, tokens)
+    weighed = row_product(flow, flow.root(added))
+    second = _product(flow, added if weighed is None else weighed[0], experts, tokens)
     if second is None or second.repeats != total.repeats:
         return None
     scored_first = weighed is None
     allowed = _ZERO_STAYS if scored_first else _ZERO_STAYS | _BY_ROW
-    walked = _between(places, second, (experts, tokens), allowed)
+    walked = _between(flow, second, (experts, tokens), allowed)
     if walked is None:
         return None
     first, between = walked
     rows = operand(first, "self").id
     if scored_first:
-        weighed = times_rows(places, places.straight(rows))
+        weighed = row_product(flow, flow.root(rows))
         if weighed is None:
             return None
         rows = weighed[0]
-    source = _repeated(places, rows, experts, tokens)
-    routing = None if weighed is None else _routing(places, weighed[1], experts, tokens)
+    source = _repeated(flow, rows, experts, tokens)
+    routing = None if weighed is None else _routing(flow, weighed[1], experts, tokens)
     if source is None or routing is None:
         return None
     scores, choice = routing
     chosen = choice.outputs[1]
     ops = (total, first, second, *between)
     made = graph.producers
-    if any(places.overwritten(i, made.get(i, -1), total.id) for i in (source, chosen, scores)):
+    if any(flow.overwritten(i, made.get(i, -1), total.id) for i in (source, chosen, scores)):
         return None  # they are read at the sum, later than before
     alike = {op.repeats for op in ops} == {total.repeats} and total.repeats == choice.repeats
-    if not alike or any(beside(op) for op in ops):
+    if not alike or any(reads_across(op) for op in ops):
         return None
     return ExpertLayer(
         total=total, first=first, second=second, between=tuple(between), tokens=Ref(source),
@@ -112,10 +110,10 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     )  # fmt: skip
 
 
-def _product(places: Places, value: int, experts: int, tokens: int) -> Op | None:
+def _product(flow: ValueFlow, value: int, experts: int, tokens: int) -> Op | None:
     """The batched product with weights that made a value, one matrix for each expert."""
-    graph = places.graph
-    op = places.made_by(places.straight(value))
+    graph = flow.graph
+    op = flow.producer(flow.root(value))
     if op is None or op.name != "aten.bmm":
         return None
     weight = graph.values[operand(op, "mat2").id]
@@ -125,21 +123,21 @@ def _product(places: Places, value: int, experts: int, tokens: int) -> Op | None
 
 
 def _between(
-    places: Places, second: Op, rows: tuple[int, int], allowed: Collection[str]
+    flow: ValueFlow, second: Op, rows: tuple[int, int], allowed: Collection[str]
 ) -> tuple[Op, list[Op]] | None:
     """The first product of the experts, and the ops between it and the second one, in order."""
-    graph = places.graph
+    graph = flow.graph
     inner: dict[int, Op] = {}
     first: Op | None = None
     front = [operand(second, "self").id]
     while front:
-        op = places.made_by(front.pop())
+        op = flow.producer(front.pop())
         if op is None:
             return None
         if op.id in inner or op is first:
             continue
         if op.name == "aten.bmm":
-            if first is not None or _product(places, op.outputs[0], *rows) is None:
+            if first is not None or _product(flow, op.outputs[0], *rows) is None:
                 return None
             first = op
             continue
@@ -153,64 +151,64 @@ def _between(
     return None if first is None else (first, [inner[i] for i in sorted(inner)])
 
 
-def _repeated(places: Places, rows: int, experts: int, tokens: int) -> int | None:
+def _repeated(flow: ValueFlow, rows: int, experts: int, tokens: int) -> int | None:
     """The tokens [T, K] that are repeated, or expanded, for every expert."""
-    values, words = places.graph.values, match(places, rows, _REPEATED)
-    if words is None or words.get("times", (experts, 1)) not in ((experts, 1), (experts, 1, 1)):
+    values, bound = flow.values, match(flow, rows, _REPEATED)
+    if bound is None or bound.get("times", (experts, 1)) not in ((experts, 1), (experts, 1, 1)):
         return None
-    behind, shape = places.behind(words["tokens"]), (tokens, values[rows].shape[-1])
+    behind, shape = flow.chain(bound["tokens"]), (tokens, values[rows].shape[-1])
     return next((value for value in behind if values[value].shape == shape), None)
 
 
 # -- where the scores come from --------------------------------------------------------------------
 
 
-def _routing(places: Places, score: int, experts: int, tokens: int) -> tuple[int, Op] | None:
+def _routing(flow: ValueFlow, score: int, experts: int, tokens: int) -> tuple[int, Op] | None:
     """Scores [T, E] that are zero but for the experts of a top k, and its op.
 
     score: the scores as they weigh the rows, expert by expert.
     """
-    graph = places.graph
-    whole = _by_token(places, score, experts, tokens)
+    graph = flow.graph
+    whole = _by_token(flow, score, experts, tokens)
     value, after = whole, list[Op]()
     while value is not None:
-        words = match(places, value, _CHOSEN)
-        if words is not None:
-            choice, filled = words["choice"], words.get("fill", 0.0)
+        bound = match(flow, value, _CHOSEN)
+        if bound is not None:
+            choice, filled = bound["choice"], bound.get("fill", 0.0)
             for later in reversed(after):
                 filled = _BACKGROUND[later.name](filled, later)
             by_token = graph.values[choice.inputs[0]].shape == (tokens, experts)
             return (whole, choice) if whole is not None and by_token and filled == 0 else None
-        op = places.made_by(places.straight(value))
-        if op is None or beside(op) or op.name not in _BACKGROUND:
+        op = flow.producer(flow.root(value))
+        if op is None or reads_across(op) or op.name not in _BACKGROUND:
             return None
         after.append(op)
         value = op.inputs[0] if graph.values[op.inputs[0]].shape == (tokens, experts) else None
     return None
 
 
-def _by_token(places: Places, score: int, experts: int, tokens: int) -> int | None:
+def _by_token(flow: ValueFlow, score: int, experts: int, tokens: int) -> int | None:
     """The scores [T, E] of which a value has one for each row, expert by expert."""
-    for value in places.behind(score):
-        place = places.place(value)
+    for value in flow.chain(score):
+        place = flow.location(value)
         if place is None or place.shape not in ((experts, tokens, 1), (experts, tokens)):
             continue
         steps = zip(place.shape[:2], place.stride, (1, experts), strict=False)
         if all(n == 1 or step == wanted for n, step, wanted in steps):
-            owner = places.graph.values[place.storage]
+            owner = flow.values[place.storage]
             plain = owner.shape == (tokens, experts) and not place.offset
-            return _last_written(places, place.storage, value) if plain else None
+            return _last_written(flow, place.storage, value) if plain else None
     return None
 
 
-def _last_written(places: Places, storage: int, view: int) -> int | None:
+def _last_written(flow: ValueFlow, storage: int, view: int) -> int | None:
     """The value of a whole storage at the time that a view of it is read."""
     value = storage
-    made = places.made_by(view)
-    for op in places.readers[storage]:
+    made = flow.producer(view)
+    for op in flow.storage_users[storage]:
         for out in op.outputs:
-            tensor = places.graph.values[out]
-            whole = tensor.storage == storage and tensor.shape == places.graph.values[storage].shape
+            tensor = flow.values[out]
+            whole = tensor.storage == storage and tensor.shape == flow.values[storage].shape
             if whole and op.kind == "kernel" and (made is None or op.id < made.id):
                 value = out
     return value
@@ -262,7 +260,7 @@ class ExpertLayer:
     inside: frozenset[int] = frozenset()  # nothing goes with it that something else may read
 
 
-def emit(places: Places, edit: Editor, match: ExpertLayer) -> None:
+def emit(edit: Editor, match: ExpertLayer) -> None:
     """Sort the chosen rows by expert, multiply, put them back in order and add them up."""
     op, values = match.total, edit.values
     tokens, width = values[match.tokens.id].shape
@@ -382,8 +380,8 @@ def _facts(edit: Editor, match: ExpertLayer) -> tuple[dict[str, Any], tuple[int,
     touched = experts * (1 - (1 - k / experts) ** tokens)
     rests_on: tuple[int, ...] = ()
     for assumption in edit.graph.assumptions:
-        said = getattr(assumption, "facts", {})
-        sizes = tuple(said.get(name) for name in ("rows", "chosen", "classes"))
+        bind = getattr(assumption, "facts", {})
+        sizes = tuple(bind.get(name) for name in ("rows", "chosen", "classes"))
         if assumption.where == match.choice.module and sizes == (tokens, k, experts):
-            touched, rests_on = said["distinct"], (assumption.id,)
+            touched, rests_on = bind["distinct"], (assumption.id,)
     return {"groups_touched": touched, "rows_routed": tokens * k}, rests_on

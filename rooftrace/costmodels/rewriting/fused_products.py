@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewriting.eager_kernels import rewritten, with_matches
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
     LATENT_ATTENTION,
@@ -17,8 +15,10 @@ from rooftrace.costmodels.rewriting.editing import (
     PACKED_LATENT_ATTENTION,
     Editor,
     operand,
+    rewritten,
+    with_matches,
 )
-from rooftrace.costmodels.rewriting.places import Places, StoragePlace, beside
+from rooftrace.costmodels.rewriting.places import Location, ValueFlow, reads_across
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 
@@ -130,21 +130,21 @@ def narrow_operands(graph: OpGraph) -> tuple[OpGraph, int]:
     return rewritten(graph, _PRODUCTS, _match, _emit)
 
 
-def _match(places: Places, op: Op) -> _Product | None:
-    if beside(op):
+def _match(flow: ValueFlow, op: Op) -> _Product | None:
+    if reads_across(op):
         return None
-    sides = [_widened(places, operand(op, name).id, op) for name in _OPERANDS]
+    sides = [_widened(flow, operand(op, name).id, op) for name in _OPERANDS]
     narrow = [side for side in sides if side is not None]
-    kinds = {places.graph.values[side.source].dtype for side in narrow}
+    kinds = {flow.values[side.source].dtype for side in narrow}
     fits = len(narrow) == len(sides) and len(kinds) == 1
     return _Product(op, tuple(narrow)) if fits else None
 
 
-def _widened(places: Places, value: int, product: Op) -> _Widened | None:
-    values, views = places.graph.values, list[Op]()
+def _widened(flow: ValueFlow, value: int, product: Op) -> _Widened | None:
+    values, views = flow.values, list[Op]()
     while True:
-        op = places.made_by(value)
-        if op is None or len(op.inputs) != 1 or beside(op) or op.repeats != product.repeats:
+        op = flow.producer(value)
+        if op is None or len(op.inputs) != 1 or reads_across(op) or op.repeats != product.repeats:
             return None
         if op.name == "aten._to_copy":
             break
@@ -157,12 +157,12 @@ def _widened(places: Places, value: int, product: Op) -> _Widened | None:
     narrower = all(kind.kind == "float" for kind in kinds) and kinds[1].bits < kinds[0].bits
     if not narrower or (wide.shape, wide.stride) != (source.shape, source.stride):
         return None
-    if places.overwritten(op.inputs[0], op.id, product.id):
+    if flow.overwritten(op.inputs[0], op.id, product.id):
         return None
     return _Widened(op.inputs[0], tuple(reversed(views)))
 
 
-def _emit(places: Places, edit: Editor, product: _Product) -> None:
+def _emit(edit: Editor, product: _Product) -> None:
     op, sides = product.op, product.sides
     arguments: dict[str, Argument] = {}
     for name, side in zip(_OPERANDS, sides, strict=True):
@@ -193,7 +193,7 @@ _ANY_PRODUCT = frozenset({
 _WALK = 64
 """The most ops between a product and what its result reaches."""
 
-Gathers = Callable[[Places], Iterable[list[Op]]]
+Gathers = Callable[[ValueFlow], Iterable[list[Op]]]
 """Finds groups of products that are to be one."""
 
 
@@ -214,14 +214,14 @@ def fuse_gate_up(graph: OpGraph) -> tuple[OpGraph, int]:
 # -- which products --------------------------------------------------------------------------------
 
 
-def _reaching_attention(places: Places) -> Iterator[list[Op]]:
-    for op in places.graph.ops:
+def _reaching_attention(flow: ValueFlow) -> Iterator[list[Op]]:
+    for op in flow.graph.ops:
         if op.target in _ATTENTIONS:
-            reached = _behind(places, op.inputs, 1)
-            by_input: dict[StoragePlace, list[Op]] = defaultdict(list)
+            reached = _behind(flow, op.inputs, 1)
+            by_input: dict[Location, list[Op]] = defaultdict(list)
             for number in sorted(reached):
-                product = places.graph.ops[number]
-                place = _input(places, product)
+                product = flow.graph.ops[number]
+                place = _input(flow, product)
                 if place is not None and product.repeats == op.repeats:
                     by_input[place].append(product)
             for products in by_input.values():
@@ -229,41 +229,41 @@ def _reaching_attention(places: Places) -> Iterator[list[Op]]:
                     yield products
 
 
-def _meeting(places: Places) -> Iterator[list[Op]]:
-    for op in places.graph.ops:
+def _meeting(flow: ValueFlow) -> Iterator[list[Op]]:
+    for op in flow.graph.ops:
         if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
-            sides = [_behind(places, (value,), 0, only_way=True) for value in op.inputs]
+            sides = [_behind(flow, (value,), 0, only_way=True) for value in op.inputs]
             if all(len(side) == 1 for side in sides):
-                products = [places.graph.ops[number] for side in sides for number in side]
-                inputs = {_input(places, product) for product in products}
+                products = [flow.graph.ops[number] for side in sides for number in side]
+                inputs = {_input(flow, product) for product in products}
                 if len(inputs) == 1 and None not in inputs and products[0] is not products[1]:
                     yield sorted(products, key=lambda product: product.id)
 
 
-def _input(places: Places, product: Op) -> StoragePlace | None:
+def _input(flow: ValueFlow, product: Op) -> Location | None:
     """Where the rows that a product multiplies with a weight lie."""
     name = PRODUCTS.get(product.name)
-    return None if name is None else places.place(operand(product, name).id)
+    return None if name is None else flow.location(operand(product, name).id)
 
 
 def _behind(
-    places: Places, values: Iterable[int], through: int, only_way: bool = False
+    flow: ValueFlow, values: Iterable[int], through: int, only_way: bool = False
 ) -> dict[int, int]:
     """The products behind some values, by id, with how many more products lie between.
 
     through: the most of these.  only_way: nothing if an op on the way takes two tensors.
     """
-    graph, reached = places.graph, dict[int, int]()
+    graph, reached = flow.graph, dict[int, int]()
     seen: dict[int, int] = {}
     front = [(value, 0) for value in values]
     for _ in range(_WALK):
         following = []
         for value, between in front:
-            op = places.made_by(value)
+            op = flow.producer(value)
             if op is None or seen.get(op.id, through + 1) <= between:
                 continue
             seen[op.id] = between
-            written = () if only_way else places.writers.get(graph.values[value].storage, ())
+            written = () if only_way else flow.writers.get(graph.values[value].storage, ())
             copied = (o for o in written if o.name == "aten.copy_")  # part by part
             sources = [
                 i for o in (op, *copied) for i in o.inputs if graph.values[i].role != "weights"
@@ -289,30 +289,30 @@ class _Part:
     product: Op
     weight: int  # the value from outside
     bias: int | None
-    turned: bool  # whether the weight is stored as [N, K], and read transposed
+    transposed: bool  # whether the weight is stored as [N, K], and read transposed
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What parts of one product have in common."""
         other = {k: v for k, v in self.product.arguments.items() if not isinstance(v, Ref)}
-        return self.product.target, self.turned, tuple(sorted(other.items()))
+        return self.product.target, self.transposed, tuple(sorted(other.items()))
 
 
 def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
-    places = Places(graph)
+    flow = ValueFlow(graph)
     groups: dict[int, list[_Part]] = {}
     taken: set[int] = set()
-    for products in gather(places):
-        parts = [p for op in products if op.id not in taken and (p := _part(places, op))]
-        for alike in _alike(places, parts):
+    for products in gather(flow):
+        parts = [p for op in products if op.id not in taken and (p := _part(flow, op))]
+        for alike in _alike(flow, parts):
             groups[alike[0].product.id] = alike
             taken |= {part.product.id for part in alike}
-    return with_matches(graph, groups, partial(_emit_fused, places), taken)
+    return with_matches(graph, groups, _emit_fused, taken)
 
 
-def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
+def _alike(flow: ValueFlow, parts: list[_Part]) -> Iterator[list[_Part]]:
     """Parts of which one product can be made: of one kind, with no write to their input between."""
-    graph = places.graph
+    graph = flow.graph
     by_kind: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
     for part in parts:
         weight = graph.values[part.weight]
@@ -320,18 +320,18 @@ def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
     for alike in by_kind.values():
         first, last = alike[0].product, alike[-1].product
         rows = operand(first, PRODUCTS[first.name]).id
-        written = places.overwritten(rows, first.id, last.id)
-        if len(alike) > 1 and not written and _fit_side_by_side(places, alike):
+        written = flow.overwritten(rows, first.id, last.id)
+        if len(alike) > 1 and not written and _fit_side_by_side(flow, alike):
             yield alike
 
 
-def _fit_side_by_side(places: Places, parts: list[_Part]) -> bool:
+def _fit_side_by_side(flow: ValueFlow, parts: list[_Part]) -> bool:
     """Whether every view of a part, as of complex numbers, is one at its place among the others."""
-    graph = places.graph
+    graph = flow.graph
     whole = [graph.values[part.product.outputs[0]] for part in parts]
     widths = [tensor.shape[1] for tensor in whole]
     made = [part.product.outputs[0] for part in parts]
-    views = [graph.values[index] for out in made for index in places.members[out]]
+    views = [graph.values[index] for out in made for index in flow.members[out]]
     return all(
         not any(width % _several(view, whole[0]) for width in (*widths, sum(widths)))
         for view in views
@@ -344,57 +344,57 @@ def _several(view: Tensor, whole: Tensor) -> int:
     return several if several and not rest else whole.shape[1] + 1
 
 
-def _part(places: Places, op: Op) -> _Part | None:
+def _part(flow: ValueFlow, op: Op) -> _Part | None:
     """A product of which a part can be made: its weight is read by nothing else."""
-    graph = places.graph
-    if beside(op):
+    graph = flow.graph
+    if reads_across(op):
         return None
     if any(op.arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
     seen = operand(op, "mat2").id
-    place = places.place(seen)
+    place = flow.location(seen)
     if place is None or place.offset or graph.values[place.storage].role != "weights":
         return None
     weight = graph.values[place.storage]
-    if place.storage not in places.outside or weight.elements != graph.values[seen].elements:
+    if place.storage not in flow.graph.external or weight.elements != graph.values[seen].elements:
         return None
-    turned = place.stride != weight.stride
+    transposed = place.stride != weight.stride
     if weight.stride != Tensor.contiguous(weight.shape) or weight.repeats != op.repeats:
         return None
-    if turned and (place.shape, place.stride) != (weight.shape[::-1], weight.stride[::-1]):
+    if transposed and (place.shape, place.stride) != (weight.shape[::-1], weight.stride[::-1]):
         return None
-    bias = _bias(places, op) if op.name == "aten.addmm" else None
-    if (op.name == "aten.addmm" and bias is None) or not _can_be_a_view(places, op):
+    bias = _bias(flow, op) if op.name == "aten.addmm" else None
+    if (op.name == "aten.addmm" and bias is None) or not _can_be_a_view(flow, op):
         return None
     readers = {
         reader.id
         for owner in (place.storage, bias)
         if owner is not None
-        for reader in places.readers[owner]
+        for reader in flow.storage_users[owner]
         if reader.kind != "view"
     }
-    if readers != {op.id} or place.storage in places.shared or bias in places.shared:
+    if readers != {op.id} or place.storage in flow.escaping or bias in flow.escaping:
         return None
-    return _Part(op, place.storage, bias, turned)
+    return _Part(op, place.storage, bias, transposed)
 
 
-def _bias(places: Places, op: Op) -> int | None:
-    graph, index = places.graph, operand(op, "self").id
+def _bias(flow: ValueFlow, op: Op) -> int | None:
+    graph, index = flow.graph, operand(op, "self").id
     bias = graph.values[index]
     width = graph.values[op.outputs[0]].shape[1]
     plain = bias.storage == index and bias.shape == (width,) and bias.repeats == op.repeats
-    return index if plain and bias.role == "weights" and index in places.outside else None
+    return index if plain and bias.role == "weights" and index in flow.graph.external else None
 
 
-def _can_be_a_view(places: Places, op: Op) -> bool:
+def _can_be_a_view(flow: ValueFlow, op: Op) -> bool:
     """Whether every view of a product's result can be one of some columns of a wider result."""
-    graph, out = places.graph, op.outputs[0]
+    graph, out = flow.graph, op.outputs[0]
     whole = graph.values[out]
     if whole.storage != out or whole.stride != Tensor.contiguous(whole.shape):
         return False
-    if out in places.shared:
+    if out in flow.escaping:
         return False
-    views = [graph.values[index] for index in places.members[out]]
+    views = [graph.values[index] for index in flow.members[out]]
     return all(_wider(view, whole, 2 * whole.shape[1]) is not None for view in views)
 
 
@@ -418,17 +418,17 @@ def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
     return tuple(stride) if reach < columns else None
 
 
-def _emit_fused(places: Places, edit: Editor, parts: list[_Part]) -> None:
+def _emit_fused(edit: Editor, parts: list[_Part]) -> None:
     """The product of all parts, and its columns as the results of the parts."""
     like, values = parts[0].product, edit.values
     widths = [values[part.product.outputs[0]].shape[1] for part in parts]
     rows, dtype = values[like.outputs[0]].shape[0], values[like.outputs[0]].dtype
-    weight = _side_by_side(edit, [part.weight for part in parts], 0 if parts[0].turned else 1)
-    if parts[0].turned:
+    weight = _side_by_side(edit, [part.weight for part in parts], 0 if parts[0].transposed else 1)
+    if parts[0].transposed:
         seen = values[weight.id]
-        turned = edit.view(weight, seen.shape[::-1], seen.stride[::-1], like.repeats)
-        edit.emit(like, "aten.t.default", {"self": weight}, (turned,), kind="view")
-        weight = Ref(turned)
+        transposed = edit.view(weight, seen.shape[::-1], seen.stride[::-1], like.repeats)
+        edit.emit(like, "aten.t.default", {"self": weight}, (transposed,), kind="view")
+        weight = Ref(transposed)
     arguments: dict[str, Argument] = {**like.arguments, "mat2": weight}
     biases = [part.bias for part in parts if part.bias is not None]
     if biases:
@@ -439,7 +439,7 @@ def _emit_fused(places: Places, edit: Editor, parts: list[_Part]) -> None:
     for part, width in zip(parts, widths, strict=True):
         out = part.product.outputs[0]
         whole = values[out]
-        for index in places.members[out]:
+        for index in edit.flow.members[out]:
             strides = _wider(values[index], whole, sum(widths))
             if strides is not None:  # as `_fit_side_by_side` has seen to
                 values[index] = replace(values[index], storage=made.id, stride=strides)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
-from rooftrace.tracer.graph import Op
+from rooftrace.costmodels.rewriting.places import COPIES, ValueFlow, clipped, reads_across
+from rooftrace.tracer.graph import Op, OpGraph
 
 Axis = Hashable
 
@@ -78,17 +78,15 @@ def full(axis: Axis, size: int) -> Dim:
     return Dim((Atom(axis, 1, size),)) if size > 1 else Dim(())
 
 
-class Walker:
-    """Walks back from values of a graph, and keeps which ops it went through."""
+class Walker(ValueFlow):
+    """Walks back from values of a graph and collects the ops on the way in `passed`, by id."""
 
-    def __init__(self, places: Places) -> None:
-        self.places, self.graph = places, places.graph
+    def __init__(self, graph: OpGraph) -> None:
+        super().__init__(graph)
         self.passed: set[int] = set()
-        """Ids of the ops that were walked through."""
-        self.readers = places.read_by
         self._edges: set[int] = set()
         """Values that an op outside of a repeat reads of its last iteration."""
-        self._written = set(places.writers)
+        self._written = set(self.writers)
 
     def settled(self, storages: set[int]) -> None:
         """From here on, values of these storages are read as they are once all was written."""
@@ -105,25 +103,22 @@ class Walker:
 
     def maker(self, value: int) -> Op | None:
         """The op that made a value, where it is made of the same iteration's values alone."""
-        op = None if value in self._edges else self.places.made_by(value)
-        return None if op is None or op.part != "forward" or beside(op) else op
+        op = None if value in self._edges else self.producer(value)
+        return None if op is None or op.part != "forward" or reads_across(op) else op
 
     def only_reader(self, value: int) -> Op | None:
         """The op that alone reads a value, and makes one; None where the step returns it, too."""
-        readers = self.readers[value]
+        readers = self.users[value]
         alone = len(readers) == 1 and value not in self.graph.outputs
         return readers[0] if alone and len(readers[0].outputs) == 1 else None
 
-    def read(self, op: Op, value: int) -> None:
-        """Note which iteration's value an op reads: it is not gone through where it is another."""
-        made = self.places.made_by(value)
-        if made is not None and made.repeats != op.repeats[: len(made.repeats)]:
-            self._edges.add(value)
-
     def _pass(self, op: Op) -> None:
+        """Add an op to `passed`; the walk ends at operands of another iteration."""
         self.passed.add(op.id)
         for value in op.inputs:
-            self.read(op, value)
+            made = self.producer(value)
+            if made is not None and made.repeats != op.repeats[: len(made.repeats)]:
+                self._edges.add(value)
 
     def source(self, factor: ReadValue, at: int | None = None) -> ReadValue:
         """What a value is a view, a copy, a cast or a padding of; as far back as the value `at`."""
@@ -154,7 +149,7 @@ class Walker:
         self._pass(op)
         return tuple(self.source(part, at) for part in made)
 
-    def under(self, factor: ReadValue, *names: str, **said: object) -> list[ReadValue]:
+    def under(self, factor: ReadValue, *names: str, **bind: object) -> list[ReadValue]:
         """What the last op of a chain by elements reads, each op of which makes the first operand
         of the one before it, and the first op the factor; nothing where there is no such chain.
 
@@ -166,7 +161,7 @@ class Walker:
             op = self.maker(factor.value)
             if op is None or op.name != f"aten.{name}":
                 return []
-            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **said}.items()):
+            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **bind}.items()):
                 return []
             self.passed.add(op.id)
             read = [self.source(self.aligned(i, factor.dims)) for i in op.inputs]
@@ -256,14 +251,15 @@ class Walker:
         if name == "aten.select" and isinstance(dim, int):
             return self._selected(op, dims, dim % len(shape), shape)
         if name == "aten.slice" and isinstance(dim, int) and not op.steps:
-            start = _begin(arguments.get("start"), shape[dim])
+            start = clipped(arguments.get("start"), shape[dim])
             if arguments.get("step", 1) != 1 or start is None:
                 return None
             dim %= len(shape)
             old = dims[dim]
             return (*dims[:dim], Dim(old.atoms, old.start + start), *dims[dim + 1 :])
         if name == "aten.constant_pad_nd" and not arguments.get("value", 0):
-            return _padded(arguments["pad"], dims)
+            # Zeros behind a dimension are read where an axis is longer; none may stand before it.
+            return None if any(arguments["pad"][::2]) else dims
         return None
 
     def _selected(
@@ -313,19 +309,6 @@ def order_of(op: Op, rank: int) -> list[int]:
     a, b = (0, rank - 1) if op.name == "aten.t" else (op.arguments["dim0"], op.arguments["dim1"])
     order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
     return order
-
-
-def _begin(start: object, size: int) -> int | None:
-    if start is None:
-        return 0
-    if not isinstance(start, int):
-        return None
-    return min(max(start + size if start < 0 else start, 0), size)
-
-
-def _padded(pad: tuple[int, ...], dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-    """Zeros behind a dimension are read where an axis is longer than it; none may stand before."""
-    return None if any(pad[::2]) else dims
 
 
 def _regrouped(

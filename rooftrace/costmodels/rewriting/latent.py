@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from rooftrace.costmodels.rewriting.eager_kernels import with_matches
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
     LATENT_ATTENTION,
@@ -19,8 +18,9 @@ from rooftrace.costmodels.rewriting.editing import (
     PACKED_LATENT_ATTENTION,
     Editor,
     operand,
+    with_matches,
 )
-from rooftrace.costmodels.rewriting.places import Places, beside, same_steps
+from rooftrace.costmodels.rewriting.places import ValueFlow, reads_across, same_strides
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.tracer.requests import RequestLengths
 
@@ -48,68 +48,68 @@ def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, LatentAttention]:
-    places = Places(graph)
+    flow = ValueFlow(graph)
     matches = {}
     for op in graph.ops:
         attends = op.target in (ATTENTION, PACKED_ATTENTION) and op.part == "forward"
         if attends and op.id not in refused:
-            match = _match(places, op)
+            match = _match(flow, op)
             if match is not None and _is_cheaper(graph, match):
                 matches[op.id] = match
     return matches
 
 
-def _match(places: Places, op: Op) -> LatentAttention | None:
-    graph = places.graph
+def _match(flow: ValueFlow, op: Op) -> LatentAttention | None:
+    graph = flow.graph
     query, key, value = (graph.values[operand(op, n).id] for n in ("query", "key", "value"))
     out = graph.values[op.outputs[0]]
     heads_alike = len(query.shape) == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if not heads_alike or not _is_flash_layout(out) or out.storage != op.outputs[0]:
         return None
-    if beside(op):
+    if reads_across(op):
         return None
     cached = [operand(op, name).id for name in ("key", "value")]
-    appends = [_append(places, value) for value in cached]
+    appends = [_append(flow, value) for value in cached]
     match = None
     if appends[0] is not None and appends[1] is not None:
         grown = GrownCache(appends[0], appends[1])
-        match = _made_of_latents(places, op, grown.keys.inputs[1], grown.values.inputs[1])
+        match = _made_of_latents(flow, op, grown.keys.inputs[1], grown.values.inputs[1])
         match = None if match is None or query.shape[2] != 1 else replace(match, grown=grown)
-    return match or _made_of_latents(places, op, *cached)
+    return match or _made_of_latents(flow, op, *cached)
 
 
-def _append(places: Places, value: int) -> Op | None:
+def _append(flow: ValueFlow, value: int) -> Op | None:
     """The op that appends new rows to a cache [B, H, L, d], which nothing else reads."""
-    graph, op = places.graph, places.made_by(value)
+    graph, op = flow.graph, flow.producer(value)
     if op is None or op.name != "aten.cat" or op.arguments.get("dim", 0) not in (-2, 2):
         return None
-    if len(op.inputs) != 2 or beside(op):
+    if len(op.inputs) != 2 or reads_across(op):
         return None
     cache = graph.values[op.inputs[0]]
-    plain = cache.storage == op.inputs[0] and cache.storage in places.outside and cache.elements
-    alone = places.readers[cache.storage] == [op] and cache.storage not in places.neighbours
+    plain = (
+        cache.storage == op.inputs[0] and cache.storage in flow.graph.external and cache.elements
+    )
+    alone = flow.storage_users[cache.storage] == [op] and cache.storage not in flow.crossing
     return op if plain and alone and cache.role == "kv" else None
 
 
-def _made_of_latents(places: Places, op: Op, key: int, value: int) -> LatentAttention | None:
-    graph = places.graph
-    values, pieces = _projection(places, op, value), _pieces(places, key)
+def _made_of_latents(flow: ValueFlow, op: Op, key: int, value: int) -> LatentAttention | None:
+    graph = flow.graph
+    values, pieces = _projection(flow, op, value), _pieces(flow, key)
     if values is None or len(pieces) != 2:
         return None
     for (at, piece), (other_at, other) in (pieces, pieces[::-1]):
-        keys = _projection(places, op, piece)
+        keys = _projection(flow, op, piece)
         if keys is None or not _is_shared(graph.values[other]):
             continue
         latents = [operand(p.product, "self") for p in (keys, values)]
-        place = None if latents[0].then else places.place(latents[0].id)
-        if place is None or place != places.place(latents[1].id):
+        place = None if latents[0].then else flow.location(latents[0].id)
+        if place is None or place != flow.location(latents[1].id):
             continue
         first = min(keys.product.id, values.product.id)
         # The latents are read at the attention, the rotated key where it was made or later.
-        made = places.graph.producers.get(other, -1)
-        if places.overwritten(latents[0].id, first, op.id) or places.overwritten(
-            other, made, op.id
-        ):
+        made = flow.graph.producers.get(other, -1)
+        if flow.overwritten(latents[0].id, first, op.id) or flow.overwritten(other, made, op.id):
             continue
         return LatentAttention(
             attention=op, keys=keys, values=values, latents=latents[0], rope=Ref(other),
@@ -123,7 +123,7 @@ def _is_flash_layout(out: Tensor) -> bool:
         return False
     _, heads, queries, width = out.shape
     wanted = (queries * heads * width, width, heads * width, 1)
-    return same_steps(out.shape, out.stride, wanted)
+    return same_strides(out.shape, out.stride, wanted)
 
 
 def _is_shared(rope: Tensor) -> bool:
@@ -131,17 +131,17 @@ def _is_shared(rope: Tensor) -> bool:
     return len(rope.shape) == 4 and (rope.shape[1] == 1 or rope.stride[1] == 0)
 
 
-def _pieces(places: Places, key: int) -> list[tuple[int, int]]:
+def _pieces(flow: ValueFlow, key: int) -> list[tuple[int, int]]:
     """What a key is put together of along its last dimension: where each part begins, and what it
     is.  Nothing where the key is not made of parts."""
-    graph = places.graph
-    key = places.straight(key, graph.values[key].shape)
-    place = places.place(key)
-    if place is not None and place == places.place(place.storage):
+    graph = flow.graph
+    key = flow.root(key, graph.values[key].shape)
+    place = flow.location(key)
+    if place is not None and place == flow.location(place.storage):
         key = place.storage  # which others fill
     width = graph.values[key].shape[-1]
-    op = places.made_by(key)
-    if op is None or beside(op):
+    op = flow.producer(key)
+    if op is None or reads_across(op):
         return []
     if op.name == "aten.cat":
         if op.arguments.get("dim", 0) not in (-1, len(graph.values[key].shape) - 1):
@@ -153,19 +153,19 @@ def _pieces(places: Places, key: int) -> list[tuple[int, int]]:
         return parts
     if op.name not in _EMPTY or graph.values[key].storage != key:
         return []
-    return _written(places, key, width)
+    return _written(flow, key, width)
 
 
-def _written(places: Places, key: int, width: int) -> list[tuple[int, int]]:
+def _written(flow: ValueFlow, key: int, width: int) -> list[tuple[int, int]]:
     """What is copied into a new tensor, part by part along its last dimension."""
-    graph, whole = places.graph, places.graph.values[key]
+    graph, whole = flow.graph, flow.values[key]
     parts = []
-    for op in places.readers[key]:
+    for op in flow.storage_users[key]:
         if not any(graph.values[i].storage == key for i in op.outputs) or op.kind == "view":
             continue
-        if op.name != "aten.copy_" or beside(op):
+        if op.name != "aten.copy_" or reads_across(op):
             return []
-        place = places.place(operand(op, "self").id)
+        place = flow.location(operand(op, "self").id)
         if place is None or place.stride != whole.stride or place.shape[:-1] != whole.shape[:-1]:
             return []
         parts.append((place.offset, operand(op, "src").id, place.shape[-1]))
@@ -176,18 +176,18 @@ def _written(places: Places, key: int, width: int) -> list[tuple[int, int]]:
     return [(at, source) for at, source, _ in parts]
 
 
-def _projection(places: Places, attention: Op, value: int) -> Projection | None:
+def _projection(flow: ValueFlow, attention: Op, value: int) -> Projection | None:
     """The product of all latents with a weight that made a value [B, h, L, d]; None without one."""
-    graph = places.graph
-    place = places.place(places.straight(value, graph.values[value].shape))
-    product = None if place is None else places.made_by(place.storage)
+    graph = flow.graph
+    place = flow.location(flow.root(value, graph.values[value].shape))
+    product = None if place is None else flow.producer(place.storage)
     if place is None or product is None or product.name != "aten.mm":
         return None
     rows, columns = graph.values[product.outputs[0]].shape
     batch, heads, length, width = place.shape
     apart = place.stride[1]
     wanted = (length * columns, apart, columns, 1)
-    fits = same_steps(place.shape, place.stride, wanted)
+    fits = same_strides(place.shape, place.stride, wanted)
     weight = operand(product, "mat2")
     last = place.offset + (heads - 1) * apart + width
     if (
@@ -322,7 +322,7 @@ def emit(edit: Editor, match: LatentAttention) -> None:
     split = edit.viewed(op, Ref(made), (heads, batch, queries, ev), wide)
     flat = edit.viewed(op, edit.permuted(op, split, (1, 2, 0, 3)), (batch, queries, heads * ev))
     whole = edit.viewed(op, flat, (batch, queries, heads, ev))
-    edit.turns_into(op, whole, out)
+    edit.transpose(op, whole, out)
 
 
 def _cached(edit: Editor, match: LatentAttention, sizes: tuple[int, int, int]) -> tuple[Ref, Ref]:

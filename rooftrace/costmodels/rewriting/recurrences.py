@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
-from rooftrace.costmodels.rewriting.eager_kernels import with_matches
+from rooftrace.costmodels.rewriting.editing import with_matches
 from rooftrace.costmodels.rewriting.indexing import (
     Atom,
     Axis,
@@ -26,7 +25,7 @@ from rooftrace.costmodels.rewriting.indexing import (
     full,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES, Places, beside
+from rooftrace.costmodels.rewriting.places import COPIES, reads_across
 from rooftrace.costmodels.rewriting.scans import Scan, blank, emit_scan, finished
 from rooftrace.tracer.graph import Op, OpGraph, Ref
 
@@ -39,10 +38,10 @@ def fuse(graph: OpGraph, find: Callable[[Walker], Iterable[Scan]]) -> tuple[OpGr
     """The graph with one op for each recurrence that `find` knows, and how many these are."""
     if not any(op.name == "aten.exp" for op in graph.ops):
         return graph, 0
-    walker = Walker(Places(graph))
+    walker = Walker(graph)
     there = {scan.place.id: scan for scan in find(walker)}
     dropped = {number for scan in there.values() for number in scan.dropped}
-    return with_matches(graph, there, partial(emit_scan, walker), dropped)
+    return with_matches(graph, there, emit_scan, dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def scans(walker: Walker) -> Iterator[Scan]:
     """Recurrences over all tokens of a sequence, and of one token."""
     steps: dict[int, _Step] = {}
     for op in walker.graph.ops:
-        if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and not beside(op):
+        if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and not reads_across(op):
             step = _step(walker, op)
             if step is not None:
                 steps[step.h] = step
@@ -93,7 +92,7 @@ def _step(walker: Walker, add: Op) -> _Step | None:
     values = walker.graph.values
     dims = tuple(full(d, n) for d, n in enumerate(values[add.outputs[0]].shape))
     for term, rest in (add.reads, add.reads[::-1]):
-        product = walker.places.made_by(term.id)
+        product = walker.producer(term.id)
         if product is None or product.name not in ("aten.mul", "aten.mul_"):
             continue
         if len(product.reads) != 2 or product.repeats != add.repeats:
@@ -116,7 +115,7 @@ def _with_sum(
     if summed is None:
         return None
     y, queries, n, inside = summed
-    if walker.readers[product.outputs[0]] != [add]:
+    if walker.users[product.outputs[0]] != [add]:
         return None
     factors = operands(walker, decay, entered, queries, n)
     if factors is None:
@@ -146,7 +145,7 @@ def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
     repeats = graph.ops[graph.producers[value]].repeats
     front, seen = [value], set[int]()
     while front and len(seen) < _LONGEST:
-        for op in walker.readers[front.pop(0)]:
+        for op in walker.users[front.pop(0)]:
             if op.id in seen or op.repeats != repeats:
                 continue
             seen.add(op.id)
@@ -218,11 +217,11 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     factors: dict[str, ReadValue] = {}
     for name in ("dt", "A", "B", "C", "x"):
         each = [step.factors.get(name) for step in chain]
-        merged = _merged([f for f in each if f is not None], counts, tokens)
-        if merged is None and any(each):
+        merged_dims = _merged([f for f in each if f is not None], counts, tokens)
+        if merged_dims is None and any(each):
             return None
-        if merged is not None:
-            factors[name] = merged
+        if merged_dims is not None:
+            factors[name] = merged_dims
     y = _gathered(walker, chain, counts) if tokens > 1 else first.factors["y"]
     if y is None:
         return None
@@ -261,7 +260,7 @@ def _kept_inside(walker: Walker, step: _Step, following: _Step) -> bool:
 
 def ends(walker: Walker, value: int, inside: frozenset[int] = frozenset()) -> Iterator[Op]:
     """The ops that read a value, or a view or cast of it, and change it."""
-    for op in walker.readers[value]:
+    for op in walker.users[value]:
         if (op.kind == "view" or op.name in COPIES) and op.id not in inside:
             for made in op.outputs:
                 yield from ends(walker, made, inside)

@@ -23,14 +23,14 @@ from rooftrace.costmodels.rewriting.attention_products import materialise_attent
 from rooftrace.costmodels.rewriting.causal_convs import fuse_causal_convs, fuse_index_scores
 from rooftrace.costmodels.rewriting.delta_rules import gated_delta_rule, linear_attention
 from rooftrace.costmodels.rewriting.duals import fuse_dual_scans, fuse_selective_scans
-from rooftrace.costmodels.rewriting.eager_kernels import (
-    EAGER_FORMS,
-    letting_go,
-    with_form,
+from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, with_form
+from rooftrace.costmodels.rewriting.editing import (
+    Editor,
+    operand,
+    released,
     without_dead_ops,
     without_left_behind,
 )
-from rooftrace.costmodels.rewriting.editing import Editor, can_be_one, operand
 from rooftrace.costmodels.rewriting.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewriting.experts import route_experts
 from rooftrace.costmodels.rewriting.fused_products import (
@@ -42,7 +42,8 @@ from rooftrace.costmodels.rewriting.fused_products import (
     static_caches,
 )
 from rooftrace.costmodels.rewriting.latent import absorb_latent
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.patterns import can_be_one
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.costmodels.rewriting.routing import fuse_routing
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
@@ -75,8 +76,8 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     It does so where they leave the step and nothing else reads them.
     """
     sizes = tuple(graph.workload.get(name) for name in ("batch", "seq"))
-    places = Places(graph)
-    heads = [head for output in graph.outputs if (head := _match(places, output, sizes))]
+    flow = ValueFlow(graph)
+    heads = [head for output in graph.outputs if (head := _match(flow, output, sizes))]
     if len(heads) != 1:
         return graph, 0
     (head,) = heads
@@ -91,14 +92,14 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     return without_left_behind(edit.done(), graph), 1
 
 
-def _match(places: Places, output: int, sizes: tuple[object, ...]) -> _Head | None:
-    graph = places.graph
+def _match(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | None:
+    graph = flow.graph
     shape = graph.values[output].shape
     if len(shape) != 3 or shape[:2] != sizes or shape[1] < 2:
         return None
     value, after = output, list[Op]()
     for _ in range(_LONGEST):
-        op = places.made_by(value)
+        op = flow.producer(value)
         if op is None or op.repeats:
             return None
         rows = (shape[0] * shape[1], shape[2])
@@ -106,7 +107,7 @@ def _match(places: Places, output: int, sizes: tuple[object, ...]) -> _Head | No
             inputs = graph.values[operand(op, PRODUCTS[op.name]).id]
             plain = graph.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
             inside = frozenset({op.id, *(later.id for later in after)})
-            alone = can_be_one(places, inside, (output,), ()) and not places.read_by[output]
+            alone = can_be_one(flow, inside, (output,), ()) and not flow.users[output]
             return _Head(op, tuple(reversed(after)), output) if plain and alone else None
         source = graph.values[op.inputs[0]].shape if op.inputs else ()
         if len(op.inputs) != 1 or source not in (shape, rows):
@@ -365,7 +366,7 @@ def rewrite(
         "because nothing uses the result, as in a compiler",
     )
     if graph is not captured:
-        graph = letting_go(graph, captured).verify()
+        graph = released(graph, captured).verify()
     return graph, tuple(notes)
 
 

@@ -12,21 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace as with_fields
 from typing import Any
 
-from rooftrace.costmodels.rewriting.eager_kernels import rewritten
-from rooftrace.costmodels.rewriting.editing import (
+from rooftrace.costmodels.rewriting.editing import Editor, operand, rewritten
+from rooftrace.costmodels.rewriting.patterns import (
     LAST,
     LAST_OF_TOPK,
-    Editor,
     NonTensor,
     Number,
     Pat,
-    apart,
     can_be_one,
     match,
-    operand,
     ops_between,
 )
-from rooftrace.costmodels.rewriting.places import Places
+from rooftrace.costmodels.rewriting.places import ValueFlow
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref
 
 ROUTE = "rooftrace.route_experts.default"
@@ -57,7 +54,7 @@ _KEPT = Pat(
         index=Pat("topk", _BEST, k=NonTensor("kept"), dim=LAST_OF_TOPK, out=1),
         value=1,
     ),
-    said="mask",
+    bind="mask",
 )
 _GROUPED_SCORES = (
     Pat("where", _KEPT, "scores", Number("fill")),
@@ -71,14 +68,14 @@ _SPREAD = Pat(
 """What was chosen, back where it was, with minus infinity around it."""
 _TOTAL = Pat("sum", "now", dim=LAST, keepdim=True)
 _STEPS: tuple[tuple[int, Pat, Mapping[str, Any]], ...] = (
-    (1, Pat("_to_copy clone", "now", said="last"), {}),
-    (1, Pat("mul", "now", Number("scale"), said="last"), {}),
-    (2, Pat("div", "now", _TOTAL, said="last"), {"after": "sum"}),
-    (2, Pat("div", "now", Pat("add", _TOTAL, Number("least")), said="last"), {"after": "sum"}),
-    (2, Pat("div", "now", Pat("clamp clamp_min", _TOTAL, min=Number("least")), said="last"),
+    (1, Pat("_to_copy clone", "now", bind="last"), {}),
+    (1, Pat("mul", "now", Number("scale"), bind="last"), {}),
+    (2, Pat("div", "now", _TOTAL, bind="last"), {"after": "sum"}),
+    (2, Pat("div", "now", Pat("add", _TOTAL, Number("least")), bind="last"), {"after": "sum"}),
+    (2, Pat("div", "now", Pat("clamp clamp_min", _TOTAL, min=Number("least")), bind="last"),
      {"after": "clamped sum"}),
-    (1, Pat("_softmax", "now", dim=LAST, said="last"), {"after": "softmax"}),
-    (1, Pat("sigmoid", "now", said="last"), {"after": "sigmoid"}),
+    (1, Pat("_softmax", "now", dim=LAST, bind="last"), {"after": "softmax"}),
+    (1, Pat("sigmoid", "now", bind="last"), {"after": "sigmoid"}),
 )  # fmt: skip
 """What a kernel can do to the weights: how many ops read them for it, and what it is called."""
 
@@ -109,9 +106,9 @@ def fuse_routing(graph: OpGraph) -> tuple[OpGraph, int]:
     return rewritten(graph, ("aten.topk",), _match, _emit)
 
 
-def _emit(places: Places, edit: Editor, router: _Routing) -> None:
+def _emit(edit: Editor, router: _Routing) -> None:
     values, weights = edit.values, router.weights
-    apart(places, edit, weights, weights)
+    edit.move(weights, weights)
     groups, kept, best, fill = router.groups
     arguments: dict[str, Argument] = {
         "logits": Ref(router.logits),
@@ -127,93 +124,93 @@ def _emit(places: Places, edit: Editor, router: _Routing) -> None:
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def _match(places: Places, choice: Op) -> _Routing | None:
+def _match(flow: ValueFlow, choice: Op) -> _Routing | None:
     source = operand(choice, "self").id
-    shape = places.graph.values[source].shape
+    shape = flow.values[source].shape
     along = choice.arguments.get("dim", -1) in (-1, len(shape) - 1)
     if not along or choice.arguments.get("largest", True) is not True or len(shape) < 2:
         return None
-    value, groups = _groups(places, places.straight(source, shape))
-    scores, bias = _bias(places, places.straight(value, shape))
-    score, logits = _function(places, scores)
-    if not _is_router(places, logits) or not _reaches_experts(places, choice.outputs[1]):
+    value, groups = _groups(flow, flow.root(source, shape))
+    scores, bias = _bias(flow, flow.root(value, shape))
+    score, logits = _function(flow, scores)
+    if not _is_router(flow, logits) or not _reaches_experts(flow, choice.outputs[1]):
         return None
-    if bias is not None and places.straight(bias) not in places.outside:
+    if bias is not None and flow.root(bias) not in flow.graph.external:
         return None
     routing = _Routing(
         choice=choice, logits=logits, weights=-1, bias=bias, score=score, groups=groups
     )
-    for start, after in _first_weights(places, choice, scores, routing):
-        whole = _finished(places, with_fields(routing, weights=start, after=after))
+    for start, after in _first_weights(flow, choice, scores, routing):
+        whole = _finished(flow, with_fields(routing, weights=start, after=after))
         start_of = {logits} | ({bias} if bias is not None else set())
         ends = {whole.weights, choice.outputs[1]}
-        inside = ops_between(places, start_of, ends)
-        if can_be_one(places, inside, ends, start_of):
+        inside = ops_between(flow, start_of, ends)
+        if can_be_one(flow, inside, ends, start_of):
             return with_fields(whole, inside=inside)
     return None
 
 
-def _function(places: Places, scores: int) -> tuple[str, int]:
+def _function(flow: ValueFlow, scores: int) -> tuple[str, int]:
     """What is made of the logits of a token, and the logits."""
-    shape = places.graph.values[scores].shape
+    shape = flow.values[scores].shape
     for name, pattern in _SCORES.items():
-        words = match(places, scores, pattern, shape=shape)
-        if words is not None:
-            return name, places.straight(words["logits"], shape)
-    return "none", places.straight(scores, shape)
+        bound = match(flow, scores, pattern, shape=shape)
+        if bound is not None:
+            return name, flow.root(bound["logits"], shape)
+    return "none", flow.root(scores, shape)
 
 
-def _bias(places: Places, value: int) -> tuple[int, int | None]:
+def _bias(flow: ValueFlow, value: int) -> tuple[int, int | None]:
     """The scores, and what is added to them for the choice alone; None where nothing is.
 
     What is added to logits themselves is a part of these.
     """
-    values, op = places.graph.values, places.made_by(value)
-    words = match(places, value, Pat("add", "scores", "bias"), shape=values[value].shape)
-    for scores, bias in (op.inputs, op.inputs[::-1]) if op is not None and words else ():
+    values, op = flow.values, flow.producer(value)
+    bound = match(flow, value, Pat("add", "scores", "bias"), shape=values[value].shape)
+    for scores, bias in (op.inputs, op.inputs[::-1]) if op is not None and bound else ():
         experts = values[value].shape[-1]
         narrow = values[bias].elements == experts == values[bias].shape[-1]
         wide = values[scores].shape == values[value].shape
-        if narrow and wide and _function(places, scores)[0] != "none":
+        if narrow and wide and _function(flow, scores)[0] != "none":
             return scores, bias
     return value, None
 
 
-def _groups(places: Places, value: int) -> tuple[int, tuple[int, int, int, float]]:
+def _groups(flow: ValueFlow, value: int) -> tuple[int, tuple[int, int, int, float]]:
     """The scores before all groups but the best were masked; how many groups, how many are kept,
     by how many of their best, and what stands in place of the others."""
-    values, whole = places.graph.values, (value, (1, 1, 1, 0.0))
-    words = match(places, value, _GROUPED_SCORES)
-    if words is None:
+    values, whole = flow.values, (value, (1, 1, 1, 0.0))
+    bound = match(flow, value, _GROUPED_SCORES)
+    if bound is None:
         return whole
-    scores, parts = words["scores"], values[words["parts"]].shape
-    same = places.straight(words["parts"]) == places.straight(scores)
+    scores, parts = bound["scores"], values[bound["parts"]].shape
+    same = flow.root(bound["parts"]) == flow.root(scores)
     groups = parts[1] if len(parts) == 3 else 0
-    width = values[words["mask"].outputs[0]].shape[-1]
+    width = values[bound["mask"].outputs[0]].shape[-1]
     if not same or groups * width != values[scores].shape[-1]:
         return whole
-    return scores, (groups, int(words["kept"]), int(words.get("best", 1)), words["fill"])
+    return scores, (groups, int(bound["kept"]), int(bound.get("best", 1)), bound["fill"])
 
 
 # -- the weights of what was chosen ----------------------------------------------------------------
 
 
 def _first_weights(
-    places: Places, choice: Op, scores: int, routing: _Routing
+    flow: ValueFlow, choice: Op, scores: int, routing: _Routing
 ) -> list[tuple[int, str]]:
     """Values that hold the scores of what was chosen, and what was made of them by then."""
     top, chosen = choice.outputs
-    shape = places.graph.values[scores].shape
+    shape = flow.values[scores].shape
     starts = [] if routing.bias is not None else [(top, "none")]
-    for reader in places.readers[places.graph.values[chosen].storage]:
+    for reader in flow.storage_users[flow.values[chosen].storage]:
         known = {"index": chosen}
         gather = Pat("gather", "source", dim=LAST, index="index")
-        words = match(places, reader.outputs[0], gather, known) if reader.outputs else None
-        if words is None or reader.name != "aten.gather":
+        bound = match(flow, reader.outputs[0], gather, known) if reader.outputs else None
+        if bound is None or reader.name != "aten.gather":
             continue
-        source = places.straight(words["source"], shape)
-        name, inner = _function(places, source)
-        spread = match(places, inner, _SPREAD, {"chosen": chosen, "top": top}, shape)
+        source = flow.root(bound["source"], shape)
+        name, inner = _function(flow, source)
+        spread = match(flow, inner, _SPREAD, {"chosen": chosen, "top": top}, shape)
         if (name, inner) == (routing.score, routing.logits):
             starts.insert(0, (reader.outputs[0], "none"))
         elif name != "none" and spread is not None:
@@ -221,16 +218,16 @@ def _first_weights(
     return starts
 
 
-def _finished(places: Places, routing: _Routing) -> _Routing:
+def _finished(flow: ValueFlow, routing: _Routing) -> _Routing:
     """The routing with all that is done to the weights [T, k] alone, up to what else reads them."""
     for _ in range(_WALK):
         value = routing.weights
-        storage = places.graph.values[value].storage
-        readers = [op for op in places.readers[storage] if value in op.inputs]
+        storage = flow.values[value].storage
+        readers = [op for op in flow.storage_users[storage] if value in op.inputs]
         tries = (
             with_fields(routing, weights=reader.outputs[0], **fields)
             for reader in readers[-1:]
-            if (fields := _step(places, routing, reader, len(readers))) is not None
+            if (fields := _step(flow, routing, reader, len(readers))) is not None
         )
         following = next(tries, None)
         if following is None:
@@ -239,16 +236,16 @@ def _finished(places: Places, routing: _Routing) -> _Routing:
     return routing
 
 
-def _step(places: Places, routing: _Routing, reader: Op, readers: int) -> dict[str, Any] | None:
+def _step(flow: ValueFlow, routing: _Routing, reader: Op, readers: int) -> dict[str, Any] | None:
     """What of a routing an op changes, which is the last that reads the weights."""
     plain = routing.after == "none" and routing.scale == 1
     for count, pattern, fields in _STEPS:
         if count != readers or (fields and not plain):
             continue
-        words = match(places, reader.outputs[0], pattern, {"now": routing.weights})
-        if words is not None and words["last"] is reader:
-            scale = {"scale": routing.scale * words["scale"]} if "scale" in words else {}
-            least = {"least": words["least"]} if "least" in words else {}
+        bound = match(flow, reader.outputs[0], pattern, {"now": routing.weights})
+        if bound is not None and bound["last"] is reader:
+            scale = {"scale": routing.scale * bound["scale"]} if "scale" in bound else {}
+            least = {"least": bound["least"]} if "least" in bound else {}
             return {**fields, **scale, **least}
     return None
 
@@ -256,17 +253,17 @@ def _step(places: Places, routing: _Routing, reader: Op, readers: int) -> dict[s
 # -- whether it is a router ------------------------------------------------------------------------
 
 
-def _is_router(places: Places, logits: int) -> bool:
+def _is_router(flow: ValueFlow, logits: int) -> bool:
     """Whether the columns of logits are those of a product with weights."""
-    values, value = places.graph.values, logits
+    values, value = flow.values, logits
     experts = values[logits].shape[-1]
     for _ in range(_WALK):
-        op = places.made_by(value)
+        op = flow.producer(value)
         if op is None or values[value].shape[-1] != experts:
             return False
         if op.name in _PRODUCTS:
-            weight = places.place(operand(op, _PRODUCTS[op.name]).id)
-            return weight is not None and _is_weight(places, weight.storage)
+            weight = flow.location(operand(op, _PRODUCTS[op.name]).id)
+            return weight is not None and _is_weight(flow, weight.storage)
         others = [i for i in op.inputs if values[i].elements == values[value].elements]
         if len(others) != 1 or values[others[0]].shape[-1] != experts:
             return False
@@ -276,19 +273,19 @@ def _is_router(places: Places, logits: int) -> bool:
     return False
 
 
-def _is_weight(places: Places, storage: int) -> bool:
-    source = places.straight(storage)
-    place = places.place(source)
-    return place is not None and places.graph.values[place.storage].role == "weights"
+def _is_weight(flow: ValueFlow, storage: int) -> bool:
+    source = flow.root(storage)
+    place = flow.location(source)
+    return place is not None and flow.values[place.storage].role == "weights"
 
 
-def _reaches_experts(places: Places, chosen: int) -> bool:
+def _reaches_experts(flow: ValueFlow, chosen: int) -> bool:
     """Whether the experts that were chosen say which rows are read, or how many each expert has."""
-    graph, front, seen = places.graph, [chosen], set[int]()
+    graph, front, seen = flow.graph, [chosen], set[int]()
     for _ in range(_WALK):
         following = []
         for value in front:
-            for op in places.readers[graph.values[value].storage]:
+            for op in flow.storage_users[graph.values[value].storage]:
                 if value not in op.inputs or op.id in seen:
                     continue
                 seen.add(op.id)

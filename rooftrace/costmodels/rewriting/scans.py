@@ -22,7 +22,7 @@ from rooftrace.costmodels.rewriting.indexing import (
     named,
     renamed,
 )
-from rooftrace.costmodels.rewriting.places import COPIES, beside
+from rooftrace.costmodels.rewriting.places import COPIES, ValueFlow, reads_across
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Argument, Op, Ref, Tensor
 
@@ -100,7 +100,7 @@ def _overwritten(walker: Walker, scan: Scan) -> bool:
     """Whether an op writes into an operand between the first op of the recurrence and its place."""
     values = walker.graph.values
     operands = {values[f.value].storage for f in scan.factors.values()}
-    writers = (op for s in operands for op in walker.places.writers.get(s, ()))
+    writers = (op for s in operands for op in walker.writers.get(s, ()))
     return any(scan.first <= op.id < scan.place.id for op in writers if op.id not in scan.dropped)
 
 
@@ -141,7 +141,7 @@ def _stored(walker: Walker, factor: ReadValue) -> bool:
 
 def _with_last(walker: Walker, scan: Scan) -> Scan:
     """The last state as what it is copied to, where that is a new cache that nothing else fills."""
-    readers = [] if scan.last is None else walker.readers[scan.last.value]
+    readers = [] if scan.last is None else walker.users[scan.last.value]
     blanks = [op for op in readers if op.name == "aten.zeros_like"]
     copies = [op for op in readers if op.name == "aten.copy_"]
     if scan.last is None or len(blanks) != 1 or len(copies) != 1 or len(readers) != 2:
@@ -150,7 +150,7 @@ def _with_last(walker: Walker, scan: Scan) -> Scan:
     cache = empty.outputs[0]
     values, outputs = walker.graph.values, walker.graph.outputs
     alike = values[cache].dtype == values[scan.last.value].dtype
-    if copy.inputs[0] != cache or walker.readers[cache] != [copy] or cache in outputs or not alike:
+    if copy.inputs[0] != cache or walker.users[cache] != [copy] or cache in outputs or not alike:
         return scan
     return replace(
         scan,
@@ -166,11 +166,11 @@ def _is_sum(op: Op) -> bool:
 def _with_ending(walker: Walker, scan: Scan) -> Scan:
     """y after D x and the gate, and the casts and cuts behind them, where nothing else reads it."""
     graph, now = walker.graph, scan.y
-    after_last = [] if scan.last is None else walker.readers[scan.last.value]
+    after_last = [] if scan.last is None else walker.users[scan.last.value]
     first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
     while True:
         op = walker.only_reader(now.value)
-        if op is None or beside(op) or op.repeats != scan.place.repeats:
+        if op is None or reads_across(op) or op.repeats != scan.place.repeats:
             return scan
         if op.id > first:  # the state behind the last token is read before
             return scan
@@ -228,9 +228,9 @@ def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str,
     return None
 
 
-def clamped(walker: Walker, factor: ReadValue) -> ReadValue:
+def clamped(flow: ValueFlow, factor: ReadValue) -> ReadValue:
     """A factor without the zeros that it is padded with: digits as long as its dimensions."""
-    shape = walker.graph.values[factor.value].shape
+    shape = flow.values[factor.value].shape
     dims = tuple(
         Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n - d.start)),), d.start)
         if len(d.atoms) == 1
@@ -252,12 +252,12 @@ def blank(walker: Walker, value: int) -> bool:
 # -- the op ----------------------------------------------------------------------------------------
 
 
-def emit_scan(walker: Walker, edit: Editor, scan: Scan) -> None:
+def emit_scan(edit: Editor, scan: Scan) -> None:
     """The kernels of a recurrence, and their results as the values that were read before."""
     like, values, sizes = edit.kernel_for(scan.place), edit.values, scan.sizes
     operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)
     for name, factor in scan.factors.items():
-        operands[name] = laid_out(edit, like, clamped(walker, factor), LAYOUTS[name])
+        operands[name] = laid_out(edit, like, clamped(edit.flow, factor), LAYOUTS[name])
     out, x = values[scan.y.value], values[scan.factors["x"].value]
     dtype = min(out.dtype, x.dtype, key=lambda name: precision(name).bits)
     order, strides = memory_order(scan.y, out, "bthp")
@@ -271,7 +271,7 @@ def emit_scan(walker: Walker, edit: Editor, scan: Scan) -> None:
         moved = edit.view(state, old.shape, old.stride, like.repeats)
         arguments = {"state": state, **operands, **scan.options, **layout}
         edit.emit(like, STATE_UPDATE, arguments, (moved, y))
-        edit.stands_for(like, Ref(moved), scan.written.outputs[0])
+        edit.reshape(like, Ref(moved), scan.written.outputs[0])
     else:
         held = tuple(sizes[axis] for axis in "bhpn")
         last = edit.value(held, wide, "activations", like.repeats)
@@ -280,8 +280,8 @@ def emit_scan(walker: Walker, edit: Editor, scan: Scan) -> None:
         else:
             edit.emit(like, SELECTIVE_SCAN, {**operands, **scan.options, **layout}, (y, last))
         if scan.last is not None:
-            replaces(edit, walker, like, last, scan.last, "bhpn")
-    replaces(edit, walker, like, y, scan.y, "bthp")
+            replaces(edit, like, last, scan.last, "bhpn")
+    replaces(edit, like, y, scan.y, "bthp")
 
 
 def _emit_dual(
@@ -350,22 +350,20 @@ def memory_order(
     )
 
 
-def replaces(
-    edit: Editor, walker: Walker, like: Op, made: int, before: ReadValue, axes: str
-) -> None:
-    """The value of before, and its views, as views of a new one; as a copy in its own precision."""
+def replaces(edit: Editor, like: Op, made: int, before: ReadValue, axes: str) -> None:
+    """Let a value, and its views, be views of a new one; a copy where its precision differs."""
     values = edit.values
     old = values[before.value]
     seen = _arranged(edit, like, Ref(made), before, axes)
     owner = made if old.dtype == values[made].dtype else before.value
-    for value in _views(walker, before.value):
+    for value in _views(edit.flow, before.value):
         values[value] = changed(values[value], storage=owner)
     if owner == before.value:
         values[owner] = changed(values[owner], stride=Tensor.contiguous(old.shape), then=None)
         cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
         edit.emit(like, "aten._to_copy.default", cast, (before.value,))
         return
-    edit.stands_for(like, seen, before.value)
+    edit.reshape(like, seen, before.value)
 
 
 def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
@@ -375,18 +373,14 @@ def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -
     return made if order == tuple(range(len(axes))) else edit.permuted(like, made, order)
 
 
-def _views(walker: Walker, value: int) -> set[int]:
+def _views(flow: ValueFlow, value: int) -> set[int]:
     """A value and the views that are taken of it."""
-    values, seen, front = walker.graph.values, set[int](), [value]
+    storage, seen, front = flow.values[value].storage, set[int](), [value]
     while front:
         now = front.pop()
         seen.add(now)
-        for op in walker.readers[now]:
-            front += [
-                i
-                for i in op.outputs
-                if values[i].storage == values[value].storage and i not in seen
-            ]
+        made = (i for op in flow.users[now] for i in op.outputs)
+        front += [i for i in made if flow.values[i].storage == storage and i not in seen]
     return seen
 
 
@@ -401,8 +395,8 @@ def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -
     sizes = tuple(atom.size for atom, _ in digits)
     if sizes != tensor.shape:
         ref = edit.viewed(like, ref, sizes, tuple(step for _, step in digits))
-    places = [atom.axis for atom, _ in digits]
-    order = tuple(places.index(axis) for axis in axes if axis in places)
+    present = [atom.axis for atom, _ in digits]
+    order = tuple(present.index(axis) for axis in axes if axis in present)
     if order != tuple(range(len(order))):
         ref = edit.permuted(like, ref, order)
     there = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}

@@ -78,9 +78,9 @@ class SmallRun:
                 self._op(op)
 
     def _loop(self, repeat: int, body: Sequence[Op], depth: int) -> None:
-        beside = [ref.then.value for op in body for ref in op.reads if ref.then is not None]
+        carried = [ref.then.value for op in body for ref in op.reads if ref.then is not None]
         for turn in range(self.graph.repeats[repeat].count):
-            before = {i: self.values[i] for i in beside if i in self.values}
+            before = {i: self.values[i] for i in carried if i in self.values}
             self._turn[repeat] = turn, before
             self._block(body, depth)
             for op in body:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.costmodels.rewriting.places import COPIES, VIEWS, Places
+from rooftrace.costmodels.rewriting.places import COPIES, VIEWS, ValueFlow
 from rooftrace.costmodels.rewriting.smallruns import KNOWN
 from rooftrace.tracer.graph import Op, OpGraph, Ref
 
@@ -47,7 +47,7 @@ class StateChain:
     rows: frozenset[int]
 
 
-class StateWiring(Places):
+class StateWiring(ValueFlow):
     """A graph as the search for chains reads it."""
 
     @cached_property
@@ -55,7 +55,7 @@ class StateWiring(Places):
         """Value -> the ops that read its numbers, also in the turn after, but for unused views."""
         reading = {
             value: [op for op in ops if op.name not in CREATED and op.id not in self.unused]
-            for value, ops in self.read_by.items()
+            for value, ops in self.users.items()
         }
         return defaultdict(list, reading)
 
@@ -73,9 +73,9 @@ class StateWiring(Places):
 
     def peeled(self, value: int) -> Op | None:
         """The op that made a value, whatever views and casts were taken of it."""
-        op = self.made_by(value)
+        op = self.producer(value)
         while op is not None and op.name in LAYOUT and len(op.inputs) == 1:
-            op = self.made_by(op.inputs[0])
+            op = self.producer(op.inputs[0])
         return op
 
     def size(self, value: int) -> int:
@@ -149,7 +149,7 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
     last = value = start.outputs[0]
     done: set[int] = set()
     while True:
-        op = wiring.made_by(value)
+        op = wiring.producer(value)
         if op is None:
             break
         if op.id in done:
@@ -174,9 +174,13 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
             step = op.reads[0]
         if not isinstance(step, Ref):
             break
-        beside = step.then
-        if beside is not None and (made := wiring.made_by(beside.value)) and made.id not in done:
-            value = beside.value
+        neighbour = step.then
+        if (
+            neighbour is not None
+            and (made := wiring.producer(neighbour.value))
+            and made.id not in done
+        ):
+            value = neighbour.value
         else:
             value = step.id
     if not turns:
@@ -231,7 +235,7 @@ class StateRegion:
             value = stack.pop()
             if value in self.leaves:
                 continue
-            op = self.wiring.made_by(value)
+            op = self.wiring.producer(value)
             if op is not None and op.id in self.ops:
                 continue
             if op is None or not self._fits(op, value):
@@ -250,7 +254,7 @@ class StateRegion:
     def _is_inside(self, value: int) -> bool:
         """Whether the storage of a value is made here."""
         owner = self.graph.values[value].storage
-        op = self.wiring.made_by(owner)
+        op = self.wiring.producer(owner)
         return op is not None and op.id in self.ops
 
     def _fits(self, op: Op, value: int) -> bool:
@@ -266,7 +270,7 @@ class StateRegion:
         source = -1
         while op is not None and op.name in PARTS | LAYOUT:
             source = op.inputs[0]
-            op = self.wiring.made_by(source)
+            op = self.wiring.producer(source)
         return op is None and self._is_fixed(source)
 
     def _is_in_time(self, op: Op, value: int) -> bool:
@@ -304,7 +308,7 @@ class StateRegion:
         return frozenset(
             leaf
             for leaf in self.leaves
-            if self.wiring.made_by(leaf) is None and self._is_fixed(leaf)
+            if self.wiring.producer(leaf) is None and self._is_fixed(leaf)
         )
 
     def _is_fixed(self, value: int) -> bool:
@@ -402,7 +406,7 @@ def behind(region: StateRegion, ends: Collection[int], starts: Collection[int]) 
         value = stack.pop()
         if value in starts:
             continue
-        op = wiring.made_by(value)
+        op = wiring.producer(value)
         if op is None or op.id not in region.ops:
             return None
         if op.id in needed:

@@ -58,7 +58,7 @@ class StateRule:
     scale: float = 1.0
     norms: tuple[float | None, float | None] = (None, None)
     is_log: bool = True
-    turned: bool = False
+    transposed: bool = False
     outer: int = 0
     into: Op | None = None
     room: Op | None = None
@@ -94,19 +94,19 @@ def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
     def number(value: int | None) -> int:
         return -1 if value is None else numbers.setdefault(value, len(numbers))
 
-    def said(item: Argument) -> Any:
+    def bind(item: Argument) -> Any:
         if isinstance(item, tuple):
-            return tuple(map(said, item))
+            return tuple(map(bind, item))
         if not isinstance(item, Ref):
             return item
         then = item.then
-        beside = then and (number(-2 - then.repeat), number(then.value), then.shift)
-        return Ref, number(item.id), item.every, beside
+        neighbour = then and (number(-2 - then.repeat), number(then.value), then.shift)
+        return Ref, number(item.id), item.every, neighbour
 
     def made(op: Op) -> tuple[Any, ...]:
         results = tuple((number(i), values[i].shape, values[i].dtype) for i in op.outputs)
         turns = ((number(-2 - r), graph.repeats[r].count) for r in op.repeats[rule.outer :])
-        items = tuple((name, said(item)) for name, item in op.arguments.items())
+        items = tuple((name, bind(item)) for name, item in op.arguments.items())
         return op.target, items, results, tuple(turns), tuple(op.steps.items())
 
     streams = tuple(
@@ -114,7 +114,7 @@ def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
         for role, s in sorted(rule.streams.items())
     )
     ends = number(rule.chain.first), number(rule.out.value), number(rule.chain.last)
-    return streams, rule.sizes, rule.turned, rule.out.order, ends, tuple(map(made, rule.ops))
+    return streams, rule.sizes, rule.transposed, rule.out.order, ends, tuple(map(made, rule.ops))
 
 
 @lru_cache(1024)
@@ -187,10 +187,10 @@ def _run(
                    "D": (long[letter], small[letter])}  # fmt: skip
         factors |= zip("IJ", ((n, n) for n in _table(graph, stream)), strict=False)
         pieces[stream.value] = _laid(graph, stream, arrays[role], factors)
-    state = [(long[d], small[d]) for d in ("BHVK" if rule.turned else "BHKV")]
+    state = [(long[d], small[d]) for d in ("BHVK" if rule.transposed else "BHKV")]
     dims = tuple((f,) if f[0] != 1 else () for f in state)
     if rule.chain.first is not None:
-        array = arrays["state"].transpose(0, 1, 3, 2) if rule.turned else arrays["state"]
+        array = arrays["state"].transpose(0, 1, 3, 2) if rule.transposed else arrays["state"]
         pieces[rule.chain.first] = SmallTensor(array.copy(), dims)
         if graph.values[rule.chain.first].shape != tuple(f[0] for f in state):
             raise NotRun("a state in another shape")
@@ -202,7 +202,7 @@ def _run(
     names = rule.out.order
     shape = [small["V" if d == "D" else d] for d in names]
     array = out.array.reshape(shape).transpose([names.index(d) for d in "BTHD" if d in names])
-    return array, last.transpose(0, 1, 3, 2) if rule.turned else last
+    return array, last.transpose(0, 1, 3, 2) if rule.transposed else last
 
 
 def _laid(
@@ -210,13 +210,13 @@ def _laid(
 ) -> SmallTensor:
     """Numbers [B, T, H, D], or a table [H, I] or [H, I, J], as a stream has them."""
     usual = [d for d in "BTHDIJ" if d in stream.order]
-    turned = array.transpose([usual.index(d) for d in stream.order])
+    transposed = array.transpose([usual.index(d) for d in stream.order])
     shape = graph.values[stream.value].shape
     left = [factors[d] for d in stream.order if factors[d][0] != 1]
     if [long for long, _ in left] != [n for n in shape if n != 1]:
         raise NotRun("a stream in another order")
     dims: list[Dim] = [(left.pop(0),) if n != 1 else () for n in shape]
-    return SmallTensor(turned.reshape(short(dims)).copy(), dims)
+    return SmallTensor(transposed.reshape(short(dims)).copy(), dims)
 
 
 @lru_cache(16)

@@ -22,6 +22,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy
+
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment, Sums
@@ -374,8 +376,6 @@ def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period
 
     Calls before the first period, and after the last one, are in no run.
     """
-    import numpy
-
     numbers: dict[Hashable, int] = {}
     calls = [numbers.setdefault(key, len(numbers)) for key in have]
     graph = [numbers.setdefault(key, len(numbers)) for key in wanted]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -348,8 +349,6 @@ def _fit(
     terms: Sequence[Sequence[float]], known: Sequence[float], tolerance: float
 ) -> float | None:
     """The value at the last point; None where a known one is missed by more than that."""
-    import numpy
-
     if any(value != value for value in known):  # there is no interval
         return float("nan")
     matrix, values = numpy.array(terms), numpy.array(known)

@@ -17,8 +17,8 @@ from rooftrace.measured.live.trainers import Watching
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _WITHOUT = (
-    "rooftrace.lightning_callback needs Lightning, which is not installed: pip install lightning, "
-    "or pytorch-lightning"
+    "rooftrace.tools.lightning_callback needs Lightning, which is not installed: pip install "
+    "lightning, or pytorch-lightning"
 )
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 """What a LightningModule that torch.compile wrapped has as its own attributes."""
@@ -32,7 +32,7 @@ _COUNTED = (
 def lightning_callback(**options: Any) -> Any:
     """A callback for Lightning's Trainer: MFU, tokens/s and step time beside the prediction.
 
-        trainer = lightning.Trainer(callbacks=[rooftrace.lightning_callback(chip="h100-sxm")])
+        trainer = lightning.Trainer(callbacks=[rooftrace.tools.lightning_callback(chip="h100-sxm")])
 
     It logs `rooftrace/mfu`, `rooftrace/tokens_per_s`, `rooftrace/step_s`,
     `rooftrace/expected_step_s` and the like through the module's own `log_dict`, every

@@ -71,7 +71,7 @@ class Watching:
 # The callback for the Trainer of transformers.
 
 _WITHOUT = (
-    "rooftrace.trainer_callback needs transformers, which is not installed: pip install "
+    "rooftrace.tools.trainer_callback needs transformers, which is not installed: pip install "
     '"rooftrace[hf]" accelerate'
 )
 
@@ -79,7 +79,7 @@ _WITHOUT = (
 def trainer_callback(**options: Any) -> Any:
     """A callback for transformers' Trainer: MFU, tokens/s and step time beside the prediction.
 
-        trainer = Trainer(..., callbacks=[rooftrace.trainer_callback(chip="h100-sxm")])
+        trainer = Trainer(..., callbacks=[rooftrace.tools.trainer_callback(chip="h100-sxm")])
 
     It adds `rooftrace/mfu`, `rooftrace/tokens_per_s`, `rooftrace/step_s`,
     `rooftrace/expected_step_s` and the like to the Trainer's own logs, at its logging steps, for

@@ -169,7 +169,7 @@ def calibrate(
     say(f"\nwritten to {out}; use it as --knobs {out}")
 
 
-def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[str, Any]]:
+def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run, dict[str, Any]]:
     """Measure a target at its sizes: the run, and the arguments that remain for the fit."""
     from rooftrace.measured.bench import measured_target
 
@@ -182,8 +182,8 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.Run, dict[
             f"--run measures the target as it is: leave out {', '.join(left)}; it takes --batch, "
             "--seq, --kv and --phase"
         )
-    sizes = rt.Request(job.get("batch"), job.get("seq"), job.get("kv"))
-    model = rt.execution_model(*arguments.get("execution", ("eager",)))
+    sizes = rt.types.Request(job.get("batch"), job.get("seq"), job.get("kv"))
+    model = rt.tools.execution_model(*arguments.get("execution", ("eager",)))
     run = measured_target(
         target, sizes, job.get("phases"), model.dispatch != "eager", progress=tell
     )

@@ -227,7 +227,7 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
 
     Every command takes the file in place of TARGET, and does not run the model again."""
     with once():
-        graphs = rt.priced_graphs(target, **arguments)
+        graphs = rt.tools.priced_graphs(target, **arguments)
         if out != "-":
             tell(f"writing {out}")
             rt.save(graphs, out)
@@ -290,7 +290,9 @@ def report_many(
 
     out = written.out
     with progress():
-        result = rt.reports(targets, out=out, formats=formats, style=written.style, **arguments)
+        result = rt.tools.reports(
+            targets, out=out, formats=formats, style=written.style, **arguments
+        )
     if result.reports:
         console().print(rendered(lambda: shown(result, "rich")))
     if out is not None and result.reports:

@@ -75,7 +75,7 @@ def run_script(
         raise SystemExit(result.script.code)
 
 
-def _document(result: rt.ScriptCost) -> dict[str, Any]:
+def _document(result: rt.types.ScriptCost) -> dict[str, Any]:
     """The run; of each row also the fields that a report has of a step.  `peak` is in bytes."""
     from rooftrace.reporting.sections import document
 

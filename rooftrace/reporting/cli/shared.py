@@ -71,7 +71,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
         return text.startswith(WARNING) or (kept is not None and kept.fullmatch(text) is not None)
 
     if not console.is_terminal:
-        with rt.telling(lambda text: complain(text, who="") if is_kept(text) else None):
+        with rt.tools.telling(lambda text: complain(text, who="") if is_kept(text) else None):
             yield
         return
 
@@ -94,7 +94,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
         else:
             status.update(Doing(text))
 
-    with console.status(Doing("starting")) as status, rt.telling(show):
+    with console.status(Doing("starting")) as status, rt.tools.telling(show):
         yield
 
 
@@ -168,7 +168,7 @@ class Written:
         """Write a result to the terminal, to stdout or to a file, and its timeline.
 
         document: the data of JSON; default `to_dict`.  of: the source of the timeline; default the
-        result.  how: of `rt.save_timeline`.  Returns whether it was the terminal.
+        result.  how: of `rt.tools.save_timeline`.  Returns whether it was the terminal.
         """
         from rooftrace._writing import write_bytes
         from rooftrace.reporting.text import shown
@@ -192,12 +192,12 @@ class Written:
     def write_timeline(self, result: Any, quiet: bool = False, **how: Any) -> None:
         """Write the timeline of a result, where --timeline names a file.
 
-        quiet: print nothing, as stdout holds a document.  how: of `rt.save_timeline`.
+        quiet: print nothing, as stdout holds a document.  how: of `rt.tools.save_timeline`.
         """
         if self.timeline is None:
             return
         with progress():
-            rt.save_timeline(result, self.timeline, **how)
+            rt.tools.save_timeline(result, self.timeline, **how)
         if not quiet:
             say(f"\ntimeline written to {self.timeline}; open it in ui.perfetto.dev")
 

@@ -87,7 +87,7 @@ def roofline(targets: tuple[str, ...], written: Written, arguments: dict[str, An
     with progress():
         result = rt.roofline(list(targets), **arguments)
         if written.plot is not None:
-            rt.plot_roofline(result, written.plot, style=written.style)
+            rt.tools.plot_roofline(result, written.plot, style=written.style)
     written.write(result)
 
 
@@ -190,13 +190,13 @@ def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
         raise RequestError("--find mesh: say how many chips, as --chips 64")
     with progress():
         if find == "critical-batch":
-            result: Any = rt.explore(target, plot=written.plot, **_without_find(arguments))
+            result: Any = rt.tools.explore(target, plot=written.plot, **_without_find(arguments))
         elif find in _MESHES:
-            result = getattr(rt, _MESHES[find])(target, **_without_find(arguments))
+            result = getattr(rt.tools, _MESHES[find])(target, **_without_find(arguments))
         else:
             result = rt.solve(target, **arguments)
         if written.plot is not None and find != "critical-batch":
-            rt.plot_answer(result, written.plot)
+            rt.tools.plot_answer(result, written.plot)
     written.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
@@ -285,9 +285,9 @@ def sweep(
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if save_form is not None:
-            rt.save_form(result.cases[0].form, save_form)
+            rt.tools.save_form(result.cases[0].form, save_form)
         if plot is not None:
-            rt.plot_sweep(result, plot)
+            rt.tools.plot_sweep(result, plot)
     Written(form=written.form).write(result)
     if written.form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
@@ -317,7 +317,7 @@ def _fleet(
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
-            result = rt.sweep_fleet(
+            result = rt.tools.sweep_fleet(
                 targets, out=written.out, scheduler=scheduler, rules=rules, **arguments
             )
         except KeyboardInterrupt as stop:

@@ -220,7 +220,7 @@ def _check_peers(graph: OpGraph, kernels: Sequence[Following], ranks: Sequence[i
     if two and len(ranks) > 1:
         raise RequestError(
             f"every_rank: the step has a {two} to a single process, so others do not do the same: "
-            "write the traced rank alone, and trace others by rt.fake_mesh(sizes, rank=...)"
+            "write the traced rank alone, and trace others by rt.tools.fake_mesh(sizes, rank=...)"
         )
 
 
@@ -334,7 +334,7 @@ def _moved(name: str, group: Group, mesh: Mapping[str, int], rank: int) -> tuple
         raise RequestError(
             f"the group {name!r} of ranks {', '.join(map(str, group.ranks))} lies along no axis of "
             f"the mesh, so that of rank {rank} is not known: write the traced rank alone, and "
-            f"trace others by rt.fake_mesh(sizes, rank={rank})"
+            f"trace others by rt.tools.fake_mesh(sizes, rank={rank})"
         )
     return tuple(moved)
 

@@ -1,7 +1,4 @@
-"""Small figures inside of a page of HTML: SVG as an image, so that nothing in it can act.
-
-Stacked bars of shares or of amounts, and points on a diagonal.  They need no library.
-"""
+"""Small figures in a page of HTML, as SVG images that cannot act: stacked bars, parity points."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _FONT = "ui-monospace,Menlo,Consolas,monospace"
 
 
 def image(svg: str, about: str) -> str:
-    """An <img> with an SVG inside.  about: what it shows, in words."""
+    """An <img> with an SVG inside.  about: its text for readers who do not see it."""
     data = base64.b64encode(svg.encode()).decode()
     return (
         f'<img alt="{_escaped(about)}" style="max-width:100%;margin-top:6px" '
@@ -81,8 +78,8 @@ def _legend(tones: dict[str, str], top: int) -> Iterator[tuple[int, str]]:
 
 def point_svg(title: str, points: Sequence[ParityPoint]) -> str:
     """Predicted over measured seconds, both logarithmic; on the line they are equal."""
-    shown = sorted((p for p in points if p.measured > 0 and p.predicted > 0), key=_weight)
-    shown = shown[-MOST_POINTS:]
+    shown = [p for p in points if p.measured > 0 and p.predicted > 0]
+    shown = sorted(shown, key=lambda point: point.weight)[-MOST_POINTS:]
     if not shown:
         return _svg(30, [_text(8, 18, f"{title}: nothing to draw")])
     values = [value for point in shown for value in (point.predicted, point.measured)]
@@ -112,10 +109,6 @@ def point_svg(title: str, points: Sequence[ParityPoint]) -> str:
     legend = list(_legend(tones, top + side + 38))
     height = top + side + 38 + 20 * len({y for y, _ in legend}) + 6
     return _svg(height, [*body, *(line for _, line in legend)])
-
-
-def _weight(point: ParityPoint) -> float:
-    return point.weight
 
 
 def _svg(height: float, body: Sequence[str]) -> str:

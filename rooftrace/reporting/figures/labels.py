@@ -1,7 +1,7 @@
-"""Where to put labels so that none covers another, a point or a line.  Pixels in, pixels out.
+"""Places labels so that none covers another, a point or a line.  Pixels in, pixels out.
 
-Deterministic: each label takes the cheapest of a fixed set of places around its anchor, given where
-the others are, until nothing moves.
+Deterministic: each label takes the cheapest of a fixed set of places around its anchor, with the
+others where they are, until nothing moves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 REACHES = (7, 14, 24, 38, 56, 80, 110, 150, 200, 260, 330)  # pixels between anchor and label
 DIRECTIONS = 16
 PASSES = 4
-# What a label may not do, may hardly do, and rather should not do, in pixels of distance.
+# The cost of faults of a place, in pixels of distance.
 OVER_LABEL, OUTSIDE, OVER_POINT, CROSSING, OVER_LINE = 1e7, 1e7, 1e6, 2000.0, 250.0
 
 
@@ -24,6 +24,11 @@ class Box(NamedTuple):
     y0: float
     x1: float
     y1: float
+
+    @classmethod
+    def around(cls, x: float, y: float, width: float, height: float) -> Box:
+        """The box with this middle and size."""
+        return cls(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
 
     def overlaps(self, other: Box, gap: float = 0.0) -> bool:
         """Whether the two come closer than `gap`."""
@@ -44,7 +49,7 @@ class Box(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What has to be placed: the point it belongs to, and its size.
+    """A label to place: the point it belongs to, and its size.
 
     slide: pixels to the left of the point that are as good, for the label of a horizontal line.
     first: placed before the others, and not moved again.
@@ -111,15 +116,7 @@ def candidates(label: Label) -> Iterator[tuple[float, Box]]:
             angle = math.pi / 8 * (0.5 + turn)
             x = label.x + math.cos(angle) * reach + math.cos(angle) * label.width / 2
             y = label.y + math.sin(angle) * reach + math.sin(angle) * label.height / 2
-            yield (
-                reach,
-                Box(
-                    x - label.width / 2,
-                    y - label.height / 2,
-                    x + label.width / 2,
-                    y + label.height / 2,
-                ),
-            )
+            yield reach, Box.around(x, y, label.width, label.height)
 
 
 def leader(label: Label, box: Box) -> Iterator[tuple[float, float]]:
@@ -160,9 +157,9 @@ def _cost(
     cost += CROSSING * sum(any(box.contains(*spot) for spot in other) for other in leaders)
     if cost >= limit:
         return cost
-    own = list(leader(label, box))
+    spots = list(leader(label, box))
     foreign = [point for point in points if not point.contains(label.x, label.y)]
     cost += CROSSING * sum(
-        any(other.contains(*spot) for spot in own) for other in (*boxes, *foreign)
+        any(other.contains(*spot) for spot in spots) for other in (*boxes, *foreign)
     )
     return cost

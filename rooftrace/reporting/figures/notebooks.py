@@ -1,4 +1,4 @@
-"""Figures that a notebook shows below the table of a result, by the type of the result."""
+"""The figure that a notebook shows below the table of a result, by the type of the result."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import Results
 from rooftrace.tracer.graph import OpGraph
 
-
-def figure_of_measured(result: Any) -> str:
-    """The HTML of the figure of a Validation or a Calibration; "" for another type."""
-    if isinstance(result, Validation):
-        return of_validation(result)
-    return of_calibration(result) if isinstance(result, Calibration) else ""
+_PARTS = 8
+"""Parts of a bar with a colour each; the rest is one part."""
 
 
-def of_validation(result: Validation) -> str:
-    """A point for each step or kernel: predicted over measured seconds."""
+@singledispatch
+def figure_of(result: Any) -> str:
+    """The HTML of the figure; "" for a type without one."""
+    return ""
+
+
+@figure_of.register
+def _(result: Validation) -> str:
     points, _ = parity_points(result)
     title = "predicted and measured seconds"
     return image(point_svg(title, points), title) if points else ""
 
 
-def of_calibration(result: Calibration) -> str:
-    """The mean error of predictions without knobs, with them, and on what a fit had not seen."""
+@figure_of.register
+def _(result: Calibration) -> str:
     errors = {"without knobs": result.before, "fitted": result.fit.errors}
     if result.fit.left_out is not None:
         errors["left out"] = result.fit.left_out
@@ -42,44 +44,22 @@ def of_calibration(result: Calibration) -> str:
         Bar("", name, {"mean error": each.mean}, f"{each.mean:.1%} of {each.count}")
         for name, each in errors.items()
     ]
-    title = "mean error of predicted times"
-    return image(bar_svg(title, bars), title)
+    return _bars("mean error of predicted times", bars)
 
 
-# -- notebooks -------------------------------------------------------------------------------------
-# The one figure that a notebook shows below the table of a result, by its type.
-
-_PARTS = 8
-"""Parts of a bar with a colour of their own; the rest is one part."""
-
-
-def figure_of(result: Any) -> str:
-    """The HTML of the figure; "" for a type without one."""
-    if type(result).__module__.startswith("rooftrace.measured"):
-        # A report of predictions does not load the code about measured time.
-
-        return figure_of_measured(result)
-    return _figure(result)
-
-
-@singledispatch
-def _figure(result: Any) -> str:
-    return ""
-
-
-@_figure.register
+@figure_of.register
 def _(result: Results) -> str:
     kind = words.time_word(each for _, _, each in result.of_first_chip())
     return _bars(f"{kind} time by family", family_bars(result))
 
 
-@_figure.register
+@figure_of.register
 def _(result: Estimate) -> str:
     estimates = {result.phase: {result.execution.name: {result.chip.name: result}}}
-    return _figure(Results(estimates, {}, {result.phase: result.plan.source}))
+    return figure_of(Results(estimates, {}, {result.phase: result.plan.source}))
 
 
-@_figure.register
+@figure_of.register
 def _(result: Breakdown) -> str:
     parts = {row.key or "(root)": row.t_device for row in result.rows}
     total = format_time(sum(parts.values()))
@@ -87,7 +67,7 @@ def _(result: Breakdown) -> str:
     return _bars(f"seconds of kernels by {result.by}", [bar] if parts else [])
 
 
-@_figure.register
+@figure_of.register
 def _(result: Diff) -> str:
     kind = "expected" if result.expected else "bound"
     bars = []
@@ -98,7 +78,7 @@ def _(result: Diff) -> str:
     return _bars(f"{kind} time before and after", bars)
 
 
-@_figure.register
+@figure_of.register
 def _(result: OpGraph) -> str:
     from rooftrace.costmodels.estimates import estimate
 

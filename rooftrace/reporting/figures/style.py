@@ -1,24 +1,24 @@
-"""Colours, sizes and the blank sheet that every figure shares.  Knows no numbers.
+"""The kit of all figures: colours, sheets, axes, ticks, legends, and texts that keep clear.
 
-Colours that mean something are those of `figures.palette`, the same on every output.  Figures are
-made with matplotlib's objects alone: nothing global stays set, nothing needs a display.
+Colours with a meaning are those of the palette in `printing`, the same on every output.  Figures
+are made with matplotlib's objects alone: no global settings, no display.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.figures import printing
+from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.figures.printing import SCREEN, Medium
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
 
 DPI = 150  # of the canvas that labels are placed on
 MARGIN = 0.144  # inches left and right of a title
@@ -79,10 +79,9 @@ def sheet(height: float, title: str, subtitle: str = "") -> Figure:
 def headed(
     medium: Medium, body: float, title: str, subtitles: Sequence[str] = ()
 ) -> tuple[Figure, float]:
-    """A blank figure with its title at the top left, and so many inches free below it.
+    """A blank figure with its title at the top left and `body` inches below it, and its height.
 
-    Texts take as many lines as they need; each subtitle begins a new one.  Returns the figure and
-    the height of all of it.
+    Texts take as many lines as they need; each subtitle begins a new one.
     """
     room = medium.width - 2 * MARGIN
     heads = printing.wrapped(title, medium.title, room, bold=True)
@@ -114,13 +113,31 @@ def _blank(medium: Medium, height: float) -> Figure:
 
 
 def plain_axes(axes: Axes) -> None:
-    """Take away the frame and soften what is left."""
+    """Hide the top and right spine; soften the others and the ticks."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(GREY)
     axes.tick_params(colors=FAINT, labelsize=10)
     axes.set_axisbelow(True)
+
+
+def grid_axes(axes: Axes) -> None:
+    """A grid behind the marks; no top and right spine."""
+    axes.grid(color=GRID)
+    axes.set_axisbelow(True)
+    for spine in ("top", "right"):
+        axes.spines[spine].set_visible(False)
+
+
+def log_axes(axes: Axes, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Log-log axes between these limits, with a grid of decades."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
+    plain_axes(axes)
+    axes.grid(True, which="major", color=GRID, linewidth=0.8)
 
 
 def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None) -> None:
@@ -136,20 +153,20 @@ def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None
     long, each = (size.width, 95) if axis.axis_name == "x" else (size.height, 30)
     stride = max(1, math.ceil((last - first + 1) * each / long))
     between = range(2, 10) if stride == 1 else ()
-    places = [10.0**n for n in range(first, last + 1) if n % stride == 0]
+    major = [10.0**n for n in range(first, last + 1) if n % stride == 0]
     minor = [k * 10.0**n for n in range(first - 1, last + 1) for k in between or (1,)]
-    if len(places) < 3 and stride == 1:
-        places = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
-    axis.set_major_locator(ticker.FixedLocator([v for v in places if low <= v <= high]))
+    if len(major) < 3 and stride == 1:
+        major = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
+    axis.set_major_locator(ticker.FixedLocator([v for v in major if low <= v <= high]))
     axis.set_minor_locator(
-        ticker.FixedLocator([v for v in minor if low <= v <= high and v not in places])
+        ticker.FixedLocator([v for v in minor if low <= v <= high and v not in major])
     )
     axis.set_major_formatter(lambda value, _: (wording or decade_words)(value))
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def decade_words(value: float) -> str:
-    """ "0.1", "1", "1,000"; a power of ten that is not read easily as such: 10 with an exponent."""
+    """ "0.1", "1", "1,000"; very large and small ones as 10 with an exponent."""
     if 1e-4 < value < 1e6:
         return f"{value:,.6g}"
     power = math.floor(math.log10(value) + 1e-9)
@@ -172,27 +189,27 @@ LEGEND_LINE = 0.20
 
 
 def legend_columns(labels: Sequence[str], room: float) -> int:
-    """How many keys stand side by side in so many inches; columns are as wide as their widest."""
+    """The number of columns of keys in so many inches; a column is as wide as its widest key."""
     widths = [printing.width_of(label, 9) + 0.38 for label in labels]
     for lines in range(1, len(labels)):
         columns = math.ceil(len(labels) / lines)
         longer = len(labels) % columns  # as matplotlib shares keys out: the first have one more
-        sizes = [len(labels) // columns + (place < longer) for place in range(columns)]
-        starts = [sum(sizes[:place]) for place in range(columns)]
+        sizes = [len(labels) // columns + (column < longer) for column in range(columns)]
+        starts = [sum(sizes[:column]) for column in range(columns)]
         if sum(max(widths[a : a + n]) for a, n in zip(starts, sizes, strict=True)) <= room:
             return columns
     return 1
 
 
 def legend_height(labels: Sequence[str], room: float) -> float:
-    """Inches that keys of these names take, in as many lines as they need."""
+    """The inches of keys of these names, in as many lines as they need."""
     return LEGEND_LINE * math.ceil(len(labels) / legend_columns(labels, room)) if labels else 0.0
 
 
 def row_legend(
     axes: Axes, handles: Sequence[Any], at: tuple[float, float], pad: float, room: float
 ) -> None:
-    """Keys whose lower left corner is at this place of the axes, in lines of so many inches."""
+    """Keys with their lower left corner at this place of the axes, in lines of `room` inches."""
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -211,7 +228,101 @@ def row_legend(
     )
 
 
-def extent(text: Text, renderer: Any) -> Bbox:
-    """The place that a text takes, in pixels."""
-    printing.take_literally(text)
-    return text.get_window_extent(renderer)
+def side_legend(axes: Axes) -> None:
+    """Keys at the right of the axes, one below another."""
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, labelspacing=0.9
+    )
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def note(
+    axes: Axes,
+    text: str,
+    at: tuple[float, float],
+    shift: tuple[float, float],
+    side: str = "left",
+    size: float = 9,
+    colour: str = FAINT,
+    **more: Any,
+) -> None:
+    """A text at a place in data, shifted by some points; `side` of it is at the place."""
+    how = {"va": "bottom", "fontsize": size, "ha": side, "color": colour, **more}
+    axes.annotate(text, at, xytext=shift, textcoords="offset points", **how)
+
+
+def halo() -> list[Any]:
+    """The path effects of a text over lines: a white outline."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlotText:
+    """A text of a plot and the point (in data) that it belongs to.
+
+    slide: pixels that it may move to the left, along a horizontal line.  first: placed before the
+    others.  leader: a line joins it to its point.
+    """
+
+    x: float
+    y: float
+    text: str
+    colour: str
+    size: float = 9
+    weight: str = "normal"
+    slide: float = 0.0
+    first: bool = False
+    leader: bool = True
+
+
+def mark_box(axes: Axes, x: float, y: float, size: float) -> Box:
+    """The pixels of a mark at a point in data, and 2 points around it.  size: in points."""
+    middle_x, middle_y = map(float, axes.transData.transform((x, y)))
+    side = 2 * (0.5 * size + 2) * DPI / 72
+    return Box.around(middle_x, middle_y, side, side)
+
+
+def place_texts(
+    figure: Figure,
+    axes: Axes,
+    texts: Sequence[PlotText],
+    marks: Sequence[Box],
+    line: Sequence[tuple[float, float]],
+) -> list[tuple[PlotText, Label, Box]]:
+    """Write texts clear of each other, of marks and of a sampled line; the place of each."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    labels, written = [], []
+    for text in texts:
+        drawn = figure.text(
+            0, 0, text.text, fontsize=text.size, color=text.colour, fontweight=text.weight,
+            zorder=7, linespacing=1.15, va="bottom", ha="left", path_effects=halo(),
+        )  # fmt: skip
+        printing.take_literally(drawn)
+        extent = drawn.get_window_extent(renderer)
+        x, y = map(float, axes.transData.transform((text.x, text.y)))
+        width, height = float(extent.width) + 4, float(extent.height) + 2
+        inset = 5 if text.slide else 0
+        labels.append(Label(x - inset, y, width, height, text.slide, text.first))
+        written.append(drawn)
+    frame = axes.get_window_extent()
+    inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
+    boxes = place(labels, inside, points=marks, line=line)
+    to_sheet = figure.transFigure.inverted()
+    for drawn, box in zip(written, boxes, strict=True):
+        x, y = map(float, to_sheet.transform((box.x0 + 2, box.y0 + 1)))
+        drawn.set_position((x, y))
+    return list(zip(texts, labels, boxes, strict=True))
+
+
+def join(figure: Figure, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    """A thin line from pixel to pixel."""
+    from matplotlib.lines import Line2D
+
+    ends = figure.transFigure.inverted().transform([start, end])
+    figure.add_artist(
+        Line2D(ends[:, 0], ends[:, 1], color=colour, linewidth=0.9, alpha=0.8, zorder=4)
+    )

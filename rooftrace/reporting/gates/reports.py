@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from rooftrace._escapes import toml_key, visible
 from rooftrace.hardware.units import listed, plural
 from rooftrace.reporting.locks.records import WAITING
-from rooftrace.reporting.renderers import as_page, model as view, units
+from rooftrace.reporting.renderers import as_page, units, view
 
 if TYPE_CHECKING:
     from rooftrace.reporting.locks.checking import GateOutcome, ModuleShift, Shift

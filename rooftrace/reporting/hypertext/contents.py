@@ -201,8 +201,7 @@ def formula_of(op: Op) -> str:
 # -- contents --------------------------------------------------------------------------------------
 # What the script of a report's page draws from: plain numbers and texts of a report, as JSON.
 #
-# Quantities are FLOP, byte, second, FLOP/byte.  `Page` in site/app/src/contents.ts has the same
-# fields.
+# Quantities are FLOP, byte, second, FLOP/byte; `Page` of site/app/src/contents.ts has these fields.
 
 MOMENTS = 500
 """Moments of a memory timeline: about as many as a figure has pixels for."""

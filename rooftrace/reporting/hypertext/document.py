@@ -16,7 +16,7 @@ from rooftrace._escapes import to_json, visible
 from rooftrace._outputs import MARK
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import runs
-from rooftrace.reporting.renderers.model import Column, Image, Note, Part, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Image, Note, Part, Section, Table, View
 from rooftrace.reporting.renderers.words import short_module
 
 if TYPE_CHECKING:

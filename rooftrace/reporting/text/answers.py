@@ -9,7 +9,6 @@ from typing import Any
 from rooftrace.costmodels.explaining import decode_forms
 from rooftrace.costmodels.solving import Disaggregated, rates, serving, workloads
 from rooftrace.hardware.units import (
-    MISSING,
     format_bandwidth,
     format_capacity,
     format_flop_rate,
@@ -17,10 +16,8 @@ from rooftrace.hardware.units import (
     format_time,
     plural,
 )
-from rooftrace.reporting.renderers import model as view, units
-
-# -- answers ---------------------------------------------------------------------------------------
-# Answers in words: the answer first, then its margin, the second best, and what it rests on.
+from rooftrace.reporting.renderers import units, view, words
+from rooftrace.reporting.text.folding import entry, grounds
 
 _ROWS = 10
 _FRONT = 8
@@ -30,7 +27,6 @@ _LIMITS = {
 }  # fmt: skip
 _DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _digits(value))
 _JOULES = units.Unit("J", "number", lambda value: f"{_digits(value)} J")
-_SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
 def _digits(value: float) -> str:
@@ -44,9 +40,7 @@ def _digits(value: float) -> str:
 def serving_view(result: serving.ServingAnswer, output: view.Output) -> view.View:
     """The best deployment, its margin, the best of others, and the front of both speeds."""
     sections = [
-        view.Section(
-            parts=[view.Note(result.title, "strong"), view.Note(_capital(result.question))], place=1
-        ),
+        asked(result.title, result.question),
         view.Section(title="Answer", parts=list(_answer(result)), place=2),
     ]
     if len(result.rows) > 1:
@@ -65,8 +59,14 @@ def serving_view(result: serving.ServingAnswer, output: view.Output) -> view.Vie
             _table(result, front, speeds=True),
         ]
         sections.append(view.Section(title="Trade-off", parts=parts, place=4))
-    sections.append(_grounds(result.rests, result.left_out, 5))
+    sections.append(grounds(result.rests, result.left_out, 5))
     return view.View(tuple(sections), result.title)
+
+
+def asked(title: str, question: str) -> view.Section:
+    """The title of an answer, and its question as a sentence."""
+    question = f"{question[:1].upper()}{question[1:]}"
+    return view.Section(parts=[view.Note(title, "strong"), view.Note(question)], place=1)
 
 
 def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
@@ -75,36 +75,33 @@ def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
         yield view.Note(f"nothing does: {result.evaluated:,} candidates were evaluated", "bad")
         nearest = result.nearest
         if nearest is not None:
-            yield view.Note(f"nearest: {_told(nearest, result.name)}", "strong", bullet=1)
+            yield view.Note(f"nearest: {_deployed(nearest, result.name)}", "strong", bullet=1)
             for name, free in result.margins(nearest).items():
                 if free < 0:
                     yield view.Note(f"{_LIMITS[name]} {_value(nearest, name)}, {-free:.1%} over "
                                     f"{_limit(result, nearest, name)}", bullet=1)  # fmt: skip
         return
-    yield view.Note(_told(best, result.name), "strong")
-    worth = _worth(best, result)
+    yield view.Note(_deployed(best, result.name), "strong")
     for name, free in result.margins(best).items():
         yield view.Note(
             f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: "
             f"{free:.1%} left",
             bullet=1,
         )
-    yield view.Note(", ".join(worth), bullet=1)
+    yield view.Note(", ".join(_worth(best, result)), bullet=1)
     yield from _edge(result, best)
     if result.second is not None:
-        second = result.second
-        yield view.Note(
-            f"second best: {_told(second, result.name)}; {', '.join(_worth(second, result))}",
-            bullet=1,
-        )
+        second = _deployed(result.second, result.name)
+        worth = ", ".join(_worth(result.second, result))
+        yield view.Note(f"second best: {second}; {worth}", bullet=1)
 
 
 def _edge(result: serving.ServingAnswer, best: Any) -> Iterator[view.Note]:
-    """What the next size breaks, and between which sizes the answer may lie."""
+    """The limits that the next size breaks, and the sizes between which the answer may lie."""
     size = best.sizes[result.name]
     if result.breaks and result.objective == "largest":
-        words = " and ".join(_LIMITS[name] for name in result.breaks)
-        yield view.Note(f"{result.name} {size + 1:,} breaks: {words}", bullet=1)
+        broken = " and ".join(_LIMITS[name] for name in result.breaks)
+        yield view.Note(f"{result.name} {size + 1:,} breaks: {broken}", bullet=1)
     elif size == result.sizes[1]:
         yield view.Note(
             f"{result.name} {size:,} is the largest that was looked at; --over {result.name}=1..N "
@@ -120,7 +117,8 @@ def _edge(result: serving.ServingAnswer, best: Any) -> Iterator[view.Note]:
         )  # fmt: skip
 
 
-def _told(row: Any, name: str) -> str:
+def _deployed(row: Any, name: str) -> str:
+    """ "batch 64, kv 4,096 on 8 x h100-sxm (serving, bf16)"."""
     chips = f"{row.chips} x {row.chip}" if row.chips > 1 else row.chip
     sizes = [f"{name} {row.sizes[name]:,}"]
     sizes += [f"{other} {size:,}" for other, size in row.sizes.items() if other != name]
@@ -155,19 +153,18 @@ def _limit(result: serving.ServingAnswer, row: Any, name: str) -> str:
 
 
 def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = False) -> view.Table:
-    several = [n for n in rows[0].labels if len({str(r.labels.get(n)) for r in rows}) > 1]
-    item, decodes = result.item, rows[0].labels.get("phase") == "decode"
+    unit, decodes = result.item, rows[0].labels.get("phase") == "decode"
     columns = [
-        view.Column("chips", _SIZE, "chips"),
+        view.Column("chips", units.EXACT, "chips"),
         view.Column("chip", units.TEXT, "chip"),
-        *(view.Column(name, units.TEXT, name) for name in several),
-        view.Column(result.name, _SIZE, result.name),
+        *_labels(rows),
+        view.Column("size", units.EXACT, result.name, of=entry("sizes", result.name)),
         view.Column("tpot", units.SECOND, "time per token" if decodes else "step"),
         view.Column("ttft", units.SECOND, "time to first token", short="to first", drop=1),
-        view.Column("per_user", units.RATE, f"{item}s/s of a user", short="user/s"),
-        view.Column("per_chip", units.RATE, f"{item}s/s of a chip", short="chip/s"),
-        view.Column("dollars", _DOLLARS, f"per million {item}s", short="$/M"),
-        view.Column("joules", _JOULES, f"J per {item}", short="J each", drop=2),
+        view.Column("per_user", units.RATE, f"{unit}s/s of a user", short="user/s"),
+        view.Column("per_chip", units.RATE, f"{unit}s/s of a chip", short="chip/s"),
+        view.Column("dollars", _DOLLARS, f"per million {unit}s", short="$/M"),
+        view.Column("joules", _JOULES, f"J per {unit}", short="J each", drop=2),
         view.Column("memory", units.CAPACITY, "memory", drop=2),
         view.Column("limiter", units.TEXT, "limited by", drop=3),
     ]
@@ -175,16 +172,13 @@ def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = Fa
         columns = [column for column in columns if column.key != "ttft"]
     if not speeds:
         columns = [column for column in columns if column.key != "per_user"]
-    return view.Table(columns=columns, rows=[_row(row) for row in rows], padded=False)
+    return view.Table(columns=columns, rows=rows, padded=False)
 
 
-def _row(row: Any) -> dict[str, Any]:
-    values = {
-        "chips": row.chips, "chip": row.chip, **row.labels, **row.sizes, "tpot": row.tpot,
-        "ttft": row.ttft, "per_user": row.per_user, "per_chip": row.per_chip,
-        "dollars": row.dollars, "joules": row.joules, "memory": row.memory, "limiter": row.limiter,
-    }  # fmt: skip
-    return {name: MISSING if value is None else value for name, value in values.items()}
+def _labels(rows: Sequence[Any]) -> Iterator[view.Column]:
+    """A column for each label in which rows differ."""
+    for name in words.differing([row.labels for row in rows]):
+        yield view.Column(name, units.TEXT, name, of=entry("labels", name))
 
 
 def _spread(rows: Sequence[Any], most: int) -> list[Any]:
@@ -198,7 +192,7 @@ def _spread(rows: Sequence[Any], most: int) -> list[Any]:
 
 
 def rates_view(result: rates.RatesAnswer, output: view.Output) -> view.View:
-    """What limits a step now, and each rate at which computing would."""
+    """The limit of a step now, and each rate at which computing would limit it."""
     title = _head(result.title, result.sizes, result.chip)
     head: list[view.Part] = [
         view.Note(title, "strong"),
@@ -250,7 +244,7 @@ def passing_view(result: rates.PassingAnswer, output: view.Output) -> view.View:
     rows = [x for x in (result.before, result.after) if x is not None]
     table = view.Table(
         columns=[
-            view.Column("size", _SIZE, result.name),
+            view.Column("size", units.EXACT, result.name),
             view.Column("attention", units.SECOND, "attention"),
             view.Column("mlp", units.SECOND, "MLP"),
             view.Column("step", units.SECOND, "step"),
@@ -264,25 +258,18 @@ def passing_view(result: rates.PassingAnswer, output: view.Output) -> view.View:
 def capacity_view(result: workloads.CapacityAnswer, output: view.Output) -> view.View:
     """The least number of each chip that holds a step."""
     title = _head(result.title, result.sizes)
-    labels: Mapping[str, Any] = result.rows[0].labels
-    several = [n for n in labels if len({str(row.labels.get(n)) for row in result.rows}) > 1]
-    rows = [
-        {"chips": r.chips, "chip": r.chip, **r.labels, "memory": r.memory, "weights": r.weights,
-         "kv": r.kv, "used": r.used, "dollars": MISSING if r.dollars is None else r.dollars}
-        for r in result.rows
-    ]  # fmt: skip
     table = view.Table(
         columns=[
-            view.Column("chips", _SIZE, "chips"),
+            view.Column("chips", units.EXACT, "chips"),
             view.Column("chip", units.TEXT, "chip"),
-            *(view.Column(name, units.TEXT, name) for name in several),
+            *_labels(result.rows),
             view.Column("memory", units.CAPACITY, "memory"),
             view.Column("weights", units.CAPACITY, "weights", drop=1),
             view.Column("kv", units.CAPACITY, "cache", drop=1),
             view.Column("used", units.SHARE, "of their memory"),
             view.Column("dollars", _DOLLARS, "dollars an hour", short="$/h"),
         ],
-        rows=rows,
+        rows=result.rows,
     )
     best = result.rows[0]
     answer = f"fewest: {best.chips} x {best.chip}, {best.used:.0%} full"
@@ -293,29 +280,18 @@ def capacity_view(result: workloads.CapacityAnswer, output: view.Output) -> view
 def _three(
     title: str, head: Sequence[view.Part], made: view.Section, rests: Iterable[str]
 ) -> view.View:
-    """The answer in words, what it is made of, and what it rests on."""
-    return view.View((view.Section(parts=[*head], place=1), made, _grounds(rests, (), 3)), title)
+    """The answer in words, the numbers that it is made of, and its grounds."""
+    return view.View((view.Section(parts=[*head], place=1), made, grounds(rests, (), 3)), title)
 
 
 def _head(title: str, sizes: Mapping[str, int], chip: str = "") -> str:
-    """The title of an answer with the sizes that it is at."""
+    """The title of an answer with its chip and sizes."""
     at = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
     on = f"{title} on {chip}" if chip else title
     return f"{on}, {at}" if at else on
 
 
-def _grounds(rests: Iterable[str], left_out: Iterable[str], place: int) -> view.Section:
-    parts = [view.Note(ground, "faint", bullet=1) for ground in rests]
-    parts += [view.Note(f"left out: {reason}", "faint", bullet=1) for reason in left_out]
-    return view.Section(title="What it rests on", parts=parts, place=place)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 # -- disaggregations -------------------------------------------------------------------------------
-# Prefill and decode on chips of their own in words: a row for each, and the cache between them.
 
 _COLUMNS = (
     view.Column("phase", units.TEXT, "Phase", short="phase"),
@@ -331,7 +307,7 @@ _COLUMNS = (
 
 
 def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
-    """A row for each phase, then what goes between them and how many chips of each balance."""
+    """A row each for prefill and decode on separate chips; the cache sent; how many of each."""
     sent = (
         f"cache of a request of {result.prompt:,} tokens: {format_capacity(result.kv_bytes)} from "
         f"chip to chip, {format_time(result.transfer)} over {result.system}, "
@@ -350,7 +326,6 @@ def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
 
 
 # -- explorations ----------------------------------------------------------------------------------
-# An exploration in words: intensities, least batches, and what stands in the way.
 
 
 def _intensity(ratio: float) -> str:
@@ -385,25 +360,24 @@ _EXPLORED = (
 def exploration_view(result: decode_forms.Exploration, output: view.Output) -> view.View:
     """A row for each number of devices and length of the cache."""
     rates = result.rates
-    told = ", ".join(
+    precisions = ", ".join(
         f"{name} {value}"
         for name, value in zip(("dtype", "weights", "cache"), result.precisions, strict=True)
         if value
     )
-    head = f"{result.title}, decode; {result.chip}, {result.execution}" + (
-        f"; {told}" if told else ""
-    )
-    how = (
+    where = f"{result.title}, decode; {result.chip}, {result.execution}"
+    head = "; ".join(filter(None, (where, precisions)))
+    conditions = (
         f"{format_flop_rate(rates.peak)}, {format_bandwidth(rates.memory)}, link "
         f"{format_bandwidth(rates.link)}; {result.experts:,} routed experts in a layer; computing "
         f"limits at {result.alpha:g} of the slower of HBM and link"
     )
-    what = (
+    symbols = (
         "OI_inf: FLOP over bytes of cache that a further sequence adds; OI_net: over bytes of the "
         "link; B_g: the least batch of all devices together"
     )
     table = view.Table(columns=_EXPLORED, rows=result.cells, padded=False)
-    notes = (view.Note(head, "strong"), view.Note(how), view.Note(what, "faint"))
+    notes = (view.Note(head, "strong"), view.Note(conditions), view.Note(symbols, "faint"))
     return view.View(
         (view.Section(parts=[*notes, table]),), f"When computing limits decode: {result.title}"
     )

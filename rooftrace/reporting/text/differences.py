@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import MISSING, format_share, listed, plural
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.text.folding import cut, delta, labelled, left_out, said, times, totals
 from rooftrace.reporting.text.inventories import VALUE, change_words, parameter_parts
 from rooftrace.tracer.graph import pattern_of
@@ -33,7 +33,7 @@ _ROWS: tuple[view.Column, ...] = (
 _HELD: tuple[view.Column, ...] = (
     delta("bytes", units.CAPACITY, "at the peak", marked=True),
     view.Column("role", units.TEXT, "role", of=lambda row: row.held.role),
-    view.Column("what", units.TEXT, "what", folded=True, of=lambda row: held_what(row.held)),
+    view.Column("what", units.TEXT, "what", folded=True, of=lambda row: held_words(row.held)),
     view.Column(
         "module", units.CODE, "module", folded=True, of=lambda row: row.held.module or "(root)"
     ),
@@ -65,7 +65,7 @@ SHOWN = 8
 
 
 def op_words(module: changes.ModuleChange) -> str:
-    """What changed in the module's ops: "+2 _to_copy, -1 rms_norm, mm resized"."""
+    """The changes of a module's ops: "+2 _to_copy, -1 rms_norm, mm resized"."""
     parts = [f"+{n} {words.op_name(name)}" for name, n in module.ops_added.items()]
     parts += [f"-{n} {words.op_name(name)}" for name, n in module.ops_removed.items()]
     if module.resized:
@@ -75,15 +75,15 @@ def op_words(module: changes.ModuleChange) -> str:
     return text or "grouped or placed otherwise"
 
 
-def held_what(held: Held) -> str:
-    """What is held: "weight", "mul, forward, saved for backward"."""
+def held_words(held: Held) -> str:
+    """A tensor at the peak: "weight", "mul, forward, saved for backward"."""
     name = held.name.rpartition(".")[2]
     made = f"{words.op_name(held.op)}, {held.part}" if held.op else ""
     return (name or made or held.role) + (", saved for backward" if held.saved else "")
 
 
 def unchanged_words(result: Diff) -> str:
-    """That nothing changed, and whether the source files say so too."""
+    """A sentence on a diff without a change, and on whether the source files are equal too."""
     text, sources = "no change in any phase", result.sources
     if sources is None:
         return text
@@ -101,7 +101,7 @@ def unchanged_words(result: Diff) -> str:
 
 
 def diff_view(result: Diff, output: view.Output) -> view.View:
-    """Totals of each phase before and after, and the modules behind the change."""
+    """Totals of each phase before and after, and the modules that changed."""
     before, after = result.names
     where = f"on {result.chip}, execution {result.execution}"
     head: list[view.Part] = [
@@ -151,7 +151,7 @@ def _phase(result: Diff, number: int) -> view.Section:
 
 
 def _timed(columns: Sequence[view.Column], head: str) -> list[view.Column]:
-    """Columns, that of the time under a head."""
+    """The columns, with this head for the time."""
     return [replace(column, head=head) if column.key == "time" else column for column in columns]
 
 
@@ -172,7 +172,7 @@ def _causes(rows: Sequence[changes.DiffRow], time: str) -> Iterator[view.Part]:
 
 
 def _details(row: changes.DiffRow) -> str:
-    """Where a cause is, and what it changes beside the time."""
+    """The place of a cause, and the other amounts that it changes."""
     amounts = [
         f"{name} {unit.page(change.delta)}".strip()
         for name, change, unit in (
@@ -188,21 +188,19 @@ def _details(row: changes.DiffRow) -> str:
 
 def _assumed(text: str) -> str:
     """An assumption that one side alone makes."""
-    sign, said = text[0], text[2:]
-    return f"assumed now: {said}" if sign == "+" else f"no longer assumed: {said}"
+    return f"{'assumed now' if text[0] == '+' else 'no longer assumed'}: {text[2:]}"
 
 
 def _one_sided(result: Diff) -> list[str]:
     sides = zip(result.names, (result.only_before, result.only_after), strict=True)
-    return [f"only {name} has {', '.join(own)}: not compared" for name, own in sides if own]
+    return [f"only {name} has {', '.join(only)}: not compared" for name, only in sides if only]
 
 
 # -- origins ---------------------------------------------------------------------------------------
-# Where the sides of a diff come from, in words: revisions, versions, commits, a bisection.
 
 
 def origin_notes(origins: DiffOrigins | None) -> list[view.Note]:
-    """A line for each thing that a reader of a diff has to know of its sides."""
+    """Notes on the sides of a diff: revisions, versions, a bisection, commits."""
     if origins is None:
         return []
     notes: list[view.Note] = []
@@ -227,7 +225,6 @@ def origin_notes(origins: DiffOrigins | None) -> list[view.Note]:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-# Two checkpoints beside each other in words.
 
 SHOWN_TENSORS = 15
 """Rows of each table on a screen."""
@@ -244,11 +241,11 @@ _DRIFT = (
 )
 
 
-def _sides(said: Callable[[TensorLook | None], str]) -> tuple[view.Column, ...]:
-    """What is said of a tensor on either side."""
+def _sides(words_of: Callable[[TensorLook | None], str]) -> tuple[view.Column, ...]:
+    """Columns with words on a tensor before and after."""
     return (
-        view.Column("before", units.TEXT, "before", folded=True, of=lambda t: said(t.before)),
-        view.Column("after", units.TEXT, "after", folded=True, of=lambda t: said(t.after)),
+        view.Column("before", units.TEXT, "before", folded=True, of=lambda t: words_of(t.before)),
+        view.Column("after", units.TEXT, "after", folded=True, of=lambda t: words_of(t.after)),
     )
 
 
@@ -271,8 +268,8 @@ _LOOKS = _sides(look)
 
 
 def checkpoints_view(result: CheckpointDiff, output: view.Output) -> view.View:
-    """What changed: in sum, in values, in names, shapes and dtypes, and in the config."""
-    known_by = view.Column("by", units.TEXT, "known by")
+    """The changes: in sum, in values, in names, shapes and dtypes, and in the config."""
+    matched_by = view.Column("by", units.TEXT, "known by")
     share = _DRIFT[0]
     drifted = sorted(result.of("drifted"), key=lambda tensor: tensor.moved, reverse=True)
     changed = (*result.of("shape"), *result.of("dtype"))
@@ -280,7 +277,7 @@ def checkpoints_view(result: CheckpointDiff, output: view.Output) -> view.View:
         view.Section(parts=list(_head(result)), place=1),
         _section("Drifted", drifted, (_NAME, *_DRIFT), 2),
         _section("Changed in dtype or shape", changed, (_NAME, *_LOOKS, share), 3),
-        _section("Renamed", _renamed(result), (*_LOOKS, known_by, share), 4),
+        _section("Renamed", _renamed(result), (*_LOOKS, matched_by, share), 4),
         _section("Added", _folded(result.of("added")), (_NAME, _LOOKS[1]), 5),
         _section("Removed", _folded(result.of("removed")), (_NAME, _LOOKS[0]), 6),
         _section("Frozen", _folded(result.of("frozen")), (_NAME, _LOOKS[1]), 7),
@@ -291,18 +288,20 @@ def checkpoints_view(result: CheckpointDiff, output: view.Output) -> view.View:
     return view.View(tuple(section for section in sections if section.parts), title)
 
 
+_STATUSES = {
+    "drifted": "drifted",
+    "frozen": "frozen (the same bytes)",
+    "renamed": "renamed",
+    "dtype": "of another dtype",
+    "shape": "of another shape",
+    "added": "added",
+    "removed": "removed",
+}
+
+
 def _head(result: CheckpointDiff) -> Iterator[view.Note]:
     yield view.Note(f"{result.names[0]} -> {result.names[1]}", "strong", on="screen")
-    words = {
-        "drifted": "drifted",
-        "frozen": "frozen (the same bytes)",
-        "renamed": "renamed",
-        "dtype": "of another dtype",
-        "shape": "of another shape",
-        "added": "added",
-        "removed": "removed",
-    }
-    counts = [f"{len(result.of(s)):,} {text}" for s, text in words.items() if result.of(s)]
+    counts = [f"{len(result.of(s)):,} {text}" for s, text in _STATUSES.items() if result.of(s)]
     yield from labelled("tensors", listed(counts) or "none on either side")
     yield from labelled("parameters", change_words(result.params))
     yield from labelled("bytes", change_words(result.bytes, capacity=True))
@@ -337,7 +336,7 @@ def _section(
 
 
 def _renamed(result: CheckpointDiff) -> list[dict[str, Any]]:
-    """Renamed tensors; those that were renamed alike stand in one row, with the largest drift."""
+    """Renamed tensors; those of one pattern share a row, with the largest drift."""
     groups: dict[tuple[str, str, str | None], list[TensorDiff]] = {}
     for tensor in result.tensors:
         if tensor.renamed_from:
@@ -354,7 +353,7 @@ def _renamed(result: CheckpointDiff) -> list[dict[str, Any]]:
 
 
 def _folded(tensors: Sequence[TensorDiff]) -> list[dict[str, Any]]:
-    """Tensors whose names differ in indices alone, and that look alike, in one row."""
+    """Tensors; equal ones whose names differ in indices alone share a row."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for tensor in tensors:
         key = (pattern_of(tensor.name), look(tensor.before), look(tensor.after))

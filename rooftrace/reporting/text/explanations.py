@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rooftrace.costmodels.explaining import ExplainedKernel, Explanation, steps
@@ -16,19 +16,18 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting import rooflinesteps
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
+from rooftrace.reporting.text.folding import entry, sentence
 
 ON_SCREEN = 3
 """Kinds of kernels that a screen shows in full; a page has all."""
 
 _FORMATS = {"FLOP": format_flops, "byte": format_traffic}
 
-
-_FORMULA = units.Unit("", "string", str, left="both")
 _COLUMNS = (
     view.Column("name", units.TEXT, ""),
-    view.Column("symbols", _FORMULA, "formula", folded=True),
-    view.Column("numbers", _FORMULA, "with the sizes", folded=True, drop=1),
+    view.Column("symbols", units.TEXT, "formula", folded=True),
+    view.Column("numbers", units.TEXT, "with the sizes", folded=True, drop=1),
     view.Column("value", units.WORDS, "value"),
 )
 _RATIO = units.Unit("", "number", lambda ratio: f"{ratio:.2f}")
@@ -43,27 +42,19 @@ _TESTS = (
     view.Column("note", units.TEXT, "", folded=True),
 )
 _COUNTERS = (
-    view.Column("tool", units.TEXT, "confirmed by", of=lambda counter: counter.tool),
-    view.Column("metric", units.CODE, "counter", folded=True, of=lambda counter: counter.metric),
-    view.Column("expected", units.TEXT, "should read", folded=True, of=lambda c: c.expected),
+    view.Column("tool", units.TEXT, "confirmed by"),
+    view.Column("metric", units.CODE, "counter", folded=True),
+    view.Column("expected", units.TEXT, "should read", folded=True),
 )
 
 
 def explanation_view(result: Explanation, output: view.Output) -> view.View:
-    """The kernels that were asked for, or the whole step with its sweep."""
+    """The selected kernels, or all of the step with its sweep."""
     sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
     where = f"{result.chip.name}, {result.execution}"
     head = f"{result.title}, {result.phase}, {sizes}; {where}"
     source = f"shares of peaks: {result.knobs}" if result.knobs else "peaks of the datasheet"
-    sections = [
-        view.Section(
-            parts=[
-                view.Note(f"{head}; {source}", label="explain  ", on="screen"),
-                view.Note(f"{head}; {source}.", on="page"),
-            ],
-            place=0,
-        )
-    ]
+    sections = [view.Section(parts=sentence(f"{head}; {source}", label="explain  "), place=0)]
     for number, kernel in enumerate(result.kernels):
         sections.append(_kernel(result, kernel, number))
     left = result.kernels[ON_SCREEN:]
@@ -110,7 +101,7 @@ def _row(item: Any) -> dict[str, str]:
     exact = f"{item.value:,.0f} {item.unit}"
     name = {"all": {"FLOP": "FLOP", "byte": "HBM bytes"}[item.unit]}.get(item.name, item.name)
     number = exact if len(exact) <= _EXACT else _FORMATS[item.unit](item.value)
-    return {"name": name, "symbols": symbols, "numbers": item.numbers, "value": number}
+    return _line(name, symbols, item.numbers, number)
 
 
 _EXACT = 24
@@ -120,30 +111,25 @@ _EXACT = 24
 def _seconds(kernel: ExplainedKernel) -> list[dict[str, str]]:
     """Each term with its arithmetic."""
     s, flop, size = kernel.seconds, kernel.flops[-1].value, kernel.bytes[-1].value
-    rows = []
-
-    def add(name: str, symbols: str, numbers: str, value: str) -> None:
-        rows.append({"name": name, "symbols": symbols, "numbers": numbers, "value": value})
-
-    add("intensity", "FLOP / HBM bytes", f"{flop:,.0f} / {size:,.0f}",
-        format_intensity(kernel.intensity))  # fmt: skip
+    numbers = f"{flop:,.0f} / {size:,.0f}"
+    rows = [_line("intensity", "FLOP / HBM bytes", numbers, format_intensity(kernel.intensity))]
     if s.compute_share is not None:
         share = _share(s.compute_share, f"{s.kind}, knobs", "tiles, waves, feeding")
-        add("t_comp", "sum of FLOP / rate, over the share", f"({_ideal(s.rates)}) / {share}",
-            format_time(s.compute))  # fmt: skip
+        numbers = f"({_ideal(s.rates)}) / {share}"
+        formula = "sum of FLOP / rate, over the share"
+        rows.append(_line("t_comp", formula, numbers, format_time(s.compute)))
     if s.hbm_share is not None:
         share = _share(s.hbm_share, f"{s.kind}, knobs", "walks over K, copies")
-        add("t_hbm", "HBM bytes / (bandwidth x share)",
-            f"{size:,.0f} / ({format_bandwidth(s.bandwidth)} x {share})",
-            format_time(s.hbm))  # fmt: skip
+        numbers = f"{size:,.0f} / ({format_bandwidth(s.bandwidth)} x {share})"
+        rows.append(_line("t_hbm", "HBM bytes / (bandwidth x share)", numbers, format_time(s.hbm)))
     if s.network:
-        add("t_net", "link bytes / link bandwidth", f"at {format_bandwidth(s.link)}",
-            format_time(s.network))  # fmt: skip
-    add("gap", "between kernels", "of the chip, or of knobs", format_time(s.gap))
-    add("time", "largest term + imperfect overlap + gap",
-        f"{format_time(max(s.compute, s.hbm, s.network))} + {format_time(s.more)} + "
-        f"{format_time(s.gap)}", format_time(s.device))  # fmt: skip
-    return rows
+        numbers = f"at {format_bandwidth(s.link)}"
+        rows.append(_line("t_net", "link bytes / link bandwidth", numbers, format_time(s.network)))
+    gap, most = format_time(s.gap), format_time(max(s.compute, s.hbm, s.network))
+    rows.append(_line("gap", "between kernels", "of the chip, or of knobs", gap))
+    formula = "largest term + imperfect overlap + gap"
+    numbers = f"{most} + {format_time(s.more)} + {gap}"
+    return [*rows, _line("time", formula, numbers, format_time(s.device))]
 
 
 def _ideal(rates: Sequence[Any]) -> str:
@@ -153,10 +139,10 @@ def _ideal(rates: Sequence[Any]) -> str:
 
 
 def _share(share: Any, first: str, second: str) -> str:
-    whole = f"{share.whole:.4g}"
+    product = f"{share.whole:.4g}"
     if abs(share.rest - 1) < 1e-6:
-        return f"{whole} ({first})" if share.knobs != 1 else whole
-    return f"{whole} ({share.knobs:.3g} {first}, {share.rest:.3g} {second})"
+        return f"{product} ({first})" if share.knobs != 1 else product
+    return f"{product} ({share.knobs:.3g} {first}, {share.rest:.3g} {second})"
 
 
 def _tests(tests: Sequence[Any], on: view.Output) -> view.Table:
@@ -178,7 +164,7 @@ def _tests(tests: Sequence[Any], on: view.Output) -> view.Table:
     return view.Table(columns=columns, rows=rows, padded=False, on=on)
 
 
-# -- the whole step --------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 
 def _step(result: Explanation) -> list[view.Section]:
@@ -229,12 +215,12 @@ def _step(result: Explanation) -> list[view.Section]:
     ]
 
 
-def _line(name: str, symbols: str, numbers: str, value: str) -> Mapping[str, str]:
+def _line(name: str, symbols: str, numbers: str, value: str) -> dict[str, str]:
     return {"name": name, "symbols": symbols, "numbers": numbers, "value": value}
 
 
-def _of(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "all"
+def _of(part: float, total: float) -> str:
+    return f"{part / total:.1%}" if total else "all"
 
 
 def _critical(result: Explanation) -> list[str]:
@@ -287,7 +273,7 @@ def _sweep(sweep: steps.SizeSweep, place: int) -> view.Section:
         view.Column("t_comp", units.SECOND, "t_comp", drop=1),
         view.Column("t_hbm", units.SECOND, "t_hbm", drop=1),
         view.Column("t_est", units.SECOND, "t_est"),
-        view.Column("rate", _FLOP_RATE, "FLOP/s"),
+        view.Column("rate", units.FLOP_RATE, "FLOP/s"),
         view.Column("item_rate", units.RATE, "items/s", drop=2),
         view.Column("regime", units.LIMITS, "limit", of=_limit),
     ]
@@ -299,41 +285,31 @@ def _sweep(sweep: steps.SizeSweep, place: int) -> view.Section:
     )
 
 
-_FLOP_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
-
-
 def _limit(row: Any) -> view.Cell:
     return view.Cell(f"{words.LIMITS[row.regime]} {words.percent(row.regime_share)}", row.regime)
 
 
 # -- rooflines -------------------------------------------------------------------------------------
-# Steps of several models on one roofline, as a table.
-
-_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
 
 
 def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view.View:
     """A row for each step; the roofs and ridges of the chips below."""
-    sizes = [
-        name for name in ("batch", "seq", "kv") if any(name in row.sizes for row in result.rows)
-    ]
+    sizes = [name for name in rooflinesteps.SIZES if any(name in r.sizes for r in result.rows)]
     columns = (
         view.Column("model", units.TEXT, "model", clipped=8),
         view.Column("phase", units.TEXT, "phase"),
-        *(view.Column(name, units.COUNT, name, of=_size(name)) for name in sizes),
+        *(view.Column(name, units.COUNT, name, of=entry("sizes", name)) for name in sizes),
         view.Column("chip", units.TEXT, "chip"),
         view.Column("intensity", units.INTENSITY, "FLOP/byte"),
-        view.Column("rate", _RATE, "rate"),
+        view.Column("rate", units.FLOP_RATE, "rate"),
         view.Column("share", units.SHARE, "of its roof", short="roof"),
-        view.Column("launch_rate", _RATE, "launches allow", short="launches", drop=2),
-        *(
-            [view.Column("network_rate", _RATE, "network allows", short="network", drop=1)]
-            if any(row.network_rate for row in result.rows)
-            else []
-        ),
+        view.Column("launch_rate", units.FLOP_RATE, "launches allow", short="launches", drop=2),
+        view.Column("network_rate", units.FLOP_RATE, "network allows", short="network", drop=1),
         view.Column("limit", units.TEXT, "limited by", short="limit", of=_limit_of_step),
         view.Column("t_est", units.SECOND, _time(result), of=lambda row: row.estimate.t_est),
     )
+    if not any(row.network_rate for row in result.rows):
+        columns = tuple(column for column in columns if column.key != "network_rate")
     head = view.Note(result.conditions, "strong")
     table = view.Table(columns=columns, rows=result.rows, leading=2)
     roofs = {
@@ -350,10 +326,6 @@ def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view
     return view.View((view.Section(parts=[head, table, *notes]),), title)
 
 
-def _size(name: str) -> Callable[[rooflinesteps.RooflineRow], int | None]:
-    return lambda row: row.sizes.get(name)
-
-
 def _limit_of_step(row: rooflinesteps.RooflineRow) -> str:
     return words.LIMITS[row.estimate.times.regime]
 
@@ -363,14 +335,14 @@ def _time(result: rooflinesteps.Rooflines) -> str:
 
 
 def reports_view(result: rooflinesteps.Reports, output: view.Output) -> view.View:
-    """The steps in one table, where each report stands, and which targets have none."""
+    """The steps of all reports in one table, and the targets that failed."""
     sections: list[view.Section] = []
     title = "No report"
     if result.roofline is not None:
-        table = rooflines_view(result.roofline, output)
+        (steps_section,) = rooflines_view(result.roofline, output).sections
         title = f"Reports: {', '.join(result.roofline.models)}"
         image = view.Image(f"{rooflinesteps.FIGURE}.png", "all steps on one roofline")
-        sections.append(view.Section(parts=[*table.sections[0].parts, image]))
+        sections.append(view.Section(parts=[*steps_section.parts, image]))
     if result.failures:
         notes = [
             view.Note(f"{target}: {why}", "bad", bullet=1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import format_share
-from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.renderers import units, view
 from rooftrace.tracer.inventory import Change
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 # -- folding ---------------------------------------------------------------------------------------
-# Tables that stay short: rows that differ in sizes stand in one, with the range of each number.
 
 _WHOLE = 12
 """Tables of so many rows are not folded."""
@@ -29,18 +28,19 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Folding:
-    """How the rows of one table are folded; each has a `kind`, and what was `called`.
+    """Folds rows that differ in sizes into one, with the range of each number.
 
-    columns: of the table, which has a row of several as a mapping by their keys.  name: the sizes
-    of a row; those that differ in numbers only are of one class.  seconds: of all that a row
-    stands for.  own: cells of several rows that are no range, by key.  few: so many rows of a class
-    stand alone; more stand in so many `parts`.
+    Rows have a `kind` and `called`, the code that was called.  columns: of the table; a folded row
+    is a mapping by their keys.  name: the sizes of a row; those that differ in numbers only are of
+    one class.  seconds: of all that a row stands for.  merged: cells of a folded row that are no
+    range, by key.  few: a class of at most so many rows is not folded; a larger one becomes so
+    many `parts`.
     """
 
     columns: Sequence[view.Column]
     name: tuple[str, Callable[[Any], str]]  # the key of its column, and its text
     seconds: Callable[[Any], float]
-    own: Mapping[str, Callable[[Sequence[Any]], Any]]
+    merged: Mapping[str, Callable[[Sequence[Any]], Any]]
     few: int
     parts: int
 
@@ -75,8 +75,8 @@ class Folding:
         return {**cells, key: name or _ranged([text(row) for row in rows])}
 
     def _cell(self, column: view.Column, rows: Sequence[Any]) -> Any:
-        if column.key in self.own:
-            return self.own[column.key](rows)
+        if column.key in self.merged:
+            return self.merged[column.key](rows)
         values = [value for value in map(column.read, rows) if value is not None]
         if any(isinstance(value, str) for value in values):
             words = [word for word, _ in Counter(values).most_common()]
@@ -101,7 +101,6 @@ def _ranged(texts: Sequence[str]) -> str:
 
 
 # -- changed ---------------------------------------------------------------------------------------
-# What all views of a difference have: totals before and after, tables that a screen cuts.
 
 LONGEST_NAME = 20
 """Letters of a name over a column."""
@@ -135,7 +134,7 @@ def totals(
     names: tuple[str, str],
     more: Mapping[view.Column, Callable[[str], Any]] | None = None,
 ) -> view.Table:
-    """Quantities before and after, one a line.  more: further columns, and their cells."""
+    """Quantities before and after, a row each.  more: further columns, and their cells."""
     more = more or {}
     first, second = heads(names)
     columns = (
@@ -160,13 +159,37 @@ def totals(
     return view.Table(columns=columns, rows=rows, padded=False)
 
 
+def entry(mapping: str, name: str) -> Callable[[Any], Any]:
+    """Reads the value of a name in a mapping of a row; None where it has no such name."""
+    return lambda row: getattr(row, mapping).get(name)
+
+
 def times(path: str, count: int) -> str:
     """ "layers.*.mlp x4": a module, or how many there are of a pattern."""
     return f"{path or '(root)'} x{count}" if count > 1 else path or "(root)"
 
 
+def first_rows(
+    columns: Sequence[view.Column],
+    rows: Sequence[Any],
+    most: int,
+    output: view.Output,
+    more: str = "more",
+    *,
+    padded: bool = True,
+) -> Iterator[view.Part]:
+    """A table: all rows on a page, the first on a screen, with a note on how many more there are.
+
+    The columns fit all rows; `cut` has tables for both outputs at once.
+    """
+    shown = rows if output == "page" else rows[:most]
+    yield view.Table(columns=columns, rows=shown, padded=padded)
+    if len(shown) < len(rows):
+        yield view.Note(f"and {len(rows) - len(shown):,} {more}", "faint")
+
+
 def cut(columns: Sequence[view.Column], rows: Sequence[Any], most: int) -> list[view.Part]:
-    """A table that a page has whole, and of which a screen has the first rows."""
+    """Two tables: all rows on a page, the first rows on a screen."""
     return [
         view.Table(columns=columns, rows=rows[:most], on="screen"),
         view.Table(columns=columns, rows=rows, padded=False, on="page"),
@@ -174,13 +197,13 @@ def cut(columns: Sequence[view.Column], rows: Sequence[Any], most: int) -> list[
 
 
 def left_out(count: int, of: str = "more") -> Iterator[view.Note]:
-    """How many rows a screen does not show, where there are any."""
+    """A note on the rows that a screen does not show, where there are any."""
     if count > 0:
         yield view.Note(f"... and {count:,} {of} (--format json has all)", "faint", on="screen")
 
 
 def labelled(label: str, text: str, mark: str = "", width: int = 12) -> Iterator[view.Note]:
-    """A sentence behind a word: in a column of its own on a screen, an item of a list on a page."""
+    """A sentence after a word: in a column of words on a screen, an item of a list on a page."""
     yield view.Note(text, mark, on="screen", label=f"{label:<{width}}")
     yield view.Note(f"{label}: {text}", on="page", bullet=1)
 
@@ -194,8 +217,22 @@ def said(text: str, mark: str = "", bullet: int = 0) -> list[view.Note]:
     ]
 
 
-# -- words -----------------------------------------------------------------------------------------
-# Measured factors on bytes: one sentence for a screen, one table for a page.
+def sentence(text: str, mark: str = "", *, label: str = "", bullet: int = 0) -> list[view.Note]:
+    """Words on a screen, after a label; on a page a sentence with a full stop."""
+    return [
+        view.Note(text, mark, on="screen", label=label),
+        view.Note(f"{text}.", on="page", bullet=bullet),
+    ]
+
+
+def grounds(rests: Iterable[str], left_out: Iterable[str], place: int) -> view.Section:
+    """The grounds of an answer, and the candidates that were left out with the reasons."""
+    texts = [*rests, *(f"left out: {reason}" for reason in left_out)]
+    notes = [view.Note(text, "faint", bullet=1) for text in texts]
+    return view.Section(title="What it rests on", parts=notes, place=place)
+
+
+# -- byte factors ----------------------------------------------------------------------------------
 
 _WEIGHTS = " weights"
 _FUSION = {"activations": "fusion", "temporary": "elementwise"}
@@ -214,11 +251,11 @@ factor_columns = (
 
 
 def factor_sentence(traffic: ByteFactors) -> str:
-    """What was measured of bytes: "calibrated on L4, 2026-11-20: WRF dense 1.02 +- 0.03; ..."."""
-    known = [_words(kind, factor) for kind, factor in traffic.identified.items()]
+    """The measured factors: "calibrated on L4, 2026-11-20: WRF dense 1.02 +- 0.03; ..."."""
+    parts = [_words(kind, factor) for kind, factor in traffic.identified.items()]
     where = f"calibrated on {traffic.measured}" if traffic.measured else "calibrated bytes"
     missing = ", ".join(_plain(kind) for kind in traffic.unknown)
-    parts = [*known, *([f"not identified: {missing}"] if missing else [])]
+    parts += [f"not identified: {missing}"] if missing else []
     return f"{where}: {'; '.join(parts) or 'no factor was measured'}"
 
 
@@ -246,7 +283,7 @@ def _plain(kind: str) -> str:
 
 
 def _causes(kind: str, factor: ByteFactor) -> Iterator[str]:
-    """What is behind a weight residency that is not 1, each by itself."""
+    """The causes of a weight residency that is not 1."""
     if not kind.endswith(_WEIGHTS):
         return
     if _differs(factor.experts):
@@ -262,7 +299,7 @@ def _causes(kind: str, factor: ByteFactor) -> Iterator[str]:
 
 
 def _as_rate(factor: ByteFactor) -> Iterator[str]:
-    """Says where a factor is left to the rates."""
+    """A note on a factor that is left to the rates."""
     if factor.applied != factor.factor:
         yield "slower than the sustained rate, or more bytes: left to the rates"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rooftrace.hardware import Chip, available_chips, load_chip
+from rooftrace.hardware.chip import Fact
 from rooftrace.hardware.chipfile import ChipFileError
 from rooftrace.hardware.systems import System, available_systems, load_system
 from rooftrace.hardware.systems.records import CollectiveFit, ExchangeFit
@@ -16,13 +17,12 @@ from rooftrace.hardware.units import (
     arrow,
     format_bandwidth,
     format_capacity,
-    format_flop_rate,
     format_intensity,
     format_share,
     format_time,
     plural,
 )
-from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.renderers import units, view
 from rooftrace.reporting.text.folding import cut, labelled, left_out
 from rooftrace.tracer.graph import pattern_of
 from rooftrace.tracer.inventory import records
@@ -32,21 +32,19 @@ if TYPE_CHECKING:
     from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, WeightStatistics
 
 
-def list_of(what: Literal["chips", "systems"]) -> view.View:
+def list_of(kind: Literal["chips", "systems"]) -> view.View:
     """The table of all chips, or of all systems."""
-    return chip_list() if what == "chips" else system_list()
+    return chip_list() if kind == "chips" else system_list()
 
 
 # -- chips -----------------------------------------------------------------------------------------
-# Chips as tables: the list, and the facts of one chip with their sources.
 
 _MARKS = {"measured": "good", "derived": "name", "guess": "warn"}
-_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
 _LIST = (
     view.Column("chip", units.TEXT, "chip"),
-    view.Column("bf16", _RATE, "bf16 dense"),
-    view.Column("fp8", _RATE, "fp8 dense"),
-    view.Column("fp32", _RATE, "fp32 vector"),
+    view.Column("bf16", units.FLOP_RATE, "bf16 dense"),
+    view.Column("fp8", units.FLOP_RATE, "fp8 dense"),
+    view.Column("fp32", units.FLOP_RATE, "fp32 vector"),
     view.Column("memory", units.CAPACITY, "memory"),
     view.Column("bandwidth", units.Unit("byte/s", "number", format_bandwidth), "bandwidth"),
     view.Column("ridge", units.Unit("FLOP/byte", "number", format_intensity), "ridge (bf16)"),
@@ -91,15 +89,7 @@ def _row(chip: Chip) -> dict[str, Any]:
 
 def chip_view(chip: Chip, output: view.Output) -> view.View:
     """Every fact with its kind, source and note."""
-    rows = [
-        {
-            "fact": label,
-            "value": fact.text,
-            "kind": view.Cell(fact.kind, _MARKS.get(fact.kind, "")),
-            "source": fact.source + (f" ({fact.note})" if fact.note else ""),
-        }
-        for label, fact in chip.facts()
-    ]
+    rows = [_fact(label, fact.text, fact, fact.source) for label, fact in chip.facts()]
     title = f"{chip.title}  [{chip.name}]"
     parts: list[view.Part] = [
         view.Note(title, "strong", on="screen"),
@@ -108,8 +98,19 @@ def chip_view(chip: Chip, output: view.Output) -> view.View:
     return view.View((view.Section(parts=parts),), title)
 
 
+def _fact(
+    label: str, value: str, fact: Fact | CollectiveFit | ExchangeFit, source: str
+) -> dict[str, Any]:
+    """The row of a fact or a fit."""
+    return {
+        "fact": label,
+        "value": value,
+        "kind": view.Cell(fact.kind, _MARKS.get(fact.kind, "")),
+        "source": source + (f" ({fact.note})" if fact.note else ""),
+    }
+
+
 # -- systems ---------------------------------------------------------------------------------------
-# Systems of many chips as tables: the list, and facts and fitted constants with their sources.
 
 _SYSTEMS = (
     view.Column("system", units.TEXT, "system"),
@@ -141,26 +142,11 @@ def system_list() -> view.View:
 
 def system_view(system: System, output: view.Output) -> view.View:
     """Every fact and every fitted constant with its kind, source and note."""
-    rows: list[dict[str, Any]] = [
-        {
-            "fact": label,
-            "value": fact.text,
-            "kind": view.Cell(fact.kind, _MARKS.get(fact.kind, "")),
-            "source": fact.source + (f" ({fact.note})" if fact.note else ""),
-        }
-        for label, fact in system.facts()
-    ]
+    rows = [_fact(label, fact.text, fact, fact.source) for label, fact in system.facts()]
     fits: tuple[CollectiveFit | ExchangeFit, ...] = (*system.collectives, *system.exchanges)
     for fit in fits:
         source = " ".join(part for part in (fit.source, fit.version) if part)
-        rows.append(
-            {
-                "fact": _label(fit),
-                "value": _constants(fit),
-                "kind": view.Cell(fit.kind, _MARKS.get(fit.kind, "")),
-                "source": source + (f" ({fit.note})" if fit.note else ""),
-            }
-        )
+        rows.append(_fact(_label(fit), _constants(fit), fit, source))
     title = f"{system.title}  [{system.name}]"
     parts: list[view.Part] = [
         view.Note(title, "strong", on="screen"),
@@ -188,14 +174,11 @@ def _constants(fit: CollectiveFit | ExchangeFit) -> str:
 
 
 # -- inventories -----------------------------------------------------------------------------------
-# An inventory in words: sums, a row for each tensor, statistics; and two beside each other.
 
 MOST_ROWS = 60
-"""Tensors on a screen; of more, those that differ in indices only stand in one row."""
+"""Tensors on a screen; of more, those that differ in indices only share a row."""
 
-EXACT = units.Unit("", "integer", lambda number: f"{number:,}")
 VALUE = units.Unit("", "number", lambda value: _number(value))
-SHAPE = units.Unit("", "string", str, left="both")
 
 
 def _number(value: float) -> str:
@@ -205,9 +188,9 @@ def _number(value: float) -> str:
 _TENSORS = (
     view.Column("name", units.MODULE, "tensor", folded=True),
     view.Column("class", units.TEXT, "class", clipped=12),
-    view.Column("shape", SHAPE, "shape"),
+    view.Column("shape", units.TEXT, "shape"),
     view.Column("dtype", units.TEXT, "dtype"),
-    view.Column("params", EXACT, "parameters"),
+    view.Column("params", units.EXACT, "parameters"),
     view.Column("bytes", units.CAPACITY, "memory"),
     view.Column("grad", units.TEXT, "grad"),
 )
@@ -218,7 +201,7 @@ _VALUES = (
     view.Column("min", VALUE, "min"),
     view.Column("max", VALUE, "max"),
     view.Column("zeros", units.SHARE, "zeros"),
-    view.Column("bad", EXACT, "NaN, inf"),
+    view.Column("bad", units.EXACT, "NaN, inf"),
 )
 _GRADS = {True: "yes", False: "frozen", None: MISSING}
 
@@ -227,13 +210,13 @@ def inventory_view(result: ModelInfo, output: view.Output) -> view.View:
     """Sums, and a row for each tensor, with statistics where values were read."""
     screen = output == "screen"
     rows = list(_rows(result.layers, folded=screen and len(result.layers) > MOST_ROWS))
-    beside = list(_rows(result.buffers, folded=screen and len(result.buffers) > MOST_ROWS // 4))
+    buffers = list(_rows(result.buffers, folded=screen and len(result.buffers) > MOST_ROWS // 4))
     sections = [
         view.Section(parts=list(_sums(result)), place=1),
         view.Section(title="Parameters", parts=[_table(_TENSORS, rows)], place=2),
     ]
-    if beside:
-        sections.append(view.Section(title="Buffers", parts=[_table(_BUFFERS, beside)], place=3))
+    if buffers:
+        sections.append(view.Section(title="Buffers", parts=[_table(_BUFFERS, buffers)], place=3))
     read = [row for row in rows if row["mean"] is not view.BLANK]
     if read:
         sections.append(view.Section(title="Weights", parts=[_table(_VALUES, read)], place=4))
@@ -248,7 +231,7 @@ _BUFFERS = (
 
 
 def _table(columns: Sequence[view.Column], rows: Sequence[dict[str, Any]]) -> view.Table:
-    """A table without the columns that say nothing: a file knows neither classes nor gradients."""
+    """A table without its empty columns: a file has neither classes nor gradients."""
     telling = [c for c in columns if any(row[c.key] not in ("", MISSING) for row in rows)]
     return view.Table(columns=telling or columns, rows=rows, padded=False)
 
@@ -273,7 +256,7 @@ def _sums(result: ModelInfo) -> Iterator[view.Note]:
 
 
 def _remarks(result: ModelInfo) -> Iterator[view.Note]:
-    """What the tables do not show: shared names, what wrappers store, what was not read."""
+    """Notes on shared names, on tensors that wrappers store otherwise, and on unread ones."""
     for layer in result.tensors:
         if layer.shared and layer.bytes:
             yield view.Note(f"{layer.name} is also {', '.join(layer.shared)}", "faint", bullet=1)
@@ -303,14 +286,14 @@ def _rows(layers: Sequence[LayerInfo], folded: bool) -> Iterator[dict[str, Any]]
         layer, several = group[0], len(group) > 1
         name = f"{pattern_of(layer.name)} x{len(group)}" if several else layer.name
         grad = _GRADS[layer.requires_grad] + (", shared" if layer.shared else "")
-        known = layer.shape is not None
+        has_shape = layer.shape is not None
         yield {
             "name": name,
             "class": layer.kind,
             "shape": str(list(layer.shape)) if layer.shape is not None else "not known yet",
             "dtype": layer.dtype,
-            "params": sum(each.num_params for each in group) if known else None,
-            "bytes": sum(each.bytes for each in group) if known else None,
+            "params": sum(each.num_params for each in group) if has_shape else None,
+            "bytes": sum(each.bytes for each in group) if has_shape else None,
             "grad": grad,
             **_values([each.statistics for each in group if each.statistics is not None]),
         }
@@ -319,14 +302,11 @@ def _rows(layers: Sequence[LayerInfo], folded: bool) -> Iterator[dict[str, Any]]
 def _values(parts: Sequence[WeightStatistics]) -> dict[str, Any]:
     if not parts:
         return {"mean": view.BLANK}
-    whole = records.merged(parts)
-    bad = whole.nans + whole.infs
+    merged = records.merged(parts)
+    bad = merged.nans + merged.infs
     return {
-        "mean": whole.mean,
-        "std": whole.std,
-        "min": whole.min,
-        "max": whole.max,
-        "zeros": whole.zeros / whole.count if whole.count else None,
+        **{name: getattr(merged, name) for name in ("mean", "std", "min", "max")},
+        "zeros": merged.zeros / merged.count if merged.count else None,
         "bad": view.Cell(bad, "bad" if bad else ""),
     }
 
@@ -342,9 +322,9 @@ _CHANGES = (
         drop=1,
         of=lambda row: arrow(*map(", ".join, row.shapes)),
     ),
-    view.Column("before", EXACT, "before", of=lambda row: row.params[0]),
-    view.Column("after", EXACT, "after", of=lambda row: row.params[1]),
-    view.Column("delta", units.signed(EXACT), "change"),
+    view.Column("before", units.EXACT, "before", of=lambda row: row.params[0]),
+    view.Column("after", units.EXACT, "after", of=lambda row: row.params[1]),
+    view.Column("delta", units.signed(units.EXACT), "change"),
 )
 
 

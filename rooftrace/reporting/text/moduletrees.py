@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.estimates import moduletree
 from rooftrace.hardware.units import (
     format_capacity,
-    format_count,
     format_flops,
     format_time,
     format_traffic,
     plural,
 )
-from rooftrace.reporting.renderers import model as view, units, words
-from rooftrace.reporting.text.folding import times
+from rooftrace.reporting.renderers import units, view, words
+from rooftrace.reporting.text.folding import first_rows, times
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Census, Comparison, NodeTable, Product
@@ -26,17 +25,13 @@ if TYPE_CHECKING:
 
 
 # -- trees -----------------------------------------------------------------------------------------
-# A tree of modules in words: as torchinfo prints it, and as fvcore's table of FLOPs.
 
 GRAPH_DEPTH = 3
-"""How far down the modules of a graph are shown."""
+"""Depth of the modules of a graph that are shown."""
 _LEAST = 44
 """Letters of a module in the tree that stay on a narrow screen."""
 _MOST = 25
 """Rows of a breakdown that are shown."""
-
-_COUNT = units.Unit("", "integer", format_count)
-_EXACT = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
 def _sizes(shape: Any) -> str:
@@ -51,16 +46,16 @@ COLUMNS: Mapping[str, view.Column] = {
     "output_size": view.Column(
         "output", _SIZES, "output shape", of=lambda node: node.output and node.output.shape
     ),
-    "num_params": view.Column("params", _EXACT, "parameters"),
+    "num_params": view.Column("params", units.EXACT, "parameters"),
     "params_percent": view.Column("params_share", units.SHARE, "of all"),
     "kernel_size": view.Column("kernel_size", _SIZES, "kernel"),
-    "mult_adds": view.Column("macs", _EXACT, "mult-adds", of=lambda node: node.macs),
+    "mult_adds": view.Column("macs", units.EXACT, "mult-adds"),
     "flops": view.Column("flops", units.FLOP, "FLOP"),
     "bytes": view.Column("bytes", units.BYTE, "HBM"),
     "time": view.Column("seconds", units.SECOND, "kernels"),
     "trainable": view.Column("trainable", units.TEXT, "trainable", of=lambda n: _trainable(n)),
 }
-"""What can stand beside each module, by the names that torchinfo has, and three more."""
+"""The columns of a tree by the names that torchinfo has, and three more."""
 
 
 def _trainable(node: ModuleNode) -> str:
@@ -97,8 +92,7 @@ def _tree(root: ModuleNode, depth: int | None, names: Sequence[str]) -> view.Tab
 
 
 def _cells(node: ModuleNode, columns: Sequence[view.Column]) -> dict[str, Any]:
-    own = [column for column in columns if column.key != "params_share"]  # it is of the root's
-    return {column.key: column.read(node) for column in own}
+    return {c.key: c.read(node) for c in columns if c.key != "params_share"}  # it needs the root
 
 
 def _labelled(
@@ -117,9 +111,10 @@ def _labelled(
 
 
 def _totals(result: Summary) -> Iterator[view.Note]:
-    trainable = result.trainable_params
-    asked = "" if trainable is None else f", {trainable:,} of them trainable"
-    yield view.Note(f"{result.total_params:,}{asked}", label="parameters  ")
+    text = f"{result.total_params:,}"
+    if result.trainable_params is not None:
+        text += f", {result.trainable_params:,} of them trainable"
+    yield view.Note(text, label="parameters  ")
     more = result.tree.params - result.total_params
     if more > 0:  # where only the graph is at hand, it cannot tell them apart
         yield view.Note(f"{more:,} numbers in buffers count as parameters above", "warn")
@@ -199,7 +194,7 @@ def graph_view(graph: OpGraph, output: view.Output) -> view.View:
 
 
 def _by_path(result: Summary) -> view.Table:
-    """The modules under their whole paths: a table for a page."""
+    """The modules under their full paths: a table for a page."""
     columns = [COLUMNS[name] for name in result.col_names]
     rows = []
     for node in result.tree.walk(result.depth):
@@ -210,11 +205,10 @@ def _by_path(result: Summary) -> view.Table:
     return view.Table(columns=[layer, *columns], rows=rows)
 
 
-# -- itemised --------------------------------------------------------------------------------------
-# What a step consists of, in words: its matrix products, its nodes.
+# -- products and nodes ----------------------------------------------------------------------------
 
 _ROWS = 15
-"""Products, odd sizes and nodes that a screen shows."""
+"""Products, odd sizes and nodes on a screen."""
 
 
 def _size(number: float | None) -> str:
@@ -246,7 +240,7 @@ _MODULES = view.Column(
 
 
 def census_view(result: Census, output: view.Output) -> view.View:
-    """The products, most seconds first, what whole tiles waste, and the sizes that are odd."""
+    """The products, most seconds first, the waste of partly filled tiles, and the odd sizes."""
     head = f"{result.title} on {result.chip}, {result.execution}"
     sections = [
         view.Section(parts=[view.Note(head, "strong"), *_sums(result)], place=1),
@@ -288,7 +282,7 @@ def _products(result: Census, output: view.Output) -> Iterator[view.Part]:
         view.Column("seconds_wasted", units.SECOND, "wasted"),
         _MODULES,
     )
-    yield from _table(columns, result.products, output)
+    yield from first_rows(columns, result.products, _ROWS, output)
     yield view.Note(
         "tiles: the share of what whole tiles compute that the product has.  waves: the share of "
         "the multiprocessors that has a tile.  wasted: what full ones, fed at once, would save.  "
@@ -310,7 +304,7 @@ def _odd(result: Census, output: view.Output) -> Iterator[view.Part]:
         view.Column("aligned_seconds", units.signed(units.SECOND), "seconds more", short="time"),
         _MODULES,
     )
-    yield from _table(columns, result.odd, output)
+    yield from first_rows(columns, result.odd, _ROWS, output)
     yield view.Note(
         f"rows in memory that are no multiple of {result.align} bytes; padded, they take so much "
         "more.  What loads that are not aligned cost is not modelled: measure it",
@@ -318,18 +312,8 @@ def _odd(result: Census, output: view.Output) -> Iterator[view.Part]:
     )
 
 
-def _table(
-    columns: Sequence[view.Column], rows: Sequence[Any], output: view.Output
-) -> Iterator[view.Part]:
-    """A table, on a screen with the first rows."""
-    shown = rows if output == "page" else rows[:_ROWS]
-    yield view.Table(columns=columns, rows=shown)
-    if len(shown) < len(rows):
-        yield view.Note(f"and {len(rows) - len(shown):,} more", "faint")
-
-
 def nodes_view(result: NodeTable, output: view.Output) -> view.View:
-    """The nodes, most seconds first, and what the step stores."""
+    """The nodes, most seconds first, and the bytes that the step stores."""
     head = f"{result.title} on {result.chip}, {result.execution}"
     stored = ", ".join(f"{role} {format_capacity(size)}" for role, size in result.storage.items())
     notes = [
@@ -354,16 +338,14 @@ def nodes_view(result: NodeTable, output: view.Output) -> view.View:
         view.Column("seconds", units.SECOND, "expected" if result.expected else "bound"),
         view.Column("module", units.MODULE, "module", flexible=True),
     )
-    table = list(_table(columns, result.nodes, output))
+    table = list(first_rows(columns, result.nodes, _ROWS, output))
     sections = (view.Section(parts=notes, place=1), view.Section(parts=table, place=2))
     return view.View(sections, "Nodes of a step")
 
 
 # -- comparisons -----------------------------------------------------------------------------------
-# Our FLOPs beside another counter's, in words: for the terminal and as markdown.
 
 SHOWN = 12
-_UNEXPLAINED = "not explained"
 _COLUMNS = (
     view.Column("module", units.CODE, "module"),
     view.Column("ours", units.TEXT, "ours"),
@@ -388,15 +370,15 @@ def verdict(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What else to know when both numbers stand side by side."""
+    """Sentences on how the two counts differ in kind: units, vector work, unexplained FLOP."""
     if comparison.error:
         return []
     lines = [comparison.note] if comparison.note else []
     if comparison.peer_unit == "MAC":
-        own = (comparison.peer_matrix + comparison.peer_vector) // 2
+        macs = (comparison.peer_matrix + comparison.peer_vector) // 2
         lines.append(
             f"{comparison.peer} counts a multiply-add as 1: its own total is "
-            f"{format_flops(own).replace('FLOP', 'MAC')}, and it calls them flops"
+            f"{format_flops(macs).replace('FLOP', 'MAC')}, and it calls them flops"
         )
     if comparison.flops_vector or comparison.peer_vector:
         theirs = format_flops(comparison.peer_vector) if comparison.peer_vector else "none"
@@ -421,32 +403,27 @@ def counts(ops: Mapping[str, int]) -> str:
 
 
 def comparisons_view(name: str, comparisons: Sequence[Comparison]) -> view.View:
-    """What other counters say of a model, phase by phase.  name: what the model is called."""
+    """Other counters on a model, phase by phase.  name: of the model."""
     head = view.Note(f"{name}, matrix FLOPs", on="screen", label="compare  ")
     sections = [view.Section(parts=[head], place=0)]
     for place, phase in enumerate(dict.fromkeys(comparison.phase for comparison in comparisons), 1):
-        mine = [comparison for comparison in comparisons if comparison.phase == phase]
-        own = f"rooftrace: {format_flops(mine[0].flops_matrix)} (a multiply-add is 2)"
-        parts = [view.Note(own, on="page"), view.Note(own, on="screen", label=f"{phase}  ")]
-        for comparison in mine:
+        counters = [comparison for comparison in comparisons if comparison.phase == phase]
+        ours = f"rooftrace: {format_flops(counters[0].flops_matrix)} (a multiply-add is 2)"
+        parts = [view.Note(ours, on="page"), view.Note(ours, on="screen", label=f"{phase}  ")]
+        for comparison in counters:
             parts += _counter(comparison)
         sections.append(view.Section(title=phase, parts=parts, place=place))
     return view.View(tuple(sections), f"Matrix FLOPs of `{name}`, counted by others")
 
 
 def _counter(comparison: Comparison) -> list[Any]:
-    """What one counter says, and each difference: as a table on a page, as lines on a screen."""
+    """The count of one counter, and each difference: a table on a page, lines on a screen."""
     text, version = verdict(comparison), f"{comparison.peer} {comparison.version}".rstrip()
     equal = not comparison.error and comparison.flops_matrix == comparison.peer_matrix
     mark = "warn" if comparison.error else "good" if equal else "bad"
     parts: list[view.Part] = [
         view.Note(f"**{comparison.peer}** {comparison.version}: {text}", on="page", bullet=1),
-        view.Note(
-            text,
-            mark,
-            on="screen",
-            label=f"  {version}  ",
-        ),
+        view.Note(text, mark, on="screen", label=f"  {version}  "),
     ]
     for line in notes(comparison):
         parts.append(view.Note(line, on="page", bullet=2))
@@ -457,7 +434,7 @@ def _counter(comparison: Comparison) -> list[Any]:
             "ours": counts(d.ours),
             "theirs": counts(d.theirs),
             "gap": signed(d.delta),
-            "reason": d.reason or _UNEXPLAINED,
+            "reason": d.reason or "not explained",
         }
         for d in comparison.differences
     ]

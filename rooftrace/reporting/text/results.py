@@ -1,7 +1,4 @@
-"""Any result in words, on every output; an output is one function of a view.
-
-`view_of` says what stands there.
-"""
+"""Any result on any output: each output is one function of its view (`view_of`)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import to_csv, to_json
 from rooftrace._formats import FORMATS
 from rooftrace._outputs import MADE_BY
-from rooftrace.reporting.renderers import as_page, as_screen, model as view
+from rooftrace.reporting.renderers import as_page, as_screen, view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,7 +21,7 @@ WIDTH = 100
 
 
 def as_text(result: Any, width: int = WIDTH) -> str:
-    """What a terminal of this width shows of a result, without colours: print(result)."""
+    """A result as a terminal of this width shows it, without colours: print(result)."""
     made = renderable(result)
     from rich.console import Console
 
@@ -41,28 +38,25 @@ def as_text(result: Any, width: int = WIDTH) -> str:
 
 
 def renderable(result: Any) -> RenderableType:
-    """A result for rich to print: on one screen, in colours."""
+    """A result for rich to print: a screen, in colours."""
     return as_screen(view_of(result, "screen"))
 
 
 def as_cell(result: Any) -> str:
-    """A result in a cell of a notebook: what a screen shows, and one figure."""
+    """A result in a cell of a notebook: the view of a screen, and a figure."""
+    from rooftrace.reporting import hypertext
     from rooftrace.reporting.figures import figure_of
-    from rooftrace.reporting.hypertext import as_cell as hypertext_as_cell
 
-    return hypertext_as_cell(view_of(result, "screen"), figure_of(result))
+    return hypertext.as_cell(view_of(result, "screen"), figure_of(result))
 
 
 def shown(result: Any, form: str, **how: Any) -> Any:
     """A result as "text" (print), for "rich", as the "cell" of a notebook, or in one of FORMATS.
 
-    how: further arguments of the function that makes it, of which a format takes what it needs.
+    how: arguments of formats; each takes those that it needs.
     """
-    outputs: dict[str, Callable[..., Any]] = {
-        "text": as_text,
-        "rich": renderable,
-        "cell": as_cell,
-    }
+    outputs: dict[str, Callable[..., Any]]
+    outputs = {"text": as_text, "rich": renderable, "cell": as_cell}
     return (outputs.get(form) or FORMATS[form])(result, **how)
 
 
@@ -78,29 +72,26 @@ def as_markdown(result: Any, files: Collection[str] = ()) -> str:
 
 
 def as_webpage(result: Any, pictures: Mapping[str, bytes] | None = None) -> str:
-    """A result as one file of HTML that needs no network; of a report, what can be explored too.
+    """A result as one file of HTML that needs no network; a report can be explored there.
 
     pictures: PNGs by the names of the images that show them.
     """
     from rooftrace.reporting.hypertext import report_page, result_page
     from rooftrace.reporting.sections import Results
 
-    return (
-        report_page(result)
-        if isinstance(result, Results)
-        else result_page(view_of(result, "page"), pictures)
-    )
+    if isinstance(result, Results):
+        return report_page(result)
+    return result_page(view_of(result, "page"), pictures)
 
 
 def as_latex(result: Any, files: Collection[str] = (), style: str = "screen") -> str:
     """A result as a LaTeX document.  files: names of the figures that it may show.
 
-    style: what its tables are made for ("screen", "paper", "paper-column"); RequestError for
-    another one.
+    style: the width of its tables ("screen", "paper", "paper-column"); RequestError for another.
     """
-    from rooftrace.reporting.renderers import as_latex as latex_as_latex
+    from rooftrace.reporting import renderers
 
-    return latex_as_latex(view_of(result, "page"), files, style)
+    return renderers.as_latex(view_of(result, "page"), files, style)
 
 
 def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
@@ -113,9 +104,9 @@ def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
 def as_json(
     result: Any, document: Callable[[], Mapping[str, Any]] | None = None, *, ascii: bool = True
 ) -> str:
-    """A result as JSON.  document: makes what stands there; default its `to_dict`.
+    """A result as JSON.  document: makes its contents; default its `to_dict`.
 
-    ascii: whether other letters are escapes, as stdout may have any encoding.
+    ascii: escape other letters, as stdout may have any encoding.
     """
     made = (document or result.to_dict)()
     made_by = {} if "schema" in made else MADE_BY

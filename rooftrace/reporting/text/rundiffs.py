@@ -1,4 +1,4 @@
-"""The difference of two measured runs in words: what became slower, and what was predicted."""
+"""View of the difference of two measured runs: what became slower, and what was predicted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from rooftrace.hardware.units import MISSING, arrow, format_time
 from rooftrace.measured.rundiffs import RunDiff, rundiff
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.text.folding import cut, delta, said, totals
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
-"""Lines of a screen for kernels, for those of noise where there are no others, for modules and
-families, and for disagreements."""
+"""Lines of a screen: kernels; kernels within noise where there are no others; modules and
+families; disagreements."""
 KERNEL = 34
-"""Letters of a kernel's name; JSON has all of it."""
+"""Letters of a kernel's name; JSON has the full name."""
 
 _LABELS = {
     "time": "step",
@@ -53,15 +53,17 @@ _SIGNS = {
     "unclear": ("in noise", "faint"),
     "same": ("same", "faint"),
 }
-_RATIO = units.Unit(
-    "",
-    "number",
-    lambda ratio: f"{ratio:,.0f}x" if abs(ratio) >= 10 else f"{ratio:.2f}x",
-)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if abs(ratio) >= 10 else f"{ratio:.2f}x"
+
+
+_RATIO = units.Unit("", "number", _times)
 _SIGNED = units.signed(units.SECOND)
 _ROWS = (
     view.Column("status", units.TEXT, "", of=lambda row: view.Cell(*_SIGNS[row.status])),
-    view.Column("what", units.TEXT, "call and kernel", folded=True, of=lambda row: _what(row)),
+    view.Column("call", units.TEXT, "call and kernel", folded=True, of=lambda row: _call(row)),
     view.Column(
         "module", units.CODE, "module", flexible=True, of=lambda row: row.module or MISSING
     ),
@@ -95,7 +97,7 @@ def rundiff_view(result: RunDiff, output: view.Output) -> view.View:
 
 
 def verdict(step: rundiff.StepDiff) -> str:
-    """What became of a step in a sentence: by how much, whether noise explains it, and why."""
+    """The change of a step in a sentence: by how much, whether noise explains it, and why."""
     time = step.totals["time"]
     if not time.delta:
         text = f"the step takes {format_time(time.after)}, as before"
@@ -137,7 +139,7 @@ def _step(
     if several:
         head.append(view.Note(step.label, "strong", on="screen"))
     head += [*said(verdict(step), mark), _totals(step, names)]
-    below = [] if step.unchanged else [_kernels(step), *(_groups(step, w) for w in _GROUPED)]
+    below = [] if step.unchanged else [_kernels(step), *(_groups(step, by) for by in _GROUPED)]
     below.append(_remarks(step))
     sections = [view.Section(title=step.label, parts=head, place=place)]
     for number, parts in enumerate(below, start=1):
@@ -208,8 +210,8 @@ def _kernels(step: rundiff.StepDiff) -> list[view.Part]:
     return parts
 
 
-def _what(row: rundiff.KernelChange) -> str:
-    """ "linear: cutlass_gemm -> xmma_gemm", "copy_, fp32[8, 64]": what differs of it is said."""
+def _call(row: rundiff.KernelChange) -> str:
+    """ "linear: cutlass_gemm -> xmma_gemm", "copy_, fp32[8, 64]": a call, its kernels, sizes."""
     calls = [call.removeprefix("aten::") for call in row.call]
     if row.kind == "op":
         calls = [c or " and ".join(names) for c, names in zip(calls, row.kernels, strict=True)]
@@ -238,15 +240,15 @@ def _launches(row: rundiff.KernelChange) -> str:
     return arrow(f"{row.count.before:.3g}", f"{row.count.after:.3g}")
 
 
-def _groups(step: rundiff.StepDiff, what: str) -> list[view.Part]:
-    groups = step.modules if what == "module" else step.families
+def _groups(step: rundiff.StepDiff, by: str) -> list[view.Part]:
+    groups = step.modules if by == "module" else step.families
     rows = [
         g for g in groups if g.time.delta or g.count.delta or (g.predicted and g.predicted.delta)
     ]
     if not rows:
         return []
     columns = [
-        view.Column("name", units.CODE if what == "module" else units.TEXT, what, flexible=True),
+        view.Column("name", units.CODE if by == "module" else units.TEXT, by, flexible=True),
         view.Column("launches", units.WORDS, "launches", drop=1, of=_launches),
         view.Column("before", units.SECOND, "before", of=lambda g: g.time.before),
         view.Column("after", units.SECOND, "after", of=lambda g: g.time.after),
@@ -269,9 +271,9 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         lines.append(f"predicted for {chips}, {models}{kind}")
     if step.totals["time"].noise is not None:
         before, after = step.steps
-        how = "mean" if step.timed_inside else "median wall time"
+        average = "mean" if step.timed_inside else "median wall time"
         spread = "noise is half the 95 % interval of the difference, by their spread"
-        lines.append(f"{how} of {before} and {words.plural(after, 'step')}; {spread}")
+        lines.append(f"{average} of {before} and {words.plural(after, 'step')}; {spread}")
     disagreements = step.prediction.notes if step.prediction else ()
     parts: list[view.Part] = []
     for group, mark, most in (

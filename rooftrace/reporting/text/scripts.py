@@ -1,4 +1,4 @@
-"""Views of a script, of a loop that was watched as it ran, and of graph breaks."""
+"""Views of a script, of a measured loop of the user, and of graph breaks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from rooftrace.hardware.units import (
     plural,
 )
 from rooftrace.measured.live import LiveResult, OffKernel
-from rooftrace.reporting.renderers import model as view, units, words
-from rooftrace.reporting.text.folding import Folding
+from rooftrace.reporting.renderers import units, view, words
+from rooftrace.reporting.text.folding import Folding, sentence
 from rooftrace.tracer.scripts import Script
 
 # -- scripts ---------------------------------------------------------------------------------------
-# A script in words: its turns, the pieces of a step, what the host did, what was assumed.
 
-_LIMITS = {"compute": "compute", "hbm": "HBM", "network": "network", "launch": "launch"}
 _KINDS = {"training": "step", "inference": "no grad"}
 _ENDS = {
     "stopped": "ended after the steps that were asked for",
@@ -35,12 +33,16 @@ _ENDS = {
 }
 
 
+_KIND = view.Column("what", units.TEXT, "what", of=lambda row: _KINDS[row.kind])
+_LIMIT = view.Column(
+    "limit", units.TEXT, "limit", of=lambda row: words.LIMITS.get(row.limit, row.limit)
+)
 _TURNS = (
     view.Column("number", units.TEXT, "turns", of=lambda row: _number(row)),
-    view.Column("what", units.TEXT, "what", of=lambda row: _KINDS[row.kind]),
+    _KIND,
     view.Column("t_est", units.SECOND, "expected", mark="strong"),
     view.Column("interval", units.TEXT, "90 % between", of=lambda row: _interval(row)),
-    view.Column("limit", units.TEXT, "limit", of=lambda row: _LIMITS.get(row.limit, row.limit)),
+    _LIMIT,
     view.Column("peak", units.CAPACITY, "peak"),
     view.Column("mfu", units.SHARE, "MFU"),
     view.Column("flops", units.FLOP, "FLOP", drop=1),
@@ -49,13 +51,13 @@ _TURNS = (
     view.Column("label", units.CODE, "called", flexible=True),
 )
 _SHAPES = (
-    view.Column("what", units.TEXT, "what", of=lambda row: _KINDS[row.kind]),
+    _KIND,
     view.Column("called", units.CODE, "called"),
     view.Column("shape", units.TEXT, "input", of=lambda row: str(list(row.shape))),
     view.Column("turns", units.COUNT, "turns"),
     view.Column("t_est", units.SECOND, "each", mark="strong"),
     view.Column("per_item", units.SECOND, "per item"),
-    view.Column("limit", units.TEXT, "limit", of=lambda row: _LIMITS.get(row.limit, row.limit)),
+    _LIMIT,
     view.Column("peak", units.CAPACITY, "peak"),
 )
 _PIECES = (
@@ -80,7 +82,7 @@ _FOLDED_TURNS = Folding(
     columns=_OF_FOLDED,
     name=("label", lambda row: row.label),
     seconds=lambda row: row.t_est * row.turns,
-    own={
+    merged={
         "number": lambda rows: f"{sum(r.turns for r in rows)} from {rows[0].stretch.first}",
         "sum": lambda rows: sum(row.t_est * row.turns for row in rows),
         "interval": lambda rows: _interval(*rows),
@@ -92,20 +94,20 @@ _FOLDED_SHAPES = Folding(
     columns=_SHAPES,
     name=("shape", lambda row: str(list(row.shape))),
     seconds=lambda row: row.t_est * row.turns,
-    own={"turns": lambda rows: sum(row.turns for row in rows)},
+    merged={"turns": lambda rows: sum(row.turns for row in rows)},
     few=8,
     parts=8,
 )
 
 
 def script_view(result: ScriptCost, output: view.Output) -> view.View:
-    """The turns; the pieces of the steady step and its memory; the host; what is assumed."""
+    """The turns; the pieces of the steady step and its memory; the host; the assumptions."""
     steady = result.steady
     head: list[view.Part] = [view.Note(result.title, "strong"), view.Note(_summary(result))]
-    said = dict(result.script.said)
-    if lacking := said.pop("scratch", ""):
+    remarks = dict(result.script.said)
+    if lacking := remarks.pop("scratch", ""):
         head.append(view.Note(lacking, "bad"))
-    if chosen := said.pop("choices", ""):
+    if chosen := remarks.pop("choices", ""):
         head.append(view.Note(chosen, "warn"))
     if result.rows:
         rows = _FOLDED_TURNS.of(result.rows)
@@ -114,7 +116,7 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
         if is_folded:
             head.append(view.Note(_FOLDED, "faint"))
         head += [view.Note(line) for line in _sums(result)]
-        head += [view.Note(line, look) for line, look in words.coverage_lines(result.steps)]
+        head += [view.Note(line, mark) for line, mark in words.coverage_lines(result.steps)]
         head += [view.Note(text) for text in words.attention_again(steady.parts if steady else ())]
     else:
         head.append(view.Note(_nothing(result.script)))
@@ -127,7 +129,7 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
         sections += _of_steady(steady)
     notes: list[view.Part] = [
         view.Note(f"assumed: {text}", "faint")
-        for text in (*said.values(), *_folded(result.assumptions()))
+        for text in (*remarks.values(), *_folded(result.assumptions()))
     ]
     if notes:
         sections.append(view.Section(title="What is assumed", parts=notes, place=4))
@@ -135,7 +137,7 @@ def script_view(result: ScriptCost, output: view.Output) -> view.View:
 
 
 def _folded(texts: Iterable[str]) -> Iterator[str]:
-    """Sentences, those that differ in a shape only as one."""
+    """Sentences; several that differ in shapes only become one."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         alike.setdefault(re.sub(r"\[[\d, ]*\]", "[...]", text), []).append(text)
@@ -170,10 +172,10 @@ def _interval(*rows: TurnCost) -> str:
 
 def _summary(result: ScriptCost) -> str:
     script = result.script
-    how = _ENDS.get(script.ended, script.ended)
+    end = _ENDS.get(script.ended, script.ended)
     code = f" with code {script.code}" if script.code else ""
     compiled = "" if result.compiled is None else f"; {result.compiled}"
-    return f"{how}{code}, {format_time(script.seconds)} here{compiled}"
+    return f"{end}{code}, {format_time(script.seconds)} here{compiled}"
 
 
 def _sums(result: ScriptCost) -> Iterator[str]:
@@ -229,7 +231,6 @@ def _piece(place: int, row: TurnCost) -> str:
 
 
 # -- loops -----------------------------------------------------------------------------------------
-# A loop that was watched as it ran: its rates beside the prediction, and what is off.
 
 SHOWN = 10
 """Kernels on a screen, and calls outside of the graph."""
@@ -259,27 +260,21 @@ _OUTSIDE = (
 
 
 def loop_view(result: LiveResult, output: view.Output) -> view.View:
-    """The rates, the kernels that are off, what could not be matched, and the notes."""
-    head = headline(result)
+    """The rates, the kernels that are off, the calls without a kernel, and the notes."""
     rates = view.Table(columns=_RATES, rows=_rate_rows(result), padded=False)
     sections = [
-        view.Section(parts=[view.Note(head, on="screen", label="live  ")], place=0),
-        view.Section(parts=[view.Note(f"{head}.", on="page"), rates], place=1),
+        view.Section(parts=sentence(headline(result), label="live  "), place=0),
+        view.Section(parts=[rates], place=1),
     ]
     if result.validation is not None or result.outside_graph:
         sections.append(_kernels(result))
-    notes: list[view.Part] = []
-    for line in result.notes:
-        notes += [
-            view.Note(line, "faint", on="screen"),
-            view.Note(f"{line}.", on="page", bullet=1),
-        ]
+    notes = [note for line in result.notes for note in sentence(line, "faint", bullet=1)]
     sections.append(view.Section(parts=notes, place=5))
     return view.View(tuple(sections), "A loop beside its prediction")
 
 
 def headline(result: LiveResult) -> str:
-    """What ran on what, and which of its steps are in the numbers."""
+    """The chip, the execution, and the steps that the numbers are of."""
     figures = result.figures
     timed = figures.steps + figures.uncounted
     text = (
@@ -294,6 +289,7 @@ def headline(result: LiveResult) -> str:
 def _rate_rows(result: LiveResult) -> list[dict[str, Any]]:
     figures = result.figures
     expected = figures.expected
+    flops_per_s, bytes_per_s = _rate(figures.flops, expected), _rate(figures.bytes, expected)
     rows = [
         _row("step, mean", format_time, figures.seconds, expected, figures.interval),
         _row("step, median", format_time, result.median),
@@ -303,13 +299,8 @@ def _rate_rows(result: LiveResult) -> list[dict[str, Any]]:
     if figures.hfu is not None and figures.hfu != figures.mfu:
         rows.append(_row("HFU", format_share, figures.hfu))
     rows += [
-        _row("FLOP/s", format_flop_rate, figures.flops_per_s, _rate(figures.flops, expected)),
-        _row(
-            "HBM byte/s, as counted",
-            format_bandwidth,
-            figures.bytes_per_s,
-            _rate(figures.bytes, expected),
-        ),
+        _row("FLOP/s", format_flop_rate, figures.flops_per_s, flops_per_s),
+        _row("HBM byte/s, as counted", format_bandwidth, figures.bytes_per_s, bytes_per_s),
     ]
     for name, amount in (("tokens/s", figures.tokens_per_s), ("samples/s", figures.samples_per_s)):
         if amount is not None and figures.seconds:
@@ -332,17 +323,15 @@ def _row(name: str, written: Any, measured: Any, expected: Any = None, within: A
 
 
 def _kernels(result: LiveResult) -> view.Section:
-    """The kernels that are off, and the calls that no kernel of the graph stands for."""
+    """The kernels that are off, and the calls without a kernel in the graph."""
     parts: list[view.Part] = []
     if result.validation is not None:
-        text = _off_words(result)
-        parts += [view.Note(text, on="screen"), view.Note(f"{text}.", on="page")]
+        parts += sentence(_off_words(result))
     for count, output in ((SHOWN, "screen"), (_PAGE, "page")):
         shown: list[OffKernel] = list(result.off[:count])
         if shown:
             parts.append(view.Table(columns=_OFF, rows=shown, on=output))  # type: ignore[arg-type]
-    text = matched_words(result)
-    parts += [view.Note(text, on="screen"), view.Note(f"{text}.", on="page")]
+    parts += sentence(matched_words(result))
     rows = [{"name": n, "seconds": s} for n, s in list(result.outside_graph.items())[:_PAGE]]
     if rows:
         parts.append(view.Table(columns=_OUTSIDE, rows=rows, padded=False, on="page"))
@@ -356,14 +345,14 @@ def _off_words(result: LiveResult) -> str:
         return f"{usual}; none is far beyond that"
     lost = sum(kernel.lost for kernel in result.off)
     shown = f", the first {SHOWN} of them here" if len(result.off) > SHOWN else ""
-    what = words.plural(len(result.off), "kind") + " of kernel"
+    kinds = words.plural(len(result.off), "kind") + " of kernel"
     verbs = ("is", "loses") if len(result.off) == 1 else ("are", "lose")
     loss = f"{verbs[1]} {format_time(lost)} a step{shown}"
-    return f"{usual}; {what} {verbs[0]} far beyond that and {loss}"
+    return f"{usual}; {kinds} {verbs[0]} far beyond that and {loss}"
 
 
 def matched_words(result: LiveResult) -> str:
-    """How much of the profiled time is in predicted kernels, and the most of the rest."""
+    """The share of the profiled time in predicted kernels, and the most of the rest."""
     text = "no profiled time is matched to a predicted kernel"
     if result.matched is not None:
         text = f"{format_share(result.matched)} of the profiled time belongs to a predicted kernel"
@@ -376,8 +365,7 @@ def matched_words(result: LiveResult) -> str:
     return f"{text}; in none: {words.listed(most)}"
 
 
-# -- graphbreaks -----------------------------------------------------------------------------------
-# Graph breaks in words: the step in three ways, then a row for each line that breaks it.
+# -- graph breaks ----------------------------------------------------------------------------------
 
 _WAYS = (
     view.Column("way", units.TEXT, "step"),
@@ -402,13 +390,14 @@ _ROWS = (
 
 
 def graph_breaks_view(result: GraphBreaks, output: view.Output) -> view.View:
-    """The step eager, broken and whole; the lines; their reasons; what the prices assume."""
+    """The step eager, with breaks and without; the lines; their reasons; the assumptions."""
     ways = view.Table(columns=_WAYS, rows=list(_ways(result)))
     head = [view.Note(result.title, "strong"), view.Note(_breaks_summary(result))]
     sections = [view.Section(parts=[*head, ways], place=1)]
     if result.rows:
         table = view.Table(columns=_ROWS, rows=result.rows)
-        parts: list[view.Part] = [table, view.Note(_sums_of_breaks(result)), *_reasons(result)]
+        notes = [view.Note(_reason(row)) for row in result.rows]
+        parts: list[view.Part] = [table, view.Note(_sums_of_breaks(result)), *notes]
         sections.append(view.Section(title="Where graphs end", parts=parts, place=2))
     if result.recompiled:
         recompiled = list(_recompiled(result))
@@ -456,11 +445,6 @@ def _sums_of_breaks(result: GraphBreaks) -> str:
         f"all lines together: {together}.  Each line alone, added up: {format_time(result.total)}: "
         "gains do not add up"
     )
-
-
-def _reasons(result: GraphBreaks) -> Iterator[view.Note]:
-    for row in result.rows:
-        yield view.Note(_reason(row))
 
 
 def _reason(row: BreakCost) -> str:

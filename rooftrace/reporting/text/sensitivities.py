@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rooftrace.costmodels.solving import MeshAnswer, MeshRow, ScalingAnswer, mesh_words
 from rooftrace.costmodels.sweeps import Elasticities, Elasticity, Interaction, MainEffect, grids
 from rooftrace.hardware.units import (
-    MISSING,
     format_bandwidth,
     format_capacity,
     format_flop_rate,
@@ -17,13 +16,12 @@ from rooftrace.hardware.units import (
     format_traffic,
     plural,
 )
-from rooftrace.reporting.renderers import model as view, units
-
-# -- sensitivities ---------------------------------------------------------------------------------
-# Elasticities and effects in words: what moves a step, ranked, and what does not move it.
+from rooftrace.reporting.renderers import units, view
+from rooftrace.reporting.text.answers import asked
+from rooftrace.reporting.text.folding import first_rows, grounds
 
 ON_SCREEN = 20
-"""Facts and knobs that a screen shows; a page has all that change anything."""
+"""Facts and knobs on a screen; a page has all that change anything."""
 _PAIRS = 10
 _LONGEST = 11
 """Letters of a fraction that is shown."""
@@ -61,7 +59,7 @@ def written(row: Elasticity) -> str:
 
 
 def elasticities_view(result: Elasticities, output: view.Output) -> view.View:
-    """Sizes, then facts and knobs by their effect, then what changes nothing."""
+    """Sizes, then facts and knobs by their effect, then numbers that change nothing."""
     sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
     knobs = result.knobs or "peaks of the datasheet"
     head = f"{result.title}, {result.phase}, {sizes}; {result.chip}, {result.execution}; {knobs}"
@@ -72,11 +70,8 @@ def elasticities_view(result: Elasticities, output: view.Output) -> view.View:
     )
     meaning = "an elasticity of 0.5: 1 % more of it, 0.5 % more of that"
     numbers = [row for row in result.rows if row.kind != "size" and not row.is_zero]
-    shown = numbers[:ON_SCREEN] if output == "screen" else numbers
-    parts: list[view.Part] = [view.Table(columns=_NUMBERS, rows=shown, padded=False)]
-    left = len(numbers) - len(shown)
-    if left:
-        parts.append(view.Note(f"and {left} more with less effect, in --format csv", "faint"))
+    more = "more with less effect, in --format csv"
+    parts = list(first_rows(_NUMBERS, numbers, ON_SCREEN, output, more, padded=False))
     sections = [
         view.Section(
             parts=[view.Note(head, "strong"), view.Note(now), view.Note(meaning, "faint")], place=1
@@ -90,7 +85,7 @@ def elasticities_view(result: Elasticities, output: view.Output) -> view.View:
 
 
 def _step(change: str) -> Callable[[Elasticity], Any]:
-    """Reads the time after a change over the time before it."""
+    """Read the time after a change over the time before it."""
 
     def read(row: Elasticity) -> Any:
         step = row.step(change)
@@ -100,7 +95,7 @@ def _step(change: str) -> Callable[[Elasticity], Any]:
 
 
 def _slope(name: str) -> Callable[[Elasticity], Any]:
-    """Reads an elasticity of a total, as a fraction where that is short."""
+    """Read an elasticity of a total, as a fraction where that is short."""
 
     def read(row: Elasticity) -> Any:
         slope = getattr(row, name)
@@ -169,7 +164,7 @@ def _sizes(result: Elasticities) -> Iterator[view.Part]:
 
 
 def _zeros(result: Elasticities) -> Iterator[view.Note]:
-    """Names by the reason, shares of a class of kernels by the class."""
+    """Numbers that change nothing, by the reason; shares of a class of kernels by the class."""
     by_note: dict[str, dict[str, None]] = {}
     for row in result.rows:
         if row.kind == "size" or not row.is_zero:
@@ -255,44 +250,32 @@ def _pairs(result: grids.GridEffects, pairs: Sequence[Interaction]) -> list[view
 
 
 # -- meshes ----------------------------------------------------------------------------------------
-# Meshes beside each other, and how a step scales, in words and tables.
 
 _ROWS = 10
 
+_MESH = view.Column("mesh", units.WORDS, "Mesh", short="mesh", of=lambda row: mesh_words(row.mesh))
 ROWS = (
-    view.Column("mesh", units.WORDS, "Mesh", short="mesh"),
+    _MESH,
     view.Column("chips", units.COUNT, "Chips", short="chips"),
     view.Column("batch", units.COUNT, "Batch of a replica", short="batch"),
     view.Column("checkpoint", units.TEXT, "Checkpoint", short="checkpoint", drop=2),
     view.Column("seconds", units.SECOND, "Step", short="step"),
-    view.Column("per_chip", units.RATE, "Items/s per chip", short="items/s/chip"),
+    view.Column("items_per_s_per_chip", units.RATE, "Items/s per chip", short="items/s/chip"),
     view.Column("mfu", units.SHARE, "MFU", drop=3),
     view.Column("exposed", units.SHARE, "Exposed communication", short="exposed"),
     view.Column("bubble", units.SHARE, "Bubble", short="bubble", drop=1),
     view.Column("peak", units.BYTE, "Memory of a chip", short="peak"),
-    view.Column("used", units.SHARE, "Of the memory", short="of memory"),
+    view.Column(
+        "used", units.SHARE, "Of the memory", short="of memory", of=lambda r: r.peak / r.capacity
+    ),
     view.Column("limited_by", units.WORDS, "Limited by", short="limited by"),
-)
-SCALED = (
-    view.Column("chips", units.COUNT, "Chips", short="chips"),
-    view.Column("mesh", units.WORDS, "Mesh", short="mesh"),
-    view.Column("seconds", units.SECOND, "Step, weak", short="weak step"),
-    view.Column("per_chip", units.RATE, "Items/s per chip, weak", short="items/s/chip"),
-    view.Column("weak", units.SHARE, "Efficiency, weak", short="weak"),
-    view.Column("microbatches", units.COUNT, "Microbatches, strong", short="microbatches", drop=2),
-    view.Column("strong_seconds", units.SECOND, "Step, strong", short="strong step"),
-    view.Column("strong", units.SHARE, "Efficiency, strong", short="strong"),
-    view.Column("exposed", units.SHARE, "Exposed communication", short="exposed", drop=1),
-    view.Column("peak", units.BYTE, "Memory of a chip", short="peak"),
-    view.Column("fits", units.WORDS, "Fits", short="fits"),
 )
 
 
 def mesh_view(result: MeshAnswer, output: view.Output) -> view.View:
     """The best mesh, the others that hold the limits, and those that do not."""
-    question = f"{result.question[:1].upper()}{result.question[1:]}"
     sections = [
-        view.Section(parts=[view.Note(result.title, "strong"), view.Note(question)], place=1),
+        asked(result.title, result.question),
         view.Section(title="Answer", parts=list(_answer(result)), place=2),
     ]
     for title, rows, place in (
@@ -300,12 +283,9 @@ def mesh_view(result: MeshAnswer, output: view.Output) -> view.View:
         ("Outside of a limit", result.others, 4),
     ):
         if rows:
-            shown = rows if output == "page" else rows[:_ROWS]
-            parts: list[view.Part] = [view.Table(columns=ROWS, rows=_rows(shown), key=f"at{place}")]
-            if len(shown) < len(rows):
-                parts.append(view.Note(f"and {len(rows) - len(shown)} more", "faint"))
+            parts = list(first_rows(ROWS, rows, _ROWS, output))
             sections.append(view.Section(title=title, parts=parts, place=place))
-    sections.append(_grounds(result.rests, result.left_out, 5))
+    sections.append(grounds(result.rests, result.left_out[:_ROWS], 5))
     return view.View(tuple(sections), result.title)
 
 
@@ -323,7 +303,8 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
             )
         if result.needed is not None:
             text = f"by capacity alone at least {result.needed:,} chips hold it: --chips"
-            yield view.Note(f"{text} {_next_power(result.needed):,}", bullet=1)
+            power = 1 << (result.needed - 1).bit_length()
+            yield view.Note(f"{text} {power:,}", bullet=1)
         return
     yield view.Note(f"{mesh_words(best.mesh)} on {best.chips:,} chips", "strong")
     again = "" if best.checkpoint == "none" else f", checkpoint {best.checkpoint}"
@@ -340,57 +321,52 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
     if len(result.rows) > 1:
         second = result.rows[1]
         less = 1 - second.items_per_s_per_chip / best.items_per_s_per_chip
-        words = f"second best: {mesh_words(second.mesh)}, {less:.1%} slower"
-        yield view.Note(words, bullet=1)
+        yield view.Note(f"second best: {mesh_words(second.mesh)}, {less:.1%} slower", bullet=1)
 
 
-def _next_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _scaled(result: ScalingAnswer) -> tuple[view.Column, ...]:
+    """The columns of rows of `result`."""
 
+    def microbatches(row: MeshRow) -> int:
+        return round(result.microbatches(row))
 
-def _rows(rows: Iterable[MeshRow]) -> list[dict[str, Any]]:
-    return [
-        {
-            **row.to_dict(),
-            "mesh": mesh_words(row.mesh),
-            "per_chip": row.items_per_s_per_chip,
-            "used": row.peak / row.capacity,
-            "bubble": MISSING if row.bubble is None else row.bubble,
-        }
-        for row in rows
-    ]
+    def fits(row: MeshRow) -> str:
+        return "yes" if row.fits else "no"
+
+    strong = result.strong_seconds
+    return (
+        view.Column("chips", units.COUNT, "Chips", short="chips"),
+        _MESH,
+        view.Column("seconds", units.SECOND, "Step, weak", short="weak step"),
+        view.Column(
+            "items_per_s_per_chip", units.RATE, "Items/s per chip, weak", short="items/s/chip"
+        ),
+        view.Column("weak", units.SHARE, "Efficiency, weak", short="weak", of=result.weak),
+        view.Column(
+            "microbatches", units.COUNT, "Microbatches, strong", short="microbatches", drop=2,
+            of=microbatches,
+        ),
+        view.Column("strong_seconds", units.SECOND, "Step, strong", short="strong step", of=strong),
+        view.Column("strong", units.SHARE, "Efficiency, strong", short="strong", of=result.strong),
+        view.Column("exposed", units.SHARE, "Exposed communication", short="exposed", drop=1),
+        view.Column("peak", units.BYTE, "Memory of a chip", short="peak"),
+        view.Column("fits", units.WORDS, "Fits", short="fits", of=fits),
+    )  # fmt: skip
 
 
 def scaling_view(result: ScalingAnswer, output: view.Output) -> view.View:
     """The step on each number of chips, with both efficiencies."""
-    rows = [
-        {
-            **told,
-            "weak": result.weak(row),
-            "microbatches": round(result.microbatches(row)),
-            "strong_seconds": result.strong_seconds(row),
-            "strong": result.strong(row),
-            "fits": "yes" if row.fits else "no",
-        }
-        for row, told in zip(result.rows, _rows(result.rows), strict=True)
-    ]
     note = (
         "Weak: each replica keeps its batch. Strong: all do together what the most chips do in "
         "one step. Efficiency: work of a chip per second, over that on the fewest."
     )
-    table: list[view.Part] = [view.Table(columns=SCALED, rows=rows, key="scaled"), view.Note(note)]
+    table = view.Table(columns=_scaled(result), rows=result.rows)
     title = f"{result.title}, on {result.system}"
     return view.View(
         (
             view.Section(parts=[view.Note(title, "strong")], place=1),
-            view.Section(title="Scaling", parts=table, place=2),
-            _grounds(result.rests, result.left_out, 3),
+            view.Section(title="Scaling", parts=[table, view.Note(note)], place=2),
+            grounds(result.rests, result.left_out[:_ROWS], 3),
         ),
         title,
     )
-
-
-def _grounds(rests: Sequence[str], left_out: Sequence[str], place: int) -> view.Section:
-    parts = [view.Note(ground, "faint", bullet=1) for ground in rests]
-    parts += [view.Note(f"left out: {reason}", "faint", bullet=1) for reason in left_out[:_ROWS]]
-    return view.Section(title="What it rests on", parts=parts, place=place)

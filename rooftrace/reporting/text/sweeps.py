@@ -8,16 +8,14 @@ from typing import Any
 from rooftrace.costmodels.sweeps import Form, Sweep
 from rooftrace.hardware.units import MISSING, format_time, plural
 from rooftrace.reporting.fleets import SweepFleet
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 
 # -- sweeps ----------------------------------------------------------------------------------------
-# A sweep and a form in words: what was proven, the best lines, where limiters and steps change.
 
 MOST_LINES = 24
-"""Lines of a table that is shown whole."""
+"""Lines of a table that a screen shows in full."""
 _CROSSINGS, _CLIFFS, _EACH = 12, 8, 1
 BEST = "Most items per second, of what fits"
-_SIZE = units.Unit("", "integer", lambda number: f"{number:,}")
 
 
 def form_view(result: Form, output: view.Output) -> view.View:
@@ -47,14 +45,14 @@ def form_view(result: Form, output: view.Output) -> view.View:
 
 
 def sweep_view(result: Sweep, output: view.Output) -> view.View:
-    """The table where it is short, else its best lines; crossings, cliffs, what is proven."""
+    """The table where it is short, else its best lines; crossings, cliffs, proofs."""
     form = result.cases[0].form
     title = f"{form.title}, {form.phase} over {', '.join(result.names)}"
     head = f"{title}: {plural(len(result), 'line')} from {plural(_traces(result), 'trace')}"
-    said = words.of_weights(
+    assumed = words.of_weights(
         a for case in result.cases if case.form.regimes for a in case.form.example.assumptions
     )
-    notes = [view.Note(head, "strong"), *(view.Note(line, "warn") for line in said)]
+    notes = [view.Note(head, "strong"), *(view.Note(line, "warn") for line in assumed)]
     sections = [view.Section(parts=notes, place=1)]
     frame, labels = result.frame(), [name for name in result.cases[0].labels if name != "phase"]
     if len(result) <= MOST_LINES or output == "page":
@@ -94,7 +92,7 @@ def lines_table(frame: Any, labels: Sequence[str], names: Sequence[str]) -> view
     columns = [
         *(view.Column(name, units.TEXT, name) for name in labels),
         view.Column("chip", units.TEXT, "chip"),
-        *(view.Column(name, _SIZE, name) for name in names),
+        *(view.Column(name, units.EXACT, name) for name in names),
         view.Column("t_est", units.SECOND, "expected"),
         view.Column("t_low", units.SECOND, "from", drop=1),
         view.Column("t_high", units.SECOND, "to", drop=1),
@@ -174,22 +172,21 @@ def _proven(result: Sweep) -> Iterator[view.Note]:
 
 
 # -- fleets ----------------------------------------------------------------------------------------
-# The sweeps of many targets in words: the best lines of each, and what failed.
 
 _SHOWN = {"screen": 60, "page": 500}
 """Lines of the table on an output."""
 
 
 def fleet_view(result: SweepFleet, output: view.Output) -> view.View:
-    """How much is there, the best lines of each target, and what failed with its error.
+    """The number of lines, the best lines of each target, and the failures with their errors.
 
-    One target is read after the other: all lines together may not fit in memory.
+    Reads one target after the other: all lines together may not fit in memory.
     """
-    count, whole, best = 0, [], []
+    count, every, best = 0, [], []
     for _, frame in result.fleet.frames():
         count += len(frame)
         if count <= MOST_LINES:
-            whole.append(frame)
+            every.append(frame)
         best.append(best_lines(frame, [name for name in result.labels if name in frame]))
     done = len(best)
     title = f"{plural(len(result.fleet.tasks), 'task')} over {', '.join(result.names)}"
@@ -200,7 +197,7 @@ def fleet_view(result: SweepFleet, output: view.Output) -> view.View:
         parts.append(view.Note(f"{result.ran} ran now, {there} lay there already", "faint"))
     sections = [view.Section(parts=parts, place=1)]
     if best:
-        frames, name = (whole, "Lines") if count <= MOST_LINES else (best, BEST)
+        frames, name = (every, "Lines") if count <= MOST_LINES else (best, BEST)
         table = list(_table(result, frames, _SHOWN.get(output, _SHOWN["screen"])))
         sections.append(view.Section(title=name, parts=table, place=2))
     if result.failures:

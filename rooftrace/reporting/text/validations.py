@@ -22,8 +22,13 @@ from rooftrace.measured.fit import (
     misses,
 )
 from rooftrace.reporting.figures import parity
-from rooftrace.reporting.renderers import model as view, units, words
-from rooftrace.reporting.text.folding import factor_columns, factor_rows, factor_sentence
+from rooftrace.reporting.renderers import units, view, words
+from rooftrace.reporting.text.folding import (
+    factor_columns,
+    factor_rows,
+    factor_sentence,
+    sentence,
+)
 from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
@@ -45,14 +50,14 @@ COLUMNS = (
 def miss_rows(
     nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
 ) -> list[dict[str, Any]]:
-    """The worst kernels, and calls that the graph lacks; the largest error in seconds first."""
+    """The worst kernels, and calls that are not in the graph; the largest error first, in s."""
     rows = [node_row(node) for node in misses.worst(tuple(nodes), count)]
     rows += [stray_row(stray) for stray in (alignment.only_in_trace if alignment else ())]
     return sorted(rows, key=lambda row: -abs(row["miss"]))[:count]
 
 
 def stray_row(stray: Stray) -> dict[str, Any]:
-    """A call that the graph lacks; the row has its shapes in place of a module."""
+    """The row of a call that is not in the graph; its shapes take the place of a module."""
     shapes = ", ".join(str(list(shape)) for shape in stray.shapes if shape)
     return {
         "kernel": stray.name.removeprefix("aten::"),
@@ -79,7 +84,7 @@ def node_row(node: Node) -> dict[str, Any]:
 
 
 def matched_words(nodes: Sequence[Node], alignment: Alignment | None = None) -> str:
-    """One sentence: how much was matched, and how far the sums are apart."""
+    """A sentence on the number of matched kernels and on their sums, predicted and measured."""
     both = [node for node in nodes if node.measured is not None]
     predicted = sum(node.predicted for node in both)
     measured = sum(node.measured or 0.0 for node in both)
@@ -100,19 +105,13 @@ def matched_words(nodes: Sequence[Node], alignment: Alignment | None = None) -> 
 def misses_view(
     nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
 ) -> view.View:
-    """What was matched, and the worst kernels."""
-    text = matched_words(nodes, alignment)
+    """How much was matched, and the worst kernels."""
     rows = miss_rows(nodes, alignment, count)
-    parts: list[view.Part] = [
-        view.Note(text, on="screen"),
-        view.Note(f"{text}.", on="page"),
-        view.Table(columns=COLUMNS, rows=rows, padded=False),
-    ]
-    return view.View((view.Section(parts=parts),))
+    table = view.Table(columns=COLUMNS, rows=rows, padded=False)
+    return view.View((view.Section(parts=[*sentence(matched_words(nodes, alignment)), table]),))
 
 
 # -- calibrations ----------------------------------------------------------------------------------
-# A calibration in words: the knobs, and how far off they still are.
 
 _LEFT_OUT = 5
 _KNOB = units.Unit("", "number", lambda value: f"{value:.3g}")
@@ -124,7 +123,7 @@ _KNOBS = (
     view.Column("note", units.TEXT, "", folded=True),
 )
 _ERRORS = (
-    view.Column("on", units.TEXT, "error on"),
+    view.Column("name", units.TEXT, "error on"),
     view.Column("mean", units.SPREAD, "mean"),
     view.Column("median", units.SPREAD, "median"),
     view.Column("p90", units.SPREAD, "p90"),
@@ -134,17 +133,14 @@ _ERRORS = (
 
 
 def calibration_view(result: Calibration, output: view.Output) -> view.View:
-    """What was fitted to what, each knob, and the errors with and without them."""
+    """The chip and the measurements, each fitted knob, and the errors with and without them."""
     fit, used = result.fit, result.measured - len(result.failures)
     single = f", and {words.plural(result.kernels, 'single kernel')}" if result.kernels else ""
     head = (
         f"{result.chip}, {result.execution}: {used} of {result.measured} measured "
         f"{result.what}{single}"
     )
-    parts: list[view.Part] = [
-        view.Note(head, on="screen", label="calibration  "),
-        view.Note(f"{head}.", on="page"),
-    ]
+    parts: list[view.Part] = [*sentence(head, label="calibration  ")]
     for place, why in list(result.failures.items())[:_LEFT_OUT]:
         parts.append(view.Note(f"  left out, {place}: {why}", "warn"))
     parts.append(view.Table(columns=_KNOBS, rows=[_knob(p) for p in fit.parameters]))
@@ -169,16 +165,16 @@ def calibration_view(result: Calibration, output: view.Output) -> view.View:
 
 
 def _interval(knobs: Knobs) -> str:
-    """Where steps by these knobs lie, and how that is known."""
+    """The interval of steps by these knobs, and its source."""
     low, high = (math.exp(end * knobs.spread) for end in knobs.ends())
-    known = knobs.residuals.get(knobs.use)
-    by = "the spread of single kernels" if known is None else known.told
+    residuals = knobs.residuals.get(knobs.use)
+    by = "the spread of single kernels" if residuals is None else residuals.told
     wide = f"between {low:.2f} and {high:.2f} times"
     return f"90 % of steps are {wide} what is expected ({knobs.use}), by {by}"
 
 
 def _traffic(result: Calibration) -> list[view.Part]:
-    """The factors on bytes, what they rest on, and those of layers where they were asked for."""
+    """The factors on bytes and their grounds; those of layers where they were fitted."""
     made = result.traffic
     if made is None:
         return []
@@ -208,25 +204,24 @@ def _knob(parameter: Any) -> dict[str, Any]:
 
 
 def _error_rows(result: Calibration) -> list[dict[str, Any]]:
-    fit, what = result.fit, "models" if result.what == "steps" else result.what
+    fit, kind = result.fit, "models" if result.what == "steps" else result.what
     rows = [
         _errors("all, without knobs", result.before),
-        _errors(f"{what} that were fitted", fit.errors),
+        _errors(f"{kind} that were fitted", fit.errors),
     ]
     if fit.left_out is not None:
-        rows.append(_errors(f"{what} that were left out", fit.left_out))
-    for kind, errors in fit.by_class.items():
-        rows.append(_errors(f"  mostly {kind} ({errors.count})", errors))
+        rows.append(_errors(f"{kind} that were left out", fit.left_out))
+    for name, errors in fit.by_class.items():
+        rows.append(_errors(f"  mostly {name} ({errors.count})", errors))
     return rows
 
 
 def _errors(name: str, errors: Errors) -> dict[str, Any]:
-    numbers = {key: getattr(errors, key) for key in ("mean", "median", "p90", "bias")}
-    return {"on": name, **numbers, "worst": f"{errors.worst:+.0%} {errors.worst_case}"}
+    numbers = {key: getattr(errors, key) for key in ("count", "bias", "mean", "median", "p90")}
+    return {"name": name, **numbers, "worst": f"{errors.worst:+.0%} {errors.worst_case}"}
 
 
 # -- validations -----------------------------------------------------------------------------------
-# Predicted against measured: the sections of its view, and the points of its figure.
 
 STEPS, CLASSES, NODES = 12, 8, 10
 """Lines of a screen for steps of all phases, classes and kernels.  A page has more."""
@@ -236,7 +231,7 @@ _TRAFFIC_SHOWN = 20
 
 
 def headline(result: Validation) -> str:
-    """A sentence that says what was compared with what."""
+    """The source, the chip, the execution, and the number of steps, in a sentence."""
     name = f"{Path(result.source).name} on " if result.source else ""
     knobs = f", knobs {result.knobs}" if result.knobs else ""
     steps = f"{len(result.steps)} of {words.plural(result.planned, 'measured step')}"
@@ -244,7 +239,7 @@ def headline(result: Validation) -> str:
 
 
 def remarks(result: Validation) -> list[str]:
-    """What the numbers rest on, one sentence each."""
+    """The grounds of the numbers, a sentence each."""
     lines = list(result.notes)
     if result.inside is not None:
         inside, of = result.inside
@@ -314,18 +309,11 @@ def _rows_of_errors(result: Validation) -> list[dict[str, Any]]:
     peaks = result.peak_errors
     if peaks:
         errors["memory at the peak"] = peaks
-    return [
-        {
-            "name": name,
-            **{key: getattr(of, key) for key in ("count", "bias", "mean", "median", "p90")},
-            "worst": f"{of.worst:+.0%} {of.worst_case}",
-        }
-        for name, of in errors.items()
-    ]
+    return [_errors(name, of) for name, of in errors.items()]
 
 
 def _step_columns(steps: Sequence[StepCheck]) -> list[view.Column]:
-    """The columns that these steps fill; a row is a step."""
+    """The columns that have values for these steps; a row is a step."""
     columns = [
         view.Column("step", units.TEXT, "step", clipped=24, of=parity.short_label),
         view.Column("measured", units.SECOND, "measured"),
@@ -374,16 +362,16 @@ def _grouped(result: Validation) -> dict[str, list[StepCheck]]:
 def _class_rows(result: Validation) -> list[dict[str, Any]]:
     """Classes of kernels, most measured time first."""
     classes = result.by_class
-    whole = sum(of.measured for of in classes.values())
+    total = sum(of.measured for of in classes.values())
     keys = ("count", "predicted", "measured", "bias", "mean")
     return [
-        {"name": name, "share": of.measured / whole, **{key: getattr(of, key) for key in keys}}
+        {"name": name, "share": of.measured / total, **{key: getattr(of, key) for key in keys}}
         for name, of in classes.items()
     ]
 
 
 def _node_columns(result: Validation) -> list[view.Column]:
-    """The step where there are several, what was counted where it was."""
+    """The columns of kernels: with the step where there are several, with counted bytes."""
     several = len(result.steps) > 1
     kernel, module, launches, *times, miss, reason = COLUMNS
     columns = [
@@ -433,7 +421,7 @@ def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]
 
 
 def _traffic_rows(result: Validation) -> list[dict[str, Any]]:
-    """Kernels whose predicted bytes are furthest from what was counted."""
+    """Kernels whose predicted bytes are furthest from the counted ones."""
     counted = [(c.node.row, c.dram) for c in result.alike if c.dram is not None]
     counted.sort(key=lambda pair: (-abs(pair[0].bytes - pair[1]), pair[0].index))
     return [
@@ -467,11 +455,7 @@ def validation_view(result: Validation, output: view.Output) -> view.View:
 
 
 def _head(result: Validation) -> view.Section:
-    text = headline(result)
-    parts: list[view.Part] = [
-        view.Note(text, on="screen", label="validation  "),
-        view.Note(f"{text}.", on="page"),
-    ]
+    parts: list[view.Part] = [*sentence(headline(result), label="validation  ")]
     failures = [f"{place}: {why}" for place, why in result.failures.items()]
     for failure in failures[:_LEFT_OUT]:
         parts.append(view.Note(f"  left out, {failure}", "warn", on="screen"))
@@ -487,16 +471,16 @@ def _head(result: Validation) -> view.Section:
 
 
 def _steps(result: Validation) -> list[view.Section]:
-    """On a page a table for each phase; on a screen one table of the worst steps of each."""
+    """A page has a table for each phase, a screen one table of the worst steps of each."""
     columns, groups = _step_columns(result.steps), _grouped(result)
     lines = max(3, STEPS // len(groups))
     rows: list[Any] = []
     for name, group in groups.items():
         shown = group[:lines] if len(group) > lines + 1 else group
-        mine = [{c.key: c.read(step) for c in columns} for step in shown]
+        rows_of_phase = [{c.key: c.read(step) for c in columns} for step in shown]
         if len(group) > len(shown):
-            mine.append({"step": f"{len(group) - len(shown)} nearer"})
-        rows += [{**row, "phase": name} for row in mine]
+            rows_of_phase.append({"step": f"{len(group) - len(shown)} nearer"})
+        rows += [{**row, "phase": name} for row in rows_of_phase]
     several = len(result.steps) > 1
     if not several:
         rows = [{**row, "step": f"  {row['step']}"} for row in rows]
@@ -514,18 +498,18 @@ def _steps(result: Validation) -> list[view.Section]:
 
 
 def _kernels(result: Validation) -> list[view.Section]:
-    """Classes of kernels and the worst kernels; of the classes a screen has a table of its own."""
+    """Classes of kernels and the worst kernels; a screen shows the classes in a section apart."""
     classes, columns = _class_rows(result), _node_columns(result)
     short = {step.label: f"{step.group} {step.phase}" for step in result.steps}
     long = {step.label: f"{parity.short_label(step)} {step.phase}" for step in result.steps}
-    worst_few = _node_rows(result, NODES, short)
-    worst_many = _node_rows(result, _NODES_OF_PAGE, long)
+    on_screen = _node_rows(result, NODES, short)
+    on_page = _node_rows(result, _NODES_OF_PAGE, long)
     few = classes[:CLASSES] if len(classes) > 1 else []
     parts: list[view.Part] = [
-        view.Table(columns=columns, rows=worst_few, on="screen"),
+        view.Table(columns=columns, rows=on_screen, on="screen"),
         view.Table(columns=_CLASSES, rows=classes, padded=False, on="page"),
         view.Note("Most seconds off first:", on="page"),
-        view.Table(columns=columns, rows=worst_many, padded=False, on="page"),
+        view.Table(columns=columns, rows=on_page, padded=False, on="page"),
     ]
     traffic = _traffic_rows(result)
     if traffic:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.breaks import records
 from rooftrace.tracer.graph import pattern_of
 from rooftrace.tracer.metacopies import original_of, overrides, replaced, trees
 from rooftrace.tracer.requests import source as lines
+from rooftrace.tracer.torch_private import tree_map_only
 
 # -- state -----------------------------------------------------------------------------------------
 # What Dynamo keeps for the whole process, as it was before a run of ours.
@@ -29,18 +29,18 @@ from rooftrace.tracer.requests import source as lines
 # run of ours adds is taken out again; what others compiled stays.
 
 _CONTAINERS = (
-    ("torch._dynamo.utils", "counters"),
-    ("torch._dynamo.utils", "graph_break_reasons"),
-    ("torch._dynamo.utils", "guard_failures"),
-    ("torch._dynamo.utils", "warn_once_cache"),
-    ("torch._dynamo.utils", "_compilation_metrics"),
-    ("torch._dynamo.utils", "compilation_time_metrics"),
-    ("torch._dynamo.convert_frame", "FRAME_COMPILE_COUNTER"),
+    ("dynamo_utils", "counters"),
+    ("dynamo_utils", "graph_break_reasons"),
+    ("dynamo_utils", "guard_failures"),
+    ("dynamo_utils", "warn_once_cache"),
+    ("dynamo_utils", "_compilation_metrics"),
+    ("dynamo_utils", "compilation_time_metrics"),
+    ("convert_frame", "FRAME_COMPILE_COUNTER"),
 )
 _NUMBERS = (
-    ("torch._dynamo.convert_frame", "FRAME_COUNTER"),
-    ("torch._dynamo.convert_frame", "initial_global_state"),
-    ("torch._dynamo.utils", "curr_frame"),
+    ("convert_frame", "FRAME_COUNTER"),
+    ("convert_frame", "initial_global_state"),
+    ("dynamo_utils", "curr_frame"),
 )
 _TRACKERS = ("input_codes", "output_codes")
 OURS = "of_rooftrace"
@@ -61,28 +61,27 @@ class Touched:
 
     def take_out(self) -> None:
         """Take out what was compiled and remembered since."""
-        from torch._dynamo.guards import DeletedGuardManagerWrapper
 
-        eval_frame: Any = torch._C._dynamo.eval_frame
-        action = eval_frame._FrameAction.DEFAULT
+        action = torch_private.FrameAction.DEFAULT
         for code, (known, sizes, were) in self._before.items():
             if not known:
-                eval_frame.reset_code(code)
+                torch_private.reset_code(code)
                 continue
             for entry in _entries(code):
                 manager = entry.guard_manager
                 if _is_ours(entry.backend) and manager.extra_state is not None:
-                    gone = DeletedGuardManagerWrapper("a run of rooftrace has ended")
+                    gone = torch_private.DeletedGuardManagerWrapper("a run of rooftrace has ended")
                     manager.extra_state.invalidate(entry, gone)
             sizes.clear()
             sizes.update(were)
             # Code that was not to be compiled before does not come here.
-            eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action, action))
+            torch_private.set_code_exec_strategy(
+                code, torch_private.FrameExecStrategy(action, action)
+            )
 
 
 def _entries(code: CodeType) -> list[Any]:
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    return list(eval_frame._debug_get_cache_entry_list(code))
+    return list(torch_private.cache_entries(code))
 
 
 @contextlib.contextmanager
@@ -91,9 +90,8 @@ def kept(touched: Touched) -> Iterator[None]:
 
     touched: what it was asked to compile, which the caller notes meanwhile.
     """
-    import torch._dynamo.convert_frame as frames
 
-    homes = {name: _module(name) for name, _ in (*_CONTAINERS, *_NUMBERS)}
+    homes = {home: getattr(torch_private, home) for home, _ in (*_CONTAINERS, *_NUMBERS)}
     containers = [
         (held, _copied(held))
         for home, name in _CONTAINERS
@@ -104,6 +102,7 @@ def kept(touched: Touched) -> Iterator[None]:
         for home, name in _NUMBERS
         if hasattr(homes[home], name)
     ]
+    frames = torch_private.convert_frame
     held_codes: list[Any] = [getattr(frames, name) for name in _TRACKERS if hasattr(frames, name)]
     trackers = [(tracker, list(tracker.seen), set(tracker.seen_ids)) for tracker in held_codes]
     with _quiet():
@@ -117,12 +116,6 @@ def kept(touched: Touched) -> Iterator[None]:
                 setattr(home, name, value)
             for tracker, seen, ids in trackers:
                 tracker.seen[:], tracker.seen_ids = seen, ids
-
-
-def _module(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(name)
 
 
 def _copied(held: Any) -> Any:
@@ -158,13 +151,13 @@ class _NotHere(logging.Filter):
         self.thread = threading.get_ident()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self.thread or not record.name.startswith("torch._dynamo")
+        return record.thread != self.thread or not record.name.startswith(torch_private.DYNAMO)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Inside, what Dynamo logs in this thread is not shown: the result says it."""
-    named = ("torch._dynamo", "torch", None)
+    named = (torch_private.DYNAMO, "torch", None)
     handlers = [handler for name in named for handler in logging.getLogger(name).handlers]
     if logging.lastResort is not None:
         handlers.append(logging.lastResort)
@@ -274,10 +267,8 @@ class DynamoFunctions:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Inside, functions that Dynamo is asked to compile in this thread are noted."""
-        from torch._dynamo import convert_frame
-        from torch._dynamo.utils import graph_break_reasons
 
-        home = convert_frame.ConvertFrameAssert
+        home = torch_private.ConvertFrameAssert
         convert = original_of(home, "__call__")
 
         def noted(
@@ -285,19 +276,19 @@ class DynamoFunctions:
         ) -> Any:
             self.touched.note(frame.f_code, sizes)
             function = _Function(frame.f_code, self._path_of(frame))
-            known = len(graph_break_reasons)
+            known = len(torch_private.graph_break_reasons)
             self._compiling.append(function)
             try:
                 result = convert(own, frame, entry, hooks, sizes, *args, **kwargs)
                 if getattr(result, "guarded_code", None) is None:
                     self._left.add(frame.f_code)
                 return result
-            except torch._dynamo.exc.Unsupported as error:
+            except torch_private.Unsupported as error:
                 self._skipped[frame.f_code] = self._skip(function, error)
                 raise
             finally:
                 self._compiling.pop()
-                function.breaks = graph_break_reasons[known:]
+                function.breaks = torch_private.graph_break_reasons[known:]
                 self._cut(function)
 
         def made(code: CodeType, new_code: CodeType) -> CodeType | None:
@@ -305,11 +296,11 @@ class DynamoFunctions:
                 self._generated[new_code] = self._compiling[-1]
             return None
 
-        hook = convert_frame.register_bytecode_hook(made)
+        hook = torch_private.register_bytecode_hook(made)
         try:
             with (
                 replaced(home, {"__call__": noted}),
-                replaced(torch._dynamo.utils, {"run_node": _run_on_fakes}),
+                replaced(torch_private.dynamo_utils, {"run_node": _run_on_fakes}),
             ):
                 yield
         finally:
@@ -372,12 +363,11 @@ class DynamoFunctions:
 
     def recompiled(self) -> Iterator[records.Recompiled]:
         """Functions that were compiled more than once."""
-        from torch._dynamo.utils import guard_failures
 
         counts = Counter(function.code for function in self._generated.values())
         for code, times in counts.items():
             if times > 1 and not code.co_name.startswith(_RESUMED):
-                reasons = [str(reason) for reason in guard_failures.get(code, ())]
+                reasons = [str(reason) for reason in torch_private.guard_failures.get(code, ())]
                 source = lines.users_line([(code.co_filename, code.co_firstlineno)])
                 reason = guard_words(reasons[-1]) if reasons else ""
                 yield records.Recompiled(source, code.co_name, times, reason)
@@ -388,7 +378,7 @@ def _run_on_fakes(*args: Any, **kwargs: Any) -> Any:
 
     Torch makes a fake tensor of what `torch.tensor` makes on the CPU, and forgets it on meta.
     """
-    result = original_of(torch._dynamo.utils, "run_node")(*args, **kwargs)
+    result = original_of(torch_private.dynamo_utils, "run_node")(*args, **kwargs)
     mode = overrides.fake_mode()
     if mode is None:
         return result

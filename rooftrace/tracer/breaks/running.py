@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.hardware.units import format_capacity
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.breaks import records
 from rooftrace.tracer.breaks.functions import OURS, DynamoFunctions, kept
 from rooftrace.tracer.breaks.records import DynamoError, DynamoRun
@@ -29,6 +28,12 @@ from rooftrace.tracer.recording import Runner, Tape, info_of
 from rooftrace.tracer.requests import Job, names, source as lines, source_line, users_traceback
 from rooftrace.tracer.sources import collector_paused, loaded
 from rooftrace.tracer.targets import isolation
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    disable_current_modes,
+)
 from rooftrace.tracer.values import REAL_VALUE, Values
 
 MOST_REAL = 1 << 30
@@ -100,20 +105,14 @@ def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
 
 def check_enabled() -> None:
     """Raise RequestError where torch.compile is switched off in this process, or is too old."""
-    import torch._dynamo.config as config
-    import torch._dynamo.convert_frame as frames
 
-    parts = (
-        (frames, "ConvertFrameAssert"),
-        (frames, "register_bytecode_hook"),
-        (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
-    )
-    if not all(hasattr(home, name) for home, name in parts):
+    parts = ("ConvertFrameAssert", "register_bytecode_hook", "FrameExecStrategy")
+    if not all(map(torch_private.has, parts)):
         raise RequestError(
             f"graph breaks: torch {torch.__version__} has another Dynamo than what is read here; "
             "use torch 2.13"
         )
-    if getattr(config, "disable", False):
+    if getattr(torch_private.dynamo_config, "disable", False):
         raise RequestError(
             "graph breaks: torch.compile is switched off (TORCHDYNAMO_DISABLE or "
             "torch._dynamo.config.disable); switch it on"
@@ -130,7 +129,6 @@ def _run(
     module: nn.Module, inputs: Inputs, phase: str, makes: str, real: bool = False
 ) -> DynamoRun:
     """makes: the device on which code makes tensors that says none."""
-    from torch._dynamo.utils import counters
 
     device = "cpu" if real else "meta"
     calls = ModuleCalls(module, inputs, device=device)
@@ -139,10 +137,10 @@ def _run(
         for tensor in tensors_in((inputs.args, inputs.kwargs, inputs.decode)):
             if not real:
                 arguments.learn(watch.values, tensor)
-        counters.clear()
+        torch_private.counters.clear()
         training = phase == "training"
         call = calls.plain_call(phase)
-        compiled: Any = torch._dynamo.optimize(watch.backend())(module)
+        compiled: Any = torch_private.dynamo_optimize(watch.backend())(module)
         grad = torch.enable_grad() if training else torch.no_grad()
         step = ModuleCalls(compiled, inputs, device=makes)
         with grad, watch.functions.compiling(), watch.watching():
@@ -150,7 +148,7 @@ def _run(
                 step.call(call.args, call.kwargs)
             except Exception as error:
                 raise _CallError(error) from error
-        breaks = sum(counters["graph_break"].values())
+        breaks = sum(torch_private.counters["graph_break"].values())
         return watch.run_of(breaks)
 
 
@@ -208,7 +206,7 @@ def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]
             made.normal_(0.0, 0.02, generator=generator)
         return made
 
-    with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
+    with torch.device("cpu"), torch.no_grad(), disable_current_modes():
         made = Loaded(_plain(module), inputs).filled(filled)
     return made.module, made.inputs
 
@@ -270,14 +268,14 @@ class DynamoWatch(TorchDispatchMode, Tape):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._guards.CompileContext.current_compile_id() is not None:
+        if torch_private.CompileContext.current_compile_id() is not None:
             return func(*args, **kwargs)  # Dynamo runs it on fake tensors
         whole = isinstance(func, HigherOrderOperator)
         if self._watching and not self.here.inside:
             self._note("higher_order" if whole else info_of(func).name)
         if whole or self.real:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._runner.run(func, args, kwargs)
 
     @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch import Tensor
 from rooftrace.tracer.composite import library
 from rooftrace.tracer.composite.library import OPS, define, differentiable
 from rooftrace.tracer.metacopies import Scope
+from rooftrace.tracer.torch_private import DispatchKey
 
 _aten: Any = torch.ops.aten
 _broadcast: Any = torch.broadcast_shapes
@@ -324,7 +325,7 @@ def scaled_dot_product_attention(
     """
     if not library.agree(query, key, value, attn_mask):
         whole: Any = torch.ops.aten.scaled_dot_product_attention.default
-        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        composite = DispatchKey.CompositeImplicitAutograd
         operands = (query, key, value, attn_mask, dropout_p, is_causal)
         made: Tensor = whole._op_dk(composite, *operands, scale=scale, enable_gqa=enable_gqa)
         return made

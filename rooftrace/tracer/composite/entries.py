@@ -16,6 +16,7 @@ from rooftrace.tracer.composite.attention import scaled_dot_product_attention
 from rooftrace.tracer.composite.library import Library
 from rooftrace.tracer.composite.recurrent import entry, packed_entry, rms_norm
 from rooftrace.tracer.metacopies import Scope
+from rooftrace.tracer.torch_private import AutoDispatchBelowAutograd, DispatchKey, is_key_excluded
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -33,20 +34,20 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     if again:  # somebody differentiates the gradient
         spelled: Tensor = torch.ops.aten.mish_backward.default._op_dk(_COMPOSITE, grad, x)
         return spelled
-    with torch._C._AutoDispatchBelowAutograd():
+    with AutoDispatchBelowAutograd():
         made: Tensor = torch.ops.aten.mish_backward(grad, x)
     return made
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 def _below_autograd() -> bool:
     """Whether autograd has passed the call on."""
-    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD))
+    return bool(is_key_excluded(_AUTOGRAD))
 
 
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_AUTOGRAD = DispatchKey.AutogradFunctionality
 
 RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 """Whether this torch has that kernel's backward: on CUDA, from torch 2.9 on.  An older one spells

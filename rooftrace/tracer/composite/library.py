@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.metacopies import Scope
 from rooftrace.tracer.recording import Release, installed_release
+from rooftrace.tracer.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    ForceDispatchKeyGuard,
+    disable_current_modes,
+    excluded_keys,
+    get_dispatch_stack_at,
+    included_keys,
+    len_torch_dispatch_stack,
+)
 
 Library: Any = torch.library.Library
 _library = Library("rooftrace", "DEF")
@@ -33,11 +42,11 @@ def define(schema: str, **kernels: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def differentiable() -> Iterator[None]:
     """Inside, autograd follows ops, also where a dispatch mode asks for a value: it runs below."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        excluded -= torch._C.DispatchKeySet(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    excluded = excluded_keys()
+    for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
+        excluded -= DispatchKeySet(key)
+    included = included_keys()
+    with ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
 
 
@@ -60,10 +69,10 @@ _showing = _Showing()
 
 def watched() -> bool:
     """Whether a dispatch mode of the user's code sees the next op before the recorder does."""
-    count = torch._C._len_torch_dispatch_stack()
+    count = len_torch_dispatch_stack()
     if not count:
         return False
-    return not getattr(torch._C._get_dispatch_stack_at(count - 1), "runs_whole", False)
+    return not getattr(get_dispatch_stack_at(count - 1), "runs_whole", False)
 
 
 def show(public: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +92,7 @@ def behind(func: Any) -> Callable[..., Any] | None:
 
 def unrecorded() -> Tensor:
     """A stand-in for a tensor that only a GPU's kernel has (random state, reserve)."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty((), device="meta")
 
 

@@ -7,10 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.composite import library
 from rooftrace.tracer.composite.library import OPS, define, differentiable
+from rooftrace.tracer.torch_private import (
+    AutoDispatchBelowAutograd,
+    maybe_current_level,
+    suggest_memory_format,
+)
 
 # -- recurrent networks ----------------------------------------------------------------------------
 # Recurrent networks as one op with its backward, where PyTorch on meta unrolls them over time.
@@ -341,7 +346,7 @@ def _shown_rms_norm(
     def run(input: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
         return OPS.rms_norm(input, shape, weight, eps)
 
-    with torch._C._AutoDispatchBelowAutograd():
+    with AutoDispatchBelowAutograd():
         public = _aten._fused_rms_norm.default
         made = library.show(public, run, input, list(normalized_shape), weight, eps)
     return made[0], made[1]
@@ -401,8 +406,8 @@ class _RmsNorm(torch.autograd.Function):
 
 def _transformed() -> bool:
     """Whether a transform of torch.func or forward-mode derivatives are under way."""
-    level = getattr(torch._C._functorch, "maybe_current_level", lambda: None)()
-    return level is not None or torch.autograd.forward_ad._current_level >= 0
+    level = maybe_current_level()
+    return level is not None or torch_private.current_level >= 0
 
 
 def rms_norm(

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.fake_cuda.state import Answers, Emulation, refusal
 from rooftrace.tracer.metacopies import original_of
+from rooftrace.tracer.torch_private import bindings
 
-_c: Any = torch._C
 _CUDA_UNTIL = (2, 11)
 _HIP = "6.4.0"
 _CUDNN = 91002
@@ -32,13 +33,12 @@ def cuda_version() -> str:
 def answers(here: Emulation) -> Iterator[Answers]:
     """What each of these libraries says."""
     yield torch.version, _version(here)
-    yield _c, {**_settings(here), **_collectives()}
+    yield bindings, {**_settings(here), **_collectives()}
     if _BUILT_WITH is None:
-        yield _c, _built_with(here)
+        yield bindings, _built_with(here)
         yield torch.backends.cudnn.m, _cudnn(here)  # type: ignore[attr-defined]
-    nvtx: Any = torch.cuda.nvtx
-    if not isinstance(nvtx._nvtx, ModuleType):
-        yield type(nvtx._nvtx), _nvtx()
+    if not isinstance(torch_private.nvtx_bindings, ModuleType):
+        yield type(torch_private.nvtx_bindings), _nvtx()
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         if hasattr(sys.modules.get(name), "is_nccl_available"):
             yield sys.modules[name], {"is_nccl_available": lambda: True}

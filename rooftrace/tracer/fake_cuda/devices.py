@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _device
 
 from rooftrace.tracer.fake_cuda import memory
 from rooftrace.tracer.fake_cuda.memory import free
 from rooftrace.tracer.fake_cuda.state import Answers, Emulation, kernel_refused, refusal
 from rooftrace.tracer.metacopies import original_of
+from rooftrace.tracer.torch_private import (
+    DeviceContext,
+    bindings,
+    device_constructors,
+    len_torch_function_stack,
+)
 
 # -- devices ---------------------------------------------------------------------------------------
 # Which devices there are, and which one a thread uses: what torch.cuda asks of its C half.
@@ -25,7 +30,7 @@ _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 def answers(here: Emulation) -> Iterator[Answers]:
     """What torch.cuda asks of its C half, and functions of its own that ask more."""
-    yield torch._C, _names(here)
+    yield bindings, _names(here)
     yield torch.cuda, _functions(here)
     yield _cuda.CudaError, {"__init__": _named_by_its_code}
 
@@ -161,8 +166,6 @@ def _named_by_its_code(error: Any, code: int) -> None:
 # -- accelerator -----------------------------------------------------------------------------------
 # torch.accelerator: the same device, asked by its general name.
 
-_c: Any = torch._C
-
 
 def accelerator_answers(here: Emulation) -> Iterator[Answers]:
     """Functions of torch._C that every build has, and that know no device."""
@@ -177,10 +180,10 @@ def accelerator_answers(here: Emulation) -> Iterator[Answers]:
         "setStream": lambda stream: _cuda.set_stream(stream),
         "synchronizeDevice": lambda index=None: here.clock.synchronize(),
         "isAllocatorInitialized": lambda: True,
-        "emptyCache": lambda: _c._cuda_emptyCache(),
+        "emptyCache": lambda: bindings._cuda_emptyCache(),
         "emptyHostCache": lambda: None,
-        "getDeviceStats": lambda index: _c._cuda_memoryStats(index),
-        "resetPeakStats": lambda index: _c._cuda_resetPeakMemoryStats(index),
+        "getDeviceStats": lambda index: bindings._cuda_memoryStats(index),
+        "resetPeakStats": lambda index: bindings._cuda_resetPeakMemoryStats(index),
         "resetAccumulatedStats": lambda index: None,
         "getMemoryInfo": lambda index: (free(here), here.device.memory),
         "getDeviceCapability": lambda index: {"supported_dtypes": _precisions(here)},
@@ -191,7 +194,7 @@ def accelerator_answers(here: Emulation) -> Iterator[Answers]:
         "hooks_maybe_exchange_device": here.exchange,
     }
     general = {f"_accelerator_{name}": item for name, item in asked.items()}
-    yield _c, {**general, "_get_accelerator": lambda check=None: kind}
+    yield bindings, {**general, "_get_accelerator": lambda check=None: kind}
 
 
 def _precisions(here: Emulation) -> set[torch.dtype]:
@@ -227,7 +230,7 @@ _torch: Any = torch
 
 def default_answers(types: dict[str, Any]) -> Iterator[Answers]:
     """What applies a default device, and what sets a default type.  types: of the device."""
-    yield _device.DeviceContext, {"__torch_function__": _choosing()}
+    yield DeviceContext, {"__torch_function__": _choosing()}
     default = _DefaultType(types)
     yield _torch, {"set_default_tensor_type": default.set_}
     yield Tensor, {"__new__": staticmethod(default.making())}
@@ -235,16 +238,16 @@ def default_answers(types: dict[str, Any]) -> Iterator[Answers]:
 
 def _choosing() -> Any:
     """The method of the mode by which torch chooses a device."""
-    kind: Any = _device.DeviceContext
+    kind: Any = DeviceContext
     handle = original_of(kind, "__torch_function__")
 
     def __torch_function__(
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        makes = self.device.type == "cuda" and func in _device._device_constructors()
+        makes = self.device.type == "cuda" and func in device_constructors()
         if makes and kwargs.get("device") is None:
-            lowest = not torch._C._len_torch_function_stack()
+            lowest = not len_torch_function_stack()
             kwargs = {**kwargs, "device": _META if lowest else self.device}
         return handle(self, func, types, args, kwargs)
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from rooftrace.tracer.fake_cuda import backends, devices, extensions, memory, streams
 from rooftrace.tracer.fake_cuda.state import Answers, Assume, Clock, Device, Emulation, Meter, Tell
 from rooftrace.tracer.metacopies import original_of, overrides, put
+from rooftrace.tracer.torch_private import parse_to
 
 _cuda: Any = torch.cuda
 
@@ -193,7 +194,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_PLACING = frozenset({torch.device, torch._C._nn._parse_to})
+_PLACING = frozenset({torch.device, parse_to})
 """Calls whose first argument may be the number of a device."""
 
 

@@ -16,7 +16,6 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftrace.tracer.fake_cuda.state import (
     Answers,
@@ -29,6 +28,7 @@ from rooftrace.tracer.fake_cuda.state import (
 )
 from rooftrace.tracer.metacopies import original_of, put
 from rooftrace.tracer.requests import spec_after
+from rooftrace.tracer.torch_private import FakeTensorMode, bindings
 
 # -- guarded imports -------------------------------------------------------------------------------
 # Whether code that imports a module goes on without it: the import stands in a `try`.
@@ -466,7 +466,7 @@ def answers() -> Iterator[Answers]:
     for name in (_TRITON, _CPP):
         if name in sys.modules:
             yield _of_module(sys.modules[name])
-    yield torch._C, _refused_names()
+    yield bindings, _refused_names()
     yield from _refused_classes()
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, _weights_only_unpickler as unpickler, serialization
+from torch import Tensor, serialization
 
 from rooftrace.tracer.fake_cuda.state import Answers, DeviceError, Emulation, refusal
 from rooftrace.tracer.metacopies import original_of, overrides
+from rooftrace.tracer.torch_private import bindings, unpickler, utils
 
 # -- files -----------------------------------------------------------------------------------------
 # Files of `torch.save`: tensors of the device are written without numbers, and read as such.
@@ -29,7 +30,7 @@ def file_answers(here: Emulation) -> Iterator[Answers]:
     yield torch, functions
     yield serialization, {**functions, "default_restore_location": _placing()}
     rebuilt = _rebuilding(here)
-    yield torch._utils, {"_get_obj_state": _states(), _REBUILD: rebuilt}
+    yield utils, {"_get_obj_state": _states(), _REBUILD: rebuilt}
     allowed = original_of(unpickler, "_get_allowed_globals")
     made = {f"torch._utils.{_REBUILD}": rebuilt}
     yield unpickler, {"_get_allowed_globals": lambda: {**allowed(), **made}}
@@ -95,7 +96,7 @@ def _is_for_host(asked: Any, saved: str) -> bool:
 
 def _rebuilding(here: Emulation) -> Any:
     """How a tensor of the device is made of its shape, by pickles and by `torch.load`."""
-    rebuild = original_of(torch._utils, _REBUILD)
+    rebuild = original_of(utils, _REBUILD)
 
     def rebuilt(*look: Any) -> Tensor:
         with overrides.plainly():
@@ -117,7 +118,7 @@ _REBUILD = "_rebuild_meta_tensor_no_storage"
 
 def _states() -> Any:
     """What says which attributes of a tensor belong into a file."""
-    home: Any = torch._utils
+    home: Any = utils
     state_of = original_of(home, "_get_obj_state")
 
     def _get_obj_state(item: Any) -> Any:
@@ -294,7 +295,7 @@ def _statistics(here: Emulation) -> dict[str, Any]:
 
 def answers(here: Emulation) -> Iterator[Answers]:
     """Functions of torch._C that a build without CUDA lacks, and of torch.cuda that show more."""
-    yield torch._C, _names(here)
+    yield bindings, _names(here)
     yield _cuda, _memory_functions(here)
     statistics = original_of(_cuda.memory, "memory_stats")
     yield _cuda, {"memory_stats": lambda device=None: Statistics(statistics(device))}

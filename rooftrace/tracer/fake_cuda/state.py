@@ -18,7 +18,7 @@ from rooftrace.tracer.requests import TraceError, source_line
 
 _RULES = (
     "To count a kernel of your own, make it an op with torch.library.custom_op and a "
-    "register_fake, and give it a rule with rooftrace.rule (docs/rules.md)"
+    "register_fake, and give it a rule with rooftrace.extend.rule (docs/rules.md)"
 )
 
 

@@ -12,14 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.composite import library
 from rooftrace.tracer.fake_cuda.state import Answers, Emulation, refusal
 from rooftrace.tracer.metacopies import overrides, trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.sharding import fsdp as queues
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    bindings,
+    get_current_dispatch_mode,
+    tree_leaves,
+    tree_map,
+)
 
 # -- streams ---------------------------------------------------------------------------------------
 # Streams and events of torch.cuda: queues that a recording tells apart, and times of its clock.
@@ -69,7 +76,7 @@ class Queues:
 def answers(here: Emulation) -> Iterator[Answers]:
     """What chooses a stream, and the classes of streams and events."""
     own = Queues(here)
-    yield torch._C, _names(own)
+    yield bindings, _names(own)
     yield _cuda.Stream, {**overrides.methods(_Stream), "__new__": staticmethod(_stream_maker(own))}
     yield _cuda.Event, {**overrides.methods(_Event), "__new__": staticmethod(_event_maker(own))}
 
@@ -156,7 +163,7 @@ def _stream_maker(own: Queues) -> Callable[..., Any]:
         handle = overrides.made(kind, _Stream)
         number = stream_ptr if stream_id is None else stream_id
         if device_index is None:
-            index = _cuda._utils._get_device_index(device, optional=True)
+            index = torch_private.get_device_index(device, optional=True)
             device_index = own.here.current if index < 0 else index
         handle._own, handle.stream_id = own, own.new() if number is None else number
         handle.device_index, handle.device_type = device_index, device_type
@@ -336,7 +343,7 @@ class _Capture(TorchDispatchMode):
 
 def _recording() -> Tape | None:
     """The innermost recording, if it gets the next op."""
-    mode: Any = _get_current_dispatch_mode()
+    mode: Any = get_current_dispatch_mode()
     tape = getattr(mode, "tape", mode)  # of a mode that follows another thread
     return tape if isinstance(tape, Tape) else None
 
@@ -367,7 +374,7 @@ def _run(ops: Sequence[_Noted]) -> None:
     def argument(item: Any) -> Any:
         return alive[item.op][item.result] if isinstance(item, _Made) else item
 
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         for number, op in enumerate(ops):
             args, kwargs = tree_map(argument, op.args), tree_map(argument, op.kwargs)
             with _from(op.origin):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor as TorchTensor, fx
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.composite import own_ops
 from rooftrace.tracer.graph import marks
 from rooftrace.tracer.graph.graph import OpGraph
@@ -68,7 +69,7 @@ def _check_exchanges(graph: OpGraph) -> None:
         sizes = dict(graph.mesh) or {"axis": max(graph.groups[op.collective.group].ranks) + 1}
         raise GraphError(
             f"{op.target} is an exchange in the process group {op.collective.group!r}, which this "
-            f"process has not: rebuild and run the graph inside rt.fake_mesh({sizes})"
+            f"process has not: rebuild and run the graph inside rt.tools.fake_mesh({sizes})"
         )
 
 
@@ -78,11 +79,9 @@ _OBJECT = "ScriptObject:"
 
 def _is_here(group: Argument) -> bool:
     """Whether this process has a group of this name."""
-    import torch.distributed as dist
 
-    known: Any = dist.distributed_c10d
     try:
-        known._resolve_process_group(str(group))
+        torch_private.resolve_process_group(str(group))
     except (RuntimeError, ValueError):
         return False
     return True

@@ -32,6 +32,7 @@ from rooftrace.tracer.metacopies import (
     with_tensors,
 )
 from rooftrace.tracer.requests import RequestLengths
+from rooftrace.tracer.torch_private import unsafe_preserve_version_counter
 from rooftrace.tracer.values import META, REAL_VALUE, Values, masks
 
 # -- restoring -------------------------------------------------------------------------------------
@@ -87,8 +88,7 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
     marks = [(t, dict(t.__dict__)) for t in tensors]
     counted = tuple(t for t in tensors if type(t) in trees.ORDINARY and not t.is_inference())
-    autograd: Any = torch.autograd
-    preserved = autograd._unsafe_preserve_version_counter(counted)  # as the content is
+    preserved = unsafe_preserve_version_counter(counted)  # as the content is
     with preserved, overrides.draws_undone(devices=True):
         for leaf, _ in leaves:
             leaf.grad = None

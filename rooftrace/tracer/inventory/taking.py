@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
@@ -26,6 +25,7 @@ from rooftrace.tracer.inventory.records import (
     merged,
 )
 from rooftrace.tracer.metacopies import dtype_name, overrides, trees
+from rooftrace.tracer.torch_private import FakeTensor
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.weights import Checkpoint, Stored
 from rooftrace.tracer.weights.torchfile import as_doubles, flat_slice, ranges

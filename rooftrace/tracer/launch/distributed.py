@@ -18,6 +18,7 @@ import torch.multiprocessing
 from torch.utils.data import dataloader
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.launch import records
 from rooftrace.tracer.launch.records import CommandLine, HardExit, Ranks
 from rooftrace.tracer.metacopies import original_of, put
@@ -237,8 +238,8 @@ def _barrier(
 ) -> Any:
     """Stands for `torch.distributed.barrier`, which would make a tensor on the device."""
     home: Any = dist.distributed_c10d
-    group = group or home._get_default_group()
-    if home._rank_not_in_group(group):
+    group = group or torch_private.get_default_group()
+    if torch_private.rank_not_in_group(group):
         return original_of(home, "barrier")(group)  # warns, as torch does
     options = home.BarrierOptions()
     options.device = torch.device("cpu")
@@ -397,7 +398,7 @@ class OtherProcesses:
         if not loader.num_workers:
             return original_of(dataloader.DataLoader, "_get_iterator")(loader)
         self._processes.say(WORKERS)
-        return dataloader._SingleProcessDataLoaderIter(_WithoutWorkers(loader))
+        return torch_private.SingleProcessDataLoaderIter(_WithoutWorkers(loader))
 
     def _load_again(self, loader: Any) -> Any:
         """Stands for `DataLoader.__iter__`: workers that persist would be asked for new indices."""

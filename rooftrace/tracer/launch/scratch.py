@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.launch.overlay import Overlay, folder_of, opened
 from rooftrace.tracer.metacopies import original_of, put
 
@@ -243,8 +244,7 @@ def _opens() -> list[tuple[Any, str]]:
 
 def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
     """(module or class, what stands for its functions) of writers and readers in C."""
-    serialization: Any = torch.serialization
-    writer = serialization._open_zipfile_writer_file
+    writer = torch_private.zipfile_writer
     start = original_of(writer, "__init__")
 
     def write(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.metacopies.trees import own_tensors, tensors_in
 from rooftrace.tracer.requests import TraceError
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    make_subclass,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 from rooftrace.tracer.values import META, REAL_VALUE, masks
 
 # -- functions -------------------------------------------------------------------------------------
@@ -310,7 +315,7 @@ class Twins:
                 made = parameter_twin(tensor) if owned else _plain_twin(tensor)
         else:
             try:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     made = self._subclass(tensor, owned)
             except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
                 kind = type(tensor)
@@ -345,7 +350,7 @@ class Twins:
             size, stride = tensor.size(), tensor.stride() if _has_strides(tensor) else None
             made = kind.__tensor_unflatten__(inner, _on_no_device(context), size, stride)
         elif trees.is_hollow(tensor):
-            made = Tensor._make_wrapper_subclass(
+            made = make_wrapper_subclass(
                 kind,
                 tensor.size(),
                 strides=tensor.stride() if _has_strides(tensor) else None,
@@ -357,7 +362,7 @@ class Twins:
             empty = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META
             )
-            made = Tensor._make_subclass(kind, empty, False)
+            made = make_subclass(kind, empty, False)
             made.__dict__[trees.HAS_BYTES] = True
             if not owned and tensor.device.type == "cpu" and masks.small(tensor):
                 made.__dict__[REAL_VALUE] = tensor.detach().as_subclass(Tensor).clone()

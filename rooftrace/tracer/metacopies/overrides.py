@@ -14,12 +14,31 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import overrides
-from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.metacopies.scopes import Scope
+from rooftrace.tracer.torch_private import (
+    DeviceContext,
+    ForceDispatchKeyGuard,
+    TorchDispatchModeKey,
+    disable_current_modes,
+    excluded_keys,
+    get_current_function_mode_stack,
+    get_dispatch_mode,
+    get_tracing_state,
+    included_keys,
+    is_in_torch_dispatch_mode,
+    is_tracing,
+    len_torch_function_stack,
+    parse_dispatch_key,
+    peek_interpreter_stack,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    set_tracing_state,
+)
 
 # -- contexts --------------------------------------------------------------------------------------
 # Contexts of one thread.
@@ -27,18 +46,15 @@ from rooftrace.tracer.metacopies.scopes import Scope
 # Torch's own way of entering a mode notes what was on in variables that all threads share, and
 # restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
 
-_dispatch: Any = _python_dispatch
-_functions: Any = overrides
-
 
 def fake_mode() -> Any:
     """The FakeTensorMode that is on in this thread; None where there is none."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return get_dispatch_mode(TorchDispatchModeKey.FAKE)
 
 
 def push(mode: Any) -> None:
     """Put a dispatch mode on."""
-    _dispatch._push_mode(mode)
+    push_dispatch_mode(mode)
 
 
 def pop(mode: Any) -> None:
@@ -46,12 +62,12 @@ def pop(mode: Any) -> None:
 
     The caller holds the mode until it is off: torch 2.8 reads it after it dropped its reference.
     """
-    _dispatch._pop_mode()
+    pop_dispatch_mode()
 
 
 def device_modes() -> tuple[Any, ...]:
     """The function modes of this thread by which torch chooses a device."""
-    stack = _functions._get_current_function_mode_stack()
+    stack = get_current_function_mode_stack()
     return tuple(mode for mode in stack if isinstance(mode, DeviceContext))
 
 
@@ -63,7 +79,7 @@ def functions_on(modes: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for _ in modes:
-            _functions._pop_mode()
+            pop_function_mode()
 
 
 @contextlib.contextmanager
@@ -79,28 +95,26 @@ def without_functions() -> Iterator[None]:
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Inside, sizes of tensors are numbers, also where torch.jit.trace would have them recorded."""
-    keys: Any = torch._C
-    graph = keys._get_tracing_state()
+    graph = get_tracing_state()
     if graph is None:
         yield
         return
-    refused = keys._dispatch_tls_local_exclude_set().remove(keys._parse_dispatch_key("Tracer"))
-    with keys._ForceDispatchKeyGuard(keys._dispatch_tls_local_include_set(), refused):
-        keys._set_tracing_state(None)
+    refused = excluded_keys().remove(parse_dispatch_key("Tracer"))
+    with ForceDispatchKeyGuard(included_keys(), refused):
+        set_tracing_state(None)
         try:
             yield
         finally:
-            keys._set_tracing_state(graph)
+            set_tracing_state(graph)
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """Inside, torch.jit.trace notes ops, also below a mode."""
-    keys: Any = torch._C
-    tracer = keys._parse_dispatch_key("Tracer")
-    wanted = keys._dispatch_tls_local_include_set().add(tracer)
-    refused = keys._dispatch_tls_local_exclude_set().remove(tracer)
-    with keys._ForceDispatchKeyGuard(wanted, refused):
+    tracer = parse_dispatch_key("Tracer")
+    wanted = included_keys().add(tracer)
+    refused = excluded_keys().remove(tracer)
+    with ForceDispatchKeyGuard(wanted, refused):
         yield
 
 
@@ -115,7 +129,7 @@ def default_device() -> torch.device:
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Inside, torch runs as it is in this thread: no mode of ours or of the user's sees it."""
-    with _dispatch._disable_current_modes(), without_functions():
+    with disable_current_modes(), without_functions():
         yield
 
 
@@ -129,7 +143,7 @@ def apart() -> Iterator[None]:
     around_here = _tracer_around()
     if around_here:
         raise RequestError(f"called inside of {around_here}: call rooftrace outside of it")
-    with Scope().entered(), _dispatch._disable_current_modes():
+    with Scope().entered(), disable_current_modes():
         around = _taken_off()
         devices = [mode for mode in around if isinstance(mode, DeviceContext)]
         _put_on(devices)
@@ -144,25 +158,31 @@ def apart() -> Iterator[None]:
 
 def _tracer_around() -> str:
     """What torch records or transforms in this thread, other than by a mode; "" for nothing."""
-    if torch._C._is_tracing():
+    if is_tracing():
         return "torch.jit.trace"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return "a transform of torch.func (vmap, grad, jvp, functionalize)"
     # make_fx sets the flag too, and records by a mode.  torch's own function for it warns.
-    if torch.fx._symbolic_trace._is_fx_tracing_flag and not _dispatch.is_in_torch_dispatch_mode():
+    if _fx_traces() and not is_in_torch_dispatch_mode():
         return "torch.fx.symbolic_trace"
     return ""
 
 
+def _fx_traces() -> bool:
+    if torch_private.has("is_fx_symbolic_tracing"):
+        return torch_private.is_fx_symbolic_tracing()
+    return bool(torch_private.is_fx_tracing_flag)
+
+
 def _taken_off() -> list[Any]:
     """The function modes of this thread, the innermost last; none is on afterwards."""
-    count = _functions._len_torch_function_stack()
-    return [_functions._pop_mode() for _ in range(count)][::-1]
+    count = len_torch_function_stack()
+    return [pop_function_mode() for _ in range(count)][::-1]
 
 
 def _put_on(modes: Sequence[Any]) -> None:
     for mode in modes:
-        _functions._push_mode(mode)
+        push_function_mode(mode)
 
 
 # -- modules on meta are traced themselves: by one recording at a time -----------------------------
@@ -327,7 +347,7 @@ def _dynamo_imported() -> None:
     It knows functions of torch by what it found under their names when it was imported.
     """
     with plainly():
-        importlib.import_module("torch._dynamo")
+        importlib.import_module(torch_private.DYNAMO)
 
 
 def original_of(home: Any, name: str) -> Any:

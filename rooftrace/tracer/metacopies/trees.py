@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.tracer.graph import GraphError
+from rooftrace.tracer.torch_private import (
+    AutoDispatchBelowAutograd,
+    DisableTorchFunction,
+    FakeTensor,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 
 _PREFERRED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of several dtypes with one name, these are what the name means."""
@@ -247,15 +253,14 @@ def arguments_in(items: Iterable[Any], tensors: list[Tensor]) -> None:
 
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor under the wrappers of torch.func's transforms; ops are recorded on that."""
-    functorch: Any = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
 
 
 def on_meta(tensor: Tensor) -> bool:
     """Whether a tensor is on meta, also where a script is shown it on a GPU."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tensor.device.type == "meta"
 
 
@@ -316,7 +321,7 @@ def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
     if tensor.is_meta and not tensor._nnz() and STORES_NOTHING not in vars(tensor):
         return [(tensor, "")]
     names = [f".{name}" for name in _PIECES[tensor.layout]]
-    with torch._C._AutoDispatchBelowAutograd():
+    with AutoDispatchBelowAutograd():
         return list(zip(pieces_of(tensor), names, strict=True))[::-1]
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.errors import RequestError
@@ -25,6 +24,7 @@ from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installe
 from rooftrace.tracer.repeats import UnlikeLayersError
 from rooftrace.tracer.requests import Options, TraceError, assumptions, names, users_traceback
 from rooftrace.tracer.sharding import fsdp
+from rooftrace.tracer.torch_private import FakeTensor
 from rooftrace.tracer.values import UnknownValueError, Values, masks
 
 # -- refusals --------------------------------------------------------------------------------------

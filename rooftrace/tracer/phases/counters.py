@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
@@ -27,6 +26,7 @@ from rooftrace.tracer.phases.running import trace_phases
 from rooftrace.tracer.requests import Job, Options, names
 from rooftrace.tracer.sources import loaded
 from rooftrace.tracer.targets import isolation
+from rooftrace.tracer.torch_private import TorchDispatchMode
 from rooftrace.tracer.values import META, REAL_VALUE
 
 

@@ -31,6 +31,7 @@ from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.requests import Options, TraceError, assumptions, names
 from rooftrace.tracer.sharding import ddp
+from rooftrace.tracer.torch_private import run_backward
 from rooftrace.tracer.values import META, REAL_VALUE
 
 
@@ -300,9 +301,8 @@ class PhaseRunner:
             seeds = [torch.ones_like(t) for t in reversed(losses)][::-1]
         # What torch.autograd.backward ends in; that one would switch function modes off, which
         # the forward of a checkpoint needs again.
-        engine: Any = torch.autograd.graph
         with torch.device(META):
-            engine._engine_run_backward(
+            run_backward(
                 tuple(losses),
                 tuple(seeds),
                 False,

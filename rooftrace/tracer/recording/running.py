@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.composite import whole_entry
@@ -36,6 +33,11 @@ from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.requests import assumptions
 from rooftrace.tracer.sharding import fsdp
+from rooftrace.tracer.torch_private import (
+    disable_current_modes,
+    suggest_memory_format,
+    tree_map_only,
+)
 from rooftrace.tracer.values import Values, masks
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -249,7 +251,7 @@ def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -
     args, kwargs = tree_map_only(
         Tensor, lambda t: exact[id(t)], (tuple(call.args), dict(call.kwargs))
     )
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         try:
             if tape.generators is not None and ops.is_random(call.func):
                 results = tape.generators.run(call.func, args, kwargs)

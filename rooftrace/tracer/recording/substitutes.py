@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from rooftrace._processes import alone
 from rooftrace.tracer.metacopies import original_of, overrides, replaced, trees
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
+from rooftrace.tracer.torch_private import tree_map_only
 from rooftrace.tracer.values import META, masks
 
 # -- random numbers --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from rooftrace.tracer.repeats.loop_bodies import (
     is_tensor,
     is_value,
 )
+from rooftrace.tracer.torch_private import dispatch_keys
 
 RUN = 3
 """Turns that are run before the last ones."""
@@ -54,7 +55,7 @@ class _Eye:
 
     def _tensor(self, tensor: Tensor) -> Any:
         memory = self._memory.setdefault(trees.bytes_of(tensor), len(self._memory))
-        keys = torch._C._dispatch_keys(tensor).raw_repr()
+        keys = dispatch_keys(tensor).raw_repr()
         known = self._known(tensor) is not None
         return _sizes(tensor), tensor.requires_grad, tensor.is_leaf, keys, known, memory
 

@@ -231,8 +231,9 @@ class Job:
             self.refuse(("trust_remote_code", "settings"), "the module is built already")
             self.refuse(
                 ("mesh", "checkpoint", "schedule", "microbatches"),
-                "the module is built already; shard it inside `with rooftrace.fake_mesh({...}) as "
-                "mesh:` and trace it there, or name a function build(mesh)",
+                "the module is built already; shard it inside "
+                "`with rooftrace.tools.fake_mesh({...}) as mesh:` and trace it there, or name a "
+                "function build(mesh)",
             )
             if self.is_called:
                 self.refuse(

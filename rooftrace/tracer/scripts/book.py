@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.hardware.units import format_time
 from rooftrace.tracer.graph import OpGraph, marks
@@ -22,6 +21,7 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.recording import META_KEY, Entry, Recorded, taperecords
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import Derived, TurnPiece, Turns
+from rooftrace.tracer.torch_private import disable_current_modes
 
 # -- clocks ----------------------------------------------------------------------------------------
 # The time that a script sees: that of this machine, or that of the chip and its system.
@@ -260,7 +260,7 @@ class Book:
 
 def _lowered(recorder: ScriptRecorder, root: Any, learnt: Any) -> OpGraph:
     """The graph of what was recorded; the recorder that is on now sees nothing of it."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return steps.graph_of_step(recorder, root, learnt)
 
 

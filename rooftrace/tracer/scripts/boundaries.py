@@ -16,6 +16,7 @@ from rooftrace.tracer.scripts.finding import Finder
 from rooftrace.tracer.scripts.keeping import Kinds, weighs
 from rooftrace.tracer.scripts.records import INFERENCE, TRAINING
 from rooftrace.tracer.scripts.watching import OpenTurn
+from rooftrace.tracer.torch_private import DisableTorchFunction
 
 _SHOWN = 12
 """How many names of marks an error lists."""
@@ -142,7 +143,7 @@ class BoundaryFinder(Finder):
 
     def _next(self, label: str) -> None:
         """A turn begins here, before any call of a module."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if self._turn is not None:
                 self._note_backward(self._turn)
                 self._finish(self._turn)

@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rooftrace.tracer.metacopies import tensors_in, trees
 from rooftrace.tracer.phases import steps
 from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.tracer.torch_private import (
+    disable_current_modes,
+    peek_interpreter_stack,
+    tree_flatten,
+    tree_unflatten,
+)
 from rooftrace.tracer.values import META, Values
 
 
@@ -117,8 +121,7 @@ class ModuleCall:
             torch.get_autocast_dtype("cuda"),
             trees.asked(self.module, "require_backward_grad_sync"),
         )
-        functorch: Any = torch._C._functorch
-        plain = not opaque and functorch.peek_interpreter_stack() is None
+        plain = not opaque and peek_interpreter_stack() is None
         return Look((state, inside), plain, tuple(sizes))
 
     @property
@@ -169,7 +172,7 @@ def resized(arguments: Any, sizes: Sequence[int]) -> Any:
         del left[: 2 * tensor.dim()]
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()
 
-    with _disable_current_modes():
+    with disable_current_modes():
         made = [new(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return tree_unflatten(made, spec)
 
@@ -276,7 +279,7 @@ def _leaf(tensor: Tensor, values: Values) -> _Leaf:
 
 def _empty(leaf: _Leaf) -> Tensor:
     """A tensor that nothing is known of: what a recorder sees being made counts as zeros."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=META)
 
 
@@ -297,5 +300,5 @@ class _Depends(torch.autograd.Function):
 
 
 def _gradient(weight: Tensor) -> Tensor:
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty_like(weight)

@@ -26,6 +26,7 @@ from rooftrace.tracer.scripts.keeping import Optimizers, TurnKeeper, weighs
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import TRAINING, TurnPiece
 from rooftrace.tracer.scripts.watching import OpenTurn, Ops
+from rooftrace.tracer.torch_private import DisableTorchFunction, get_tracing_state
 
 # -- leading ---------------------------------------------------------------------------------------
 # Turns of several threads: one of them leads, until another begins a turn of its own.
@@ -111,7 +112,7 @@ class TurnsOfThreads(TurnKeeper):
             return False
         if self._threads.awaits_others(self._threads.leader):
             return False
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._may_make(module) and not self._kinds.whole(turn)
 
     def _may_make(self, module: nn.Module | None) -> bool:
@@ -120,7 +121,7 @@ class TurnsOfThreads(TurnKeeper):
 
     def _takes_over(self, module: nn.Module | None) -> bool:
         turn, here = self._turn, threading.get_ident()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             may = self._may_make(module) and (turn is None or self._is_whole(turn))
         if not may or here not in self._threads.idents:  # nothing that it runs is seen
             return False
@@ -176,8 +177,8 @@ class Finder(TurnsOfThreads):
 
     def call(self, made: ModuleCall) -> Any:
         """A module is called from outside of any module."""
-        whole = not made.begun and torch._C._get_tracing_state() is None
-        with overrides.untraced(), torch._C.DisableTorchFunction():
+        whole = not made.begun and get_tracing_state() is None
+        with overrides.untraced(), DisableTorchFunction():
             here = self._roots.on_device(made.module, made.arguments)
             known = self._known(made, whole) if here else None
         if not here:
@@ -197,7 +198,7 @@ class Finder(TurnsOfThreads):
             if len(turn.calls) == 1:  # it was no turn
                 self._turn = None
             raise
-        with overrides.untraced(), torch._C.DisableTorchFunction():
+        with overrides.untraced(), DisableTorchFunction():
             result = Result(output, self._recorder.values)
             self._results.append(result)
         if ops is not None and result.leaves is not None:
@@ -257,7 +258,7 @@ class Finder(TurnsOfThreads):
         turn = self._turn
         if turn is None or not turn.recorded or not self.leads:
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if not self._optimizers.known:
                 root = self._roots.container
                 stepping.note_gradients(self._recorder, root, turn.learnt)
@@ -271,7 +272,7 @@ class Finder(TurnsOfThreads):
         """A data loader gave a batch, after so many seconds: for this turn, or for the next."""
         turn = self._turn
         self.clock.loaded(seconds)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             goes_to = self._loaded if turn is None or self._is_whole(turn) else turn.loaded
         goes_to.add(seconds)
 
@@ -283,7 +284,7 @@ class Finder(TurnsOfThreads):
         turn = self._turn
         if turn is None:
             return None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             whole = self._is_whole(turn)
             place = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
             if turn.recorded:
@@ -383,7 +384,7 @@ def noted_call(
     arguments: those without a name, and those with one.
     """
     args, kwargs = arguments
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         state = state_of(module)
     before, log = recorder.log, []  # type: ignore[var-annotated]
     recorder.log = log
@@ -391,7 +392,7 @@ def noted_call(
         output = recorder.answer(module, *args, **kwargs)
     finally:
         recorder.log = before
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return output, log if state_of(module) == state else None
 
 
@@ -405,7 +406,7 @@ class CallAside:
         self, recorder: ScriptRecorder, module: nn.Module, arguments: Any, sizes: Sequence[int]
     ) -> None:
         self._recorder, self._module = recorder, weakref.ref(module)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._arguments = resized(arguments, sizes)
         self._trains = [inner.training for inner in module.modules()]
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -414,7 +415,7 @@ class CallAside:
     def __call__(self, sizes: Sequence[int]) -> Ops | None:
         """The ops of the call on these sizes; None where it cannot be made."""
         module = self._module()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             arguments = None if self._arguments is None else resized(self._arguments, sizes)
         if module is None or arguments is None:
             return None

@@ -28,6 +28,7 @@ from rooftrace.tracer.scripts.watching import (
     Variety,
     methods_around,
 )
+from rooftrace.tracer.torch_private import DisableTorchFunction
 
 # -- kinds -----------------------------------------------------------------------------------------
 # Which turn a call of a module belongs to: a training step, or a turn of its own.
@@ -256,7 +257,7 @@ class Optimizers:
         """
 
         def begins(optimizer: Optimizer, closure: bool) -> None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 before()
                 stepping.enter_states(recorder, optimizer)
                 if (known := learnt()) is not None:  # the script may drop what it is about to read
@@ -265,7 +266,7 @@ class Optimizers:
             self._made.add(optimizer)
 
         def ended(optimizer: Optimizer) -> None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.note_step(optimizer)
             if (known := learnt()) is not None:
                 known.step(optimizer)

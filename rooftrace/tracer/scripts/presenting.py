@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, overrides
-from torch._ops import OpOverload
+from torch import Tensor
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.metacopies import (
@@ -26,6 +23,18 @@ from rooftrace.tracer.metacopies import (
     trees,
 )
 from rooftrace.tracer.recording import Entry, Tape, functions, info_of, ops, taperecords
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    DispatchKey,
+    OpOverload,
+    SetExcludeDispatchKeyGuard,
+    bindings,
+    disable_current_modes,
+    get_current_function_mode_stack,
+    parse_to,
+    tree_map,
+)
 from rooftrace.tracer.values import META, Values
 
 # -- device tensors --------------------------------------------------------------------------------
@@ -106,7 +115,7 @@ def knows(tape: Tape, storage: Any) -> bool:
 # Nothing is copied when a script moves a tensor.  Where somebody asks for its value, or for that
 # of a view of it, it is that of the host tensor, unless either was written to in the meantime.
 
-_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_VERSIONS = DispatchKey.ADInplaceOrView
 """What has a view share the version of its base; torch switches it off while a mode has an op."""
 
 
@@ -194,7 +203,7 @@ class HostCopies:
             return None
         key = trees.bytes_of(tensor)
         copy = self._copies[key]
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             shape, stride, dtype = copy.look
             source = torch.empty_strided(shape, stride, dtype=dtype).copy_(copy.source)
         self._copies[key] = copy._replace(source=source, version=source._version)
@@ -211,12 +220,12 @@ class HostCopies:
         shape, stride, dtype = copy.look
         if tensor.dtype != dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             source = copy.source.to(dtype)
             if source.stride() != stride:
                 source = torch.empty_strided(shape, stride, dtype=dtype).copy_(source)
             offset = source.storage_offset() + tensor.storage_offset()
-            with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
+            with SetExcludeDispatchKeyGuard(_VERSIONS, False):
                 return source.as_strided(tensor.shape, tensor.stride(), offset)
 
 
@@ -227,7 +236,7 @@ def _on_host(func: Any, arguments: Any, real: Mapping[int, Tensor]) -> Any:
         return real.get(id(item), _CPU if isinstance(item, torch.device) else item)
 
     args, kwargs = tree_map(swapped, (list(arguments[0]), arguments[1]))
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
         try:
             return ops.run_on_cpu(info_of(func).name, func, args, kwargs)
         except (RuntimeError, NotImplementedError, IndexError):
@@ -240,7 +249,6 @@ def _on_host(func: Any, arguments: Any, real: Mapping[int, Tensor]) -> Any:
 # A function mode answers what a script asks of a tensor's place.  The recorder, autograd and
 # torch's own kernels go on seeing meta tensors.
 
-_modes_on: Any = overrides._get_current_function_mode_stack
 _GET: dict[str, Any] = {
     name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_meta", "is_cpu")
 }
@@ -293,7 +301,7 @@ class Shapes:
 
 def _storage(tensor: Tensor) -> Any:
     """The bytes of a tensor; a weight whose shape is not known yet has none, and says so itself."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return trees.unwrapped(tensor).untyped_storage()
 
 
@@ -332,7 +340,7 @@ class Presented(functions.Functions):
         elif len(args) > 1 and any(map(_is_trained_value, args)) and _computes(func):
             args = tuple(self._beside(args))
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is functions.PARSE_TO:
+        if func is parse_to:
             like = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(like, Tensor) and self._is_there(like):
                 out = (self._shown, *out[1:])
@@ -426,7 +434,7 @@ def move_in_place() -> None:
     original = original_of(torch, name)
 
     def compatible(first: Tensor, second: Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             kinds = {first.device.type, second.device.type}
         return kinds == {"cpu", "meta"} or bool(original(first, second))
 
@@ -440,10 +448,10 @@ def show_devices(shown: torch.device, shapes: Shapes) -> None:
     def device(storage: Any) -> torch.device:
         there: torch.device = place(storage)
         on_meta = there.type == "meta" and not shapes.has(storage._cdata)
-        return shown if on_meta and _modes_on() else there
+        return shown if on_meta and get_current_function_mode_stack() else there
 
     name = "_group_tensors_by_device_and_dtype"
-    group = original_of(torch._C, name)
+    group = original_of(bindings, name)
 
     def grouped(*args: Any) -> Any:
         """Tensors by device: optimizers move scalars to what this says."""
@@ -453,7 +461,7 @@ def show_devices(shown: torch.device, shapes: Shapes) -> None:
         }
 
     put(torch.UntypedStorage, {"device": property(device)})
-    put(torch._C, {name: grouped})
+    put(bindings, {name: grouped})
 
 
 def show_saved() -> None:
@@ -463,11 +471,11 @@ def show_saved() -> None:
     original = original_of(hooks, "__init__")
 
     def init(own: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        modes = _modes_on()
+        modes = get_current_function_mode_stack()
 
         @functools.wraps(pack, updated=())
         def packed(tensor: Tensor) -> Any:
-            with contexts.functions_on([] if _modes_on() else modes):
+            with contexts.functions_on([] if get_current_function_mode_stack() else modes):
                 return pack(tensor)
 
         original(own, packed, unpack)
@@ -484,7 +492,7 @@ def compare_checkpoints() -> None:
 
     def plainly(look: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def looked(tensor: Tensor) -> Any:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return look(tensor)
 
         return looked

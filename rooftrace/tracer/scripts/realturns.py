@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.launch import Ended, Ranks, call_apart, launched, understood
 from rooftrace.tracer.metacopies import original_of, put
 from rooftrace.tracer.scripts.calls import ModuleCall, runs_where
@@ -100,8 +101,8 @@ def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds
 
 def _note_compilers(compiled: list[Any]) -> None:
     """From here on `compiled` gets the compiler of each compiled callable that is called."""
-    import torch._dynamo.eval_frame as frames
 
+    frames = torch_private.eval_frame
     name = "_callback_from_stance"
     original = original_of(frames, name)
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from rooftrace.tracer.metacopies import tensors_in, trees
 from rooftrace.tracer.recording import (
@@ -21,6 +18,7 @@ from rooftrace.tracer.recording import (
 )
 from rooftrace.tracer.scripts.calls import Result
 from rooftrace.tracer.scripts.presenting import DeviceTensors, Presented, knows
+from rooftrace.tracer.torch_private import FakeTensor, disable_current_modes, tree_map
 from rooftrace.tracer.values import META, UnknownValueError, Values, masks
 
 _TO = torch.ops.aten._to_copy.default
@@ -284,7 +282,7 @@ def _is_host(tensor: Any) -> bool:
 
 def _like(tensor: Tensor) -> Tensor:
     """A tensor of the same look that is none of the script's."""
-    with _disable_current_modes():
+    with disable_current_modes():
         if tensor.layout is not torch.strided:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return torch.empty_strided(

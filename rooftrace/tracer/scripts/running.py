@@ -30,6 +30,7 @@ from rooftrace.tracer.scripts.keeping import Optimizers
 from rooftrace.tracer.scripts.recorders import ScriptRecorder
 from rooftrace.tracer.scripts.records import INFERENCE, OURS, TRAINING, FailedCall, Failure, Script
 from rooftrace.tracer.scripts.watching import OpenTurn, watch, watch_marks
+from rooftrace.tracer.torch_private import DisableTorchFunction
 from rooftrace.tracer.values import Values
 
 # -- failures --------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         finder.clock.tell()
 
     def made(ended: Ended) -> bytes:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             finder.end()
         if isinstance(finder.clock, SimulatedClock):
             said["simulated clock"] = finder.clock.said
@@ -376,7 +377,7 @@ class GraphFinder(BoundaryFinder):
 
     def told(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
         """A capture or a replay begins, or has ended."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if event == "capture":
                 self._end_whole()
                 self._before = Counter(self._optimizers.steps)

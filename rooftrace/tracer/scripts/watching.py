@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.utils.data import dataloader
 
 from rooftrace.hardware.units import plural
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.formulas import FormulaError, GraphForm, RecordForm, StructureError
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.metacopies import original_of, put
@@ -27,6 +27,7 @@ from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.scripts.book import Book
 from rooftrace.tracer.scripts.calls import Look, ModuleCall, Result
 from rooftrace.tracer.scripts.records import Derived, TurnPiece, Turns, graph_form, without_varying
+from rooftrace.tracer.torch_private import current_autograd_node
 
 # -- lengths ---------------------------------------------------------------------------------------
 # Calls that differ from others in one length only: what they give and cost follows from those.
@@ -452,11 +453,11 @@ def watch(finder: Watcher) -> None:
     the forward of that class does.
     """
     depth = _Depth()
-    loaders: Any = dataloader._BaseDataLoaderIter
+    loaders: Any = torch_private.LoaderIterator
     next_ = original_of(loaders, "__next__")
 
     def is_inside() -> bool:  # of a call, or of a backward that computes again
-        return depth.inside > 0 or torch._C._current_autograd_node() is not None
+        return depth.inside > 0 or current_autograd_node() is not None
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(finder.run, module, args, kwargs)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.graph import Assumption
 from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import Call, groups, ops
 from rooftrace.tracer.requests import assumptions as asked, deciding_line, source as lines
+from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
 from rooftrace.tracer.values.known import KnownTensors, ResultMemo
@@ -379,7 +379,7 @@ class Values(Assumptions, KnownTensors):
         entry, value = self.held(mask), self.implicit(mask)
         facts = None
         if value is not None:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with DisableTorchFunction(), disable_current_modes():
                 facts = self.results.once(
                     value, ("mask", rows, columns), lambda mask: masks.facts_of(mask, rows, columns)
                 )

@@ -1,13 +1,13 @@
-"""What a result is made of before it is printed: sections of tables and sentences, as numbers.
+"""A result before it is printed: sections of tables and sentences, as numbers.
 
 A builder turns a result into a `View`; a renderer prints any view.  Numbers stay numbers, in SI
 units, until a renderer asks the unit of their column for text.  A page is long and a screen is
-narrow, so each part says on which of them it stands, and a column may have a name for each.
+narrow, so each part names its outputs, and a column may have a name for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ Output: TypeAlias = Literal["both", "page", "screen"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A value of a table that is marked, or that has a word beside its number."""
+    """A value of a table with a mark, or with a word before or after its number."""
 
     value: Any
     mark: str = ""  # how it stands out: a key of terminal.STYLES; "strong" and "bad" on pages too
@@ -112,10 +112,15 @@ class Note:
     bullet: int = 0  # a page: the depth of the list that it is an item of; 0: a paragraph
     label: str = ""  # a screen: words in bold before it
     _: KW_ONLY
-    # Each newline begins a line; else it came with a name, and is shown as an escape.
+    # Each newline begins a line; otherwise it came with a name, and is shown as an escape.
     lines: bool = False
     code: str = ""  # the language of a block of code, which may have several lines
     number: int = 0  # a page: its number in a numbered list; 0: none
+
+    @property
+    def text_lines(self) -> list[str]:
+        """The lines that it shows."""
+        return self.text.split("\n") if self.lines else [self.text]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,16 @@ class Image:
     name: str  # of the file
     about: str = ""
     on: Output = field(default="page", init=False)
+
+    def file(self, endings: Sequence[str], written: Collection[str]) -> str | None:
+        """The first of its files, by their endings, that was written; None without any."""
+        stem = self.name.removesuffix(".png")
+        return next((f"{stem}{end}" for end in endings if f"{stem}{end}" in written), None)
+
+    @property
+    def caption(self) -> str:
+        """The words below it."""
+        return self.about or self.name.removesuffix(".png")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
