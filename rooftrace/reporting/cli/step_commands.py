@@ -256,7 +256,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "--scheduler",
     metavar="ADDRESS",
-    help="Of Dask (tcp://...), for many TARGETs; default: processes of this machine.",
+    help="Scheduler of Dask (tcp://...), for many TARGETs; default: processes of this machine.",
 )
 def sweep(
     targets: tuple[str, ...],

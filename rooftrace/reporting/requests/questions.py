@@ -115,7 +115,7 @@ class SolveArguments:
         metavar="[NAME=]VALUES", repeats=True, read=options.open_values,
     )  # fmt: skip
     chips: int | Sequence[int] | None = option(
-        help="How many chips together; default: as few as hold the limits; for scaling 1 to "
+        help="Number of chips together; default: as few as meet the limits; for scaling 1 to "
         "1,024.",
         metavar="N,...", read=options.counts,
     )  # fmt: skip
@@ -144,13 +144,15 @@ class RunArguments:
         least=1,
         shown="3",
     )
-    ranks: int | None = option(help="Processes, where no launcher says.", kind=int, least=1)
-    rank: int = option(0, help="Which of them runs.", kind=int, least=0, shown="0")
+    ranks: int | None = option(
+        help="Number of processes, where no launcher says it.", kind=int, least=1
+    )
+    rank: int = option(0, help="Number of the process that runs.", kind=int, least=0, shown="0")
     boundary: str = option(
         "auto",
-        help="The begin of a turn: training steps and calls are found; a batch of a data loader; a "
-        "call of a module; the end of the optimizers' step; a range of torch.profiler or NVTX of "
-        "that name (step: a profiler's step()).",
+        help="Begin of a turn: auto (the training steps and calls that are found), a batch of a "
+        "data loader, a call of a module, optimizer (the end of its step), or mark=NAME, a range "
+        "of torch.profiler or NVTX (step: the step() of a profiler).",
         metavar="auto|batch|call|optimizer|mark=NAME",
         shown="auto",
     )
@@ -161,7 +163,7 @@ class RunArguments:
         shown="real",
     )
     scratch: str | os.PathLike[str] | None = option(
-        help="Folder in which files come to lie that the script writes.", metavar="DIR"
+        help="Folder for the files that the script writes.", metavar="DIR"
     )
     assume: Mapping[str, Any] | None = option(
         help="Values in place of unknown ones, as value=2.5.  Repeatable.",
@@ -196,7 +198,7 @@ class CalibrateArguments:
     """The constants of a fit."""
 
     counted_steps: int | None = option(
-        help="How many steps the totals of perf or LIKWID count.", kind=int
+        help="Number of steps in the totals of perf or LIKWID.", kind=int
     )
     by_layer: bool = option(False, help="Also show the weight residency of each layer.", kind=bool)
     start: Any = option(help="Knobs to begin with; default: typical ones.", metavar="FILE")
@@ -221,11 +223,11 @@ class MeasureArguments:
         help="Seconds to spend; default 480, --quick 90, --chip-only 20.",
         flag="--budget", kind=float,
     )  # fmt: skip
-    quick: bool = option(False, help="A trial of the whole suite, in about a minute.", kind=bool)
+    quick: bool = option(False, help="Try all of the suite, in about a minute.", kind=bool)
     collectives: bool = option(
         False, help="Time collectives of gloo between processes instead.", kind=bool
     )
-    ranks: int | None = option(help="How many processes, for --collectives; default 2.", kind=int)
+    ranks: int | None = option(help="Number of processes, for --collectives; default 2.", kind=int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +266,6 @@ class CheckArguments(GateArguments):
     update: bool = option(False, help="Write the lock anew; exit 0.", kind=bool)
     strict: bool = option(
         False,
-        help="Exit 1 unless the lock is what a new one would be, to the byte.",
+        help="Exit 1 unless a new lock would equal this one, to the byte.",
         kind=bool,
     )
