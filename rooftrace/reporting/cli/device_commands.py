@@ -22,10 +22,10 @@ from rooftrace.reporting.cli.options import (
     other_options,
     timeline_option,
 )
-from rooftrace.reporting.cli.output import Output, say
+from rooftrace.reporting.cli.output import OutputPath, say
 from rooftrace.reporting.cli.shared import (
     Command,
-    Written,
+    CommandOutput,
     console,
     once,
     progress,
@@ -49,7 +49,7 @@ _MEASURED = {
 @click.option(
     "-o",
     "--out",
-    type=Output(early=False, usual=True),
+    type=OutputPath(early=False, usual=True),
     metavar="FILE",
     help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
@@ -125,7 +125,7 @@ def _measure_chip(
 @click.option(
     "-o",
     "--out",
-    type=Output(),
+    type=OutputPath(),
     required=True,
     metavar="FILE.toml",
     help="Write the knobs there; - is stdout.",
@@ -199,7 +199,7 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run,
         form_option(names("page", "data"), "Default: terminal.", default="terminal"),
         click.Option(
             ["--out"],
-            type=Output(early=False),
+            type=OutputPath(early=False),
             metavar="DIR",
             help="Folder for validation.html, validation.md, validation.json, parity.png, and "
             "where they apply nodes.csv and timeline.json.gz.",
@@ -217,7 +217,7 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run,
 def validate(
     measured: str,
     figures: tuple[str, ...] | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Set predicted steps, kernels and bytes beside measured ones.
@@ -228,7 +228,7 @@ def validate(
     """
     from rooftrace.reporting.reportfolder import check_folder, check_formats
 
-    folder = None if written.out in (None, "-") else Path(str(written.out))
+    folder = None if output.out in (None, "-") else Path(str(output.out))
     if figures is not None and folder is None:
         raise RequestError(f"--figures {','.join(figures)}: say where they land with --out DIR")
     drawn = ("png",) if figures is None else figures
@@ -238,12 +238,12 @@ def validate(
     with once():
         result = rt.validate(measured, **arguments)
         paths = result.write(folder, drawn) if folder is not None else []
-    if written.timeline is not None and result.estimate is None:
+    if output.timeline is not None and result.estimate is None:
         raise RequestError(
-            f"--timeline {written.timeline}: {measured} is no trace of a step, and has several "
+            f"--timeline {output.timeline}: {measured} is no trace of a step, and has several "
             "steps; validate a trace of torch.profiler"
         )
-    shown = replace(written, out=None).write(result)
+    shown = replace(output, out=None).write(result)
     if paths and shown:
         say(f"\nwritten to {folder}{os.sep}: {', '.join(path.name for path in paths)}")
 
@@ -322,16 +322,16 @@ def _group(
     group.command_class = Command
 
     @group.command("list", help=listing, results=results())
-    def list_all(written: Written) -> None:
+    def list_all(output: CommandOutput) -> None:
         from rooftrace.reporting.text import list_of
 
-        written.write(list_of(kind))
+        output.write(list_of(kind))
 
     @group.command("show", help=showing, results=results())
     @click.argument("name")
-    def show(name: str, written: Written) -> None:
+    def show(name: str, output: CommandOutput) -> None:
         load, _, _ = shelf()
-        written.write(load(name))
+        output.write(load(name))
 
     @group.command("lint", help=linting)
     @click.argument("paths", nargs=-1)

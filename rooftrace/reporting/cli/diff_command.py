@@ -11,9 +11,9 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, made, other_options, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, click_option, other_options, typed
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.shared import Command, Written, once, progress, results
+from rooftrace.reporting.cli.shared import Command, CommandOutput, once, progress, results
 from rooftrace.reporting.requests import options
 from rooftrace.reporting.requests.calls import CALLS
 from rooftrace.reporting.requests.options import Option
@@ -33,20 +33,20 @@ the index.json of a sharded one, or a folder with one."""
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )
 def inventory(
-    target: str, against: str | None, written: Written, arguments: dict[str, Any]
+    target: str, against: str | None, output: CommandOutput, arguments: dict[str, Any]
 ) -> None:
     """List the tensors of TARGET: parameters, memory, statistics."""
-    if against is not None and ("weights" in arguments or written.plot):
+    if against is not None and ("weights" in arguments or output.plot):
         raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
             "the values of two checkpoints with `rooftrace diff`"
         )
     result: Any
     with progress():
-        result = rt.inventory(target, plot=written.plot, **arguments)
+        result = rt.inventory(target, plot=output.plot, **arguments)
         if against is not None:
             result = rt.diff(result, rt.inventory(against, weights=False, **arguments))
-    written.write(result, drawn="weights drawn")
+    output.write(result, drawn="weights drawn")
 
 
 def check_checkpoints(fail_on: tuple[str, ...]) -> None:
@@ -147,7 +147,7 @@ def diff(
     bisect: str | None,
     names: tuple[str, str] | None,
     targets: tuple[str, ...] | None,
-    written: Written,
+    output: CommandOutput,
     fail_on: tuple[str, ...],
     arguments: dict[str, Any],
 ) -> None:
@@ -166,7 +166,7 @@ def diff(
         check_checkpoints(fail_on)
     else:
         limits = [*fail_on, *filter(None, [bisect])]
-        _check(any(map(is_measured, sources)), targets, limits, written)
+        _check(any(map(is_measured, sources)), targets, limits, output)
     graphs: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():
         result = rt.diff(
@@ -179,7 +179,7 @@ def diff(
             **graphs,
             **arguments,
         )
-    written.write(result)
+    output.write(result)
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)
@@ -188,16 +188,16 @@ def diff(
 
 
 def _check(
-    measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
+    measured: bool, targets: Sequence[str] | None, limits: Sequence[str], output: CommandOutput
 ) -> None:
     """Raise the error of an option that does not fit two graphs, or two measured runs."""
     from rooftrace.costmodels.diffs import Diff
     from rooftrace.measured.rundiffs import RunDiff
 
     (RunDiff if measured else Diff).limits(limits)
-    if measured and written.timeline is not None:
+    if measured and output.timeline is not None:
         raise click.UsageError(
-            f"--timeline {written.timeline}: measured runs have timelines of their own; it is for "
+            f"--timeline {output.timeline}: measured runs have timelines of their own; it is for "
             "predicted steps"
         )
     if targets is not None and not measured:
@@ -248,7 +248,7 @@ def _is_target(word: str) -> bool:
 # -- options of one side ---------------------------------------------------------------------------
 
 
-_OF_SIDE = {
+_SIDE_OPTIONS = {
     each.name: each
     for each in (
         *CALLS["diff"].options(),
@@ -272,9 +272,11 @@ def _side(which: str, texts: Sequence[str], pythons: Sequence[str]) -> dict[str,
         if not equals or side not in ("before", "after"):
             raise click.UsageError(f"--python {text!r}: expected before=PATH or after=PATH")
         words += ["--python", path] if side == which else []
-    command = click.Command(which, params=list(map(made, _OF_SIDE.values())), add_help_option=False)
+    command = click.Command(
+        which, params=list(map(click_option, _SIDE_OPTIONS.values())), add_help_option=False
+    )
     try:
-        arguments = typed(command.make_context(f"--{which}", words), _OF_SIDE)
+        arguments = typed(command.make_context(f"--{which}", words), _SIDE_OPTIONS)
     except click.UsageError as error:
         raise click.UsageError(f"--{which}: {error.format_message()}") from None
     if "phases" in arguments:

@@ -16,8 +16,8 @@ from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
 from rooftrace.reporting.cli.options import TARGET_HELP, form_option, load_rules, out_option
-from rooftrace.reporting.cli.output import Output, say
-from rooftrace.reporting.cli.shared import Command, Written, progress
+from rooftrace.reporting.cli.output import OutputPath, say
+from rooftrace.reporting.cli.shared import Command, CommandOutput, progress
 from rooftrace.reporting.requests.pricing import PricingOptions
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ FORMS = tuple(form for form in names("page", "data", "gate") if form != "html")
 @click.option(
     "-o",
     "--out",
-    type=Output(usual=True),
+    type=OutputPath(usual=True),
     metavar="FILE",
     help="The lock; - is stdout.  Default: costs.lock.",
 )
@@ -137,17 +137,17 @@ def _at(settings: Settings, path: str) -> Settings:
             default="terminal",
             show_default=True,
         ),
-        out_option(Output()),
+        out_option(OutputPath()),
     ],
 )
 @click.option(
     "--lock",
     "path",
-    type=Output(early=False, usual=True),
+    type=OutputPath(early=False, usual=True),
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
-def check(path: str | None, written: Written, arguments: dict[str, Any]) -> None:
+def check(path: str | None, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Compare costs.lock with the costs now; exit 1 over a budget.
 
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
@@ -181,7 +181,7 @@ def check(path: str | None, written: Written, arguments: dict[str, Any]) -> None
         result = checking.compare_locks(
             before, after, settings, strict="strict" in arguments, cause=cause
         )
-    written.write(result)
+    output.write(result)
     if update:
         if before != after:
             files.write_lock(settings.path, after)

@@ -21,10 +21,10 @@ from rooftrace.reporting.cli.options import (
     style_option,
     timeline_option,
 )
-from rooftrace.reporting.cli.output import Output, complain, say
+from rooftrace.reporting.cli.output import OutputPath, complain, say
 from rooftrace.reporting.cli.shared import (
     Command,
-    Written,
+    CommandOutput,
     console,
     once,
     progress,
@@ -42,7 +42,7 @@ from rooftrace.reporting.requests.options import words
     results=[
         click.Option(
             ["-o", "--out"],
-            type=Output(folder=True, table=True),
+            type=OutputPath(folder=True, table=True),
             metavar="DIR|FILE",
             help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that "
             "ends in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
@@ -86,7 +86,7 @@ def report(
     max_batch: bool,
     table: str | None,
     align: int | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Price each phase of TARGET: one screen, or a folder of files.
@@ -102,13 +102,13 @@ def report(
         if max_batch or len(targets) > 1:
             other = "--max-batch" if max_batch else f"{len(targets)} TARGETs"
             raise RequestError(f"--table {table} is of one step: {other} is for a report")
-        _write_table(targets[0], table, align or 16, formats, written, arguments)
+        _write_table(targets[0], table, align or 16, formats, output, arguments)
         return
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
         check_formats(formats)
-    out = written.out
-    single = _format_of_file(formats, written)
+    out = output.out
+    single = _format_of_file(formats, output)
     many = len(targets) > 1
     if many and (out == "-" or single):
         raise RequestError(
@@ -118,15 +118,15 @@ def report(
         check_folder(Path(str(out)), **how)
     arguments = {"max_batch": max_batch, **arguments}
     if many:
-        report_many(targets, formats, written, arguments)
+        report_many(targets, formats, output, arguments)
         return
     with once():
         result = rt.report(targets[0], **arguments)
     if out == "-":
-        replace(written, form=(formats or ("json",))[0]).write(result)
+        replace(output, form=(formats or ("json",))[0]).write(result)
         return
-    _write(result, single, how, written)
-    written.write_timeline(result)
+    _write(result, single, how, output)
+    output.write_timeline(result)
 
 
 def _write_table(
@@ -134,7 +134,7 @@ def _write_table(
     table: str,
     align: int,
     formats: Sequence[str] | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Write the nodes or the census of one step.  Raises RequestError for options that clash."""
@@ -143,31 +143,29 @@ def _write_table(
             f"--format {','.join(formats)}: --table {table} takes one of terminal, "
             f"{', '.join(TEXTS)}"
         )
-    written = replace(written, form=None if formats is None else formats[0])
-    if written.style != "screen" and written.format != "tex":
-        raise RequestError(
-            f"--style {written.style}: with --table it is of LaTeX: add --format tex"
-        )
-    if written.out not in (None, "-"):
-        check_output(Path(str(written.out)))
+    output = replace(output, form=None if formats is None else formats[0])
+    if output.style != "screen" and output.format != "tex":
+        raise RequestError(f"--style {output.style}: with --table it is of LaTeX: add --format tex")
+    if output.out not in (None, "-"):
+        check_output(Path(str(output.out)))
     with once():
         estimate = rt.estimate(target, **arguments)
     rows = estimate.by_node() if table == "nodes" else estimate.census(align)
-    written.write(rows, of=estimate)
+    output.write(rows, of=estimate)
 
 
-def _write(result: Any, single: str, how: Any, written: Written) -> None:
+def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
     from rooftrace.reporting.text import shown
 
     paths: Sequence[Path] = ()
-    out = written.out
+    out = output.out
     if out is not None and single:
-        replace(written, form=single, timeline=None).write(result)
+        replace(output, form=single, timeline=None).write(result)
     elif out is not None:
         with progress():
             tell("writing the report")
-            paths = result.write(Path(out), **how, style=written.style)
+            paths = result.write(Path(out), **how, style=output.style)
     console().print(rendered(lambda: shown(result, "rich")))
     if paths:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(paths))}")
@@ -183,12 +181,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [*rest, f"{len(tables)} of table-*.tex"] if tables else rest
 
 
-def _format_of_file(formats: Sequence[str] | None, written: Written) -> str:
+def _format_of_file(formats: Sequence[str] | None, output: CommandOutput) -> str:
     """The format of a report that is one file; "" for one that is a folder, or that is not kept.
 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
-    out, style = written.out, written.style
+    out, style = output.out, output.style
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
         option = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
@@ -217,7 +215,7 @@ def _format_of_file(formats: Sequence[str] | None, written: Written) -> str:
 @click.option(
     "-o",
     "--out",
-    type=Output(),
+    type=OutputPath(),
     required=True,
     metavar="FILE",
     help="graph.json or graph.json.gz; - is stdout.",
@@ -253,7 +251,7 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     help="Other counters: flopcounter (PyTorch's FlopCounterMode), fvcore.",
 )
 def compare(
-    target: str, peers: tuple[str, ...], written: Written, arguments: dict[str, Any]
+    target: str, peers: tuple[str, ...], output: CommandOutput, arguments: dict[str, Any]
 ) -> None:
     """Count FLOPs of TARGET by other counters, and explain gaps.
 
@@ -269,7 +267,7 @@ def compare(
         )
     with once():
         comparisons = rt.compare(target, peers=peers, **arguments)
-    written.write(
+    output.write(
         comparisons_view(target, comparisons),
         document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
     )
@@ -282,16 +280,16 @@ def compare(
 def report_many(
     targets: Sequence[str],
     formats: Sequence[str] | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
     from rooftrace.reporting.text import shown
 
-    out = written.out
+    out = output.out
     with progress():
         result = rt.tools.reports(
-            targets, out=out, formats=formats, style=written.style, **arguments
+            targets, out=out, formats=formats, style=output.style, **arguments
         )
     if result.reports:
         console().print(rendered(lambda: shown(result, "rich")))
@@ -300,7 +298,7 @@ def report_many(
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
         say(f"\nin {Path(out)}{os.sep}: {said}")
     if result.reports:
-        written.write_timeline(result)
+        output.write_timeline(result)
     for target, why in result.failures.items():
         complain(f"{target} failed: {why}")
     if result.failures:

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from rooftrace._formats import FIGURES
-from rooftrace.reporting.cli.output import Output
+from rooftrace.reporting.cli.output import OutputPath
 from rooftrace.reporting.requests.calls import CALLS, USUAL
 from rooftrace.reporting.requests.options import Option, options_of
 from rooftrace.reporting.requests.pricing import (
@@ -43,7 +43,7 @@ SECTIONS: Mapping[str, Collection[str]] = {
 
 def section_of(option: click.Parameter) -> str:
     """The section of an option in the help of its command."""
-    if isinstance(option.type, Output):
+    if isinstance(option.type, OutputPath):
         return "Output"
     if "--help" in option.opts:
         return "Help"
@@ -98,7 +98,7 @@ def other_options(*names: str) -> list[str]:
     ]
 
 
-def made(option: Option) -> click.Option:
+def click_option(option: Option) -> click.Option:
     """The option of click."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.required:
@@ -158,7 +158,7 @@ def timeline_option(help: str | bool = True) -> click.Option:
     usual = "Write the predicted timeline of the steps there; it opens in ui.perfetto.dev."
     return click.Option(
         ["--timeline"],
-        type=Output(endings=(".json", ".json.gz")),
+        type=OutputPath(endings=(".json", ".json.gz")),
         metavar="FILE.json.gz",
         help=help if isinstance(help, str) else usual,
     )
@@ -166,7 +166,7 @@ def timeline_option(help: str | bool = True) -> click.Option:
 
 def plot_option(help: str) -> click.Option:
     """--plot: a figure of the result."""
-    kind = Output(endings=[f".{form}" for form in FIGURES])
+    kind = OutputPath(endings=[f".{form}" for form in FIGURES])
     return click.Option(["--plot"], type=kind, metavar="FILE.png|svg|pdf", help=help)
 
 
@@ -182,7 +182,7 @@ def style_option() -> click.Option:
     )
 
 
-def out_option(kind: Output) -> click.Option:
+def out_option(kind: OutputPath) -> click.Option:
     """-o, --out: the file of the result."""
     return click.Option(
         ["-o", "--out"],

@@ -22,7 +22,7 @@ from rooftrace.errors import RequestError
 # Outputs of a command: all are checked here before it begins, and --force lets them replace.
 
 
-class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """The path of a file that a command writes; "-" is stdout.
 
     folder: a folder may stand there; its files are checked when their names are known.  early:
@@ -64,7 +64,7 @@ def form_by_ending(path: str) -> str:
 
 @contextlib.contextmanager
 def checked_outputs(
-    outputs: Mapping[str, Output], options: Mapping[str, Any], force: bool
+    outputs: Mapping[str, OutputPath], options: Mapping[str, Any], force: bool
 ) -> Iterator[None]:
     """Check the outputs of a command before its work; hold later ones against its other words.
 
@@ -83,7 +83,7 @@ def checked_outputs(
         yield
 
 
-def _check(outputs: Mapping[str, Output], options: Mapping[str, Any]) -> None:
+def _check(outputs: Mapping[str, OutputPath], options: Mapping[str, Any]) -> None:
     seen: set[str] = set()
     for name, kind in outputs.items():
         path = options[name]

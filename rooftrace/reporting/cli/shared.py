@@ -27,9 +27,9 @@ from rooftrace.reporting.cli.options import (
     SECTIONS,
     TRACEBACK,
     call_options,
+    click_option,
     form_option,
     load_rules,
-    made,
     out_option,
     plot_option,
     section_of,
@@ -38,7 +38,7 @@ from rooftrace.reporting.cli.options import (
     typed,
 )
 from rooftrace.reporting.cli.output import (
-    Output,
+    OutputPath,
     checked_outputs,
     complain,
     form_by_ending,
@@ -135,12 +135,12 @@ def once() -> Iterator[None]:
         yield
 
 
-# -- written ---------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 # The output of a command: --format, --out, --plot, --style and --timeline.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class CommandOutput:
     """The output that a command line asks for; form: None is by the ending of `out`."""
 
     form: str | None = None
@@ -215,7 +215,7 @@ def results(
         *([style_option()] if style else []),
         *([timeline_option(timeline)] if timeline else []),
         form_option(forms),
-        out_option(Output(forms=("terminal", *forms))),
+        out_option(OutputPath(forms=("terminal", *forms))),
     ]
 
 
@@ -228,7 +228,7 @@ class Command(click.Command):
     functions: the public functions whose options it has.  Its callback then takes `arguments`,
     those that the user typed by name; the files of --rules have run, unless run_rules is False.
     defaults, helps: the default and the help of such an option that the command says otherwise.
-    results: its options of `results`; its callback then takes `written`.
+    results: its options of `results`; its callback then takes `output`.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class Command(click.Command):
         super().__init__(*args, **how)
         self.options = call_options(functions, defaults, helps)
         self.run_rules, self.results = run_rules, results
-        self.params += [*map(made, self.options.values()), *results, TRACEBACK]
-        self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, Output)}
+        self.params += [*map(click_option, self.options.values()), *results, TRACEBACK]
+        self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, OutputPath)}
         if self.outputs:
             self.params.append(FORCE)
 
@@ -269,7 +269,9 @@ class Command(click.Command):
             values = {name: value for name, value in values.items() if name not in self.options}
             values["arguments"] = arguments
         if self.results:
-            values["written"] = Written(**{str(o.name): values.pop(o.name) for o in self.results})
+            values["output"] = CommandOutput(
+                **{str(o.name): values.pop(o.name) for o in self.results}
+            )
         return values
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -19,10 +19,10 @@ from rooftrace.reporting.cli.options import (
     plot_option,
     timeline_option,
 )
-from rooftrace.reporting.cli.output import Output, complain, say
+from rooftrace.reporting.cli.output import OutputPath, complain, say
 from rooftrace.reporting.cli.shared import (
     Command,
-    Written,
+    CommandOutput,
     progress,
     results,
 )
@@ -37,11 +37,11 @@ weights; the result has the cost of each line that ends a graph."""
     cls=Command, epilog=_BREAKS, functions=["graph_breaks"], results=results("data", "rows")
 )
 @click.argument("target")
-def breaks(target: str, written: Written, arguments: dict[str, Any]) -> None:
+def breaks(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """List the graph breaks of torch.compile, and price each."""
     with progress():
         result = rt.graph_breaks(target, **arguments)
-    written.write(result)
+    output.write(result)
 
 
 @click.command(
@@ -52,15 +52,15 @@ def breaks(target: str, written: Written, arguments: dict[str, Any]) -> None:
     results=results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True),
 )
 @click.argument("target")
-def explain(target: str, written: Written, arguments: dict[str, Any]) -> None:
+def explain(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Give FLOPs and bytes of TARGET as formulas, and its limits.
 
     Formulas are in the sizes of the step: batch, and seq or kv.  Without --op the whole step is a
     worked example, with the least batch that computing limits and a sweep.
     """
     with progress():
-        result = rt.explain(target, plot=written.plot, **arguments)
-    written.write(result, drawn="sweep drawn")
+        result = rt.explain(target, plot=output.plot, **arguments)
+    output.write(result, drawn="sweep drawn")
 
 
 _ROOFLINE = f"""{TARGET_HELP}
@@ -77,18 +77,18 @@ _ROOFLINE = f"""{TARGET_HELP}
     ),
 )
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-def roofline(targets: tuple[str, ...], written: Written, arguments: dict[str, Any]) -> None:
+def roofline(targets: tuple[str, ...], output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Place steps of several TARGETs under the roofs of chips."""
-    if written.style != "screen" and written.plot is None and written.format != "tex":
+    if output.style != "screen" and output.plot is None and output.format != "tex":
         raise RequestError(
-            f"--style {written.style}: it is of figures and LaTeX: add --plot FILE.pdf or "
+            f"--style {output.style}: it is of figures and LaTeX: add --plot FILE.pdf or "
             "--format tex"
         )
     with progress():
         result = rt.roofline(list(targets), **arguments)
-        if written.plot is not None:
-            rt.tools.plot_roofline(result, written.plot, style=written.style)
-    written.write(result)
+        if output.plot is not None:
+            rt.tools.plot_roofline(result, output.plot, style=output.style)
+    output.write(result)
 
 
 _SENSITIVITY = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
@@ -109,12 +109,12 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 @click.argument("target")
 @click.option(
     "--points",
-    type=Output(table=True),
+    type=OutputPath(table=True),
     metavar="FILE.csv",
     help="With --grid: write every point there.",
 )
 def sensitivity(
-    target: str, points: str | None, written: Written, arguments: dict[str, Any]
+    target: str, points: str | None, output: CommandOutput, arguments: dict[str, Any]
 ) -> None:
     """Rank the sizes, chip facts and knobs that move a step most.
 
@@ -125,17 +125,17 @@ def sensitivity(
 
     if points is not None and "grid" not in arguments:
         raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
-    if written.timeline is not None and "grid" in arguments:
+    if output.timeline is not None and "grid" in arguments:
         raise RequestError(
-            f"--timeline {written.timeline}: a grid is many steps; leave --grid out for the "
+            f"--timeline {output.timeline}: a grid is many steps; leave --grid out for the "
             "timeline of one"
         )
     with progress():
-        result: Any = rt.sensitivity(target, plot=written.plot, **arguments)
+        result: Any = rt.sensitivity(target, plot=output.plot, **arguments)
     if points is not None:
         write_bytes(Path(points), result.frame().to_csv(index=False).encode())
     step = {name: value for name, value in arguments.items() if name not in _OF_NUMBERS}
-    if written.write(result, source=target, **step) and points is not None:
+    if output.write(result, source=target, **step) and points is not None:
         say(f"\npoints written to {points}")
 
 
@@ -172,15 +172,15 @@ link overlap perfectly at the rates of the datasheet: a lower bound."""
     ),
 )
 @click.argument("target")
-def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
+def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Find the batch, length, chips or mesh that meets limits."""
     find = arguments.get("find", "batch")
-    if written.timeline is not None and find in _WITHOUT_STEP:
+    if output.timeline is not None and find in _WITHOUT_STEP:
         raise RequestError(
-            f"--timeline {written.timeline} with --find {find}: its answer is no step that a "
+            f"--timeline {output.timeline} with --find {find}: its answer is no step that a "
             "timeline could show; leave it out"
         )
-    if written.format == "csv" and find != "critical-batch":
+    if output.format == "csv" and find != "critical-batch":
         raise RequestError(f"csv with --find {find}: only critical-batch has rows; name json")
     for name in _UNUSED.get(find, ("link", "alpha")):
         if name in arguments:
@@ -190,14 +190,14 @@ def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
         raise RequestError("--find mesh: say how many chips, as --chips 64")
     with progress():
         if find == "critical-batch":
-            result: Any = rt.tools.explore(target, plot=written.plot, **_without_find(arguments))
+            result: Any = rt.tools.explore(target, plot=output.plot, **_without_find(arguments))
         elif find in _MESHES:
             result = getattr(rt.tools, _MESHES[find])(target, **_without_find(arguments))
         else:
             result = rt.solve(target, **arguments)
-        if written.plot is not None and find != "critical-batch":
-            rt.tools.plot_answer(result, written.plot)
-    written.write(result)
+        if output.plot is not None and find != "critical-batch":
+            rt.tools.plot_answer(result, output.plot)
+    output.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
 
@@ -236,7 +236,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
     results=[
         click.Option(
             ["-o", "--out"],
-            type=Output(folder=True, table=True),
+            type=OutputPath(folder=True, table=True),
             metavar="FILE",
             help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A "
             "stopped sweep goes on with the same command.",
@@ -249,7 +249,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
 @click.option(
     "--save-form",
-    type=Output(),
+    type=OutputPath(),
     metavar="FILE",
     help="Write the form, to sweep it again without torch.",
 )
@@ -262,7 +262,7 @@ def sweep(
     targets: tuple[str, ...],
     save_form: str | None,
     scheduler: str | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Price a step of TARGET over ranges of its sizes.
@@ -270,13 +270,13 @@ def sweep(
     The result has the best point, the sizes at which a limit or a kernel changes, and a table.
     """
     if len(targets) > 1 or scheduler is not None:
-        _fleet(targets, scheduler, save_form, written, arguments)
+        _fleet(targets, scheduler, save_form, output, arguments)
         return
     if save_form is not None and "vary" in arguments:
         raise RequestError(
             "--save-form with --vary: each value has a form of its own; leave one out"
         )
-    out, plot = written.out, written.plot
+    out, plot = output.out, output.plot
     with progress(kept=_FIRST):
         try:
             result = rt.sweep(targets[0], out=out, **arguments)
@@ -288,43 +288,43 @@ def sweep(
             rt.tools.save_form(result.cases[0].form, save_form)
         if plot is not None:
             rt.tools.plot_sweep(result, plot)
-    Written(form=written.form).write(result)
-    if written.form == "terminal":
+    CommandOutput(form=output.form).write(result)
+    if output.form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
             if path is not None:
                 say(f"\n{word} to {path}")
-    written.write_timeline(result, quiet=written.form != "terminal")
+    output.write_timeline(result, quiet=output.form != "terminal")
 
 
 def _fleet(
     targets: Sequence[str],
     scheduler: str | None,
     save_form: str | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Sweep several targets, or on a scheduler: results land in a folder as they come."""
     several = f"{len(targets)} TARGETs" if len(targets) > 1 else "--scheduler"
     for option, value in (
-        ("--plot", written.plot), ("--save-form", save_form), ("--timeline", written.timeline)
+        ("--plot", output.plot), ("--save-form", save_form), ("--timeline", output.timeline)
     ):  # fmt: skip
         if value is not None:
             raise RequestError(
                 f"{option} {value}: it is for one TARGET without --scheduler; here: {several}"
             )
-    if written.out is None:
+    if output.out is None:
         raise RequestError(f"{several}: say where results land with -o FOLDER")
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
             result = rt.tools.sweep_fleet(
-                targets, out=written.out, scheduler=scheduler, rules=rules, **arguments
+                targets, out=output.out, scheduler=scheduler, rules=rules, **arguments
             )
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)
-    Written(form=written.form).write(result)
-    if written.form == "csv":
+    CommandOutput(form=output.form).write(result)
+    if output.form == "csv":
         for failure in result.failures:
             complain(f"{failure.title} failed: {failure.error}")
     if result.failures:
