@@ -31,8 +31,8 @@ from rooftrace.reporting.cli.shared import (
     progress,
     results,
 )
-from rooftrace.reporting.requests.calls import ASKED
-from rooftrace.reporting.requests.options import words
+from rooftrace.reporting.commands.calls import ASKED
+from rooftrace.reporting.commands.options import words
 
 _MEASURED = {
     "chip": "The chip that the steps were measured on.",
@@ -86,7 +86,7 @@ def _measure_chip(
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import machine, measure_chip
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     with progress():
         chip = measure_chip(device or machine.default_device(), budget, progress=tell)
@@ -147,7 +147,7 @@ def calibrate(
     With --collectives FILE and --system NAME it fits the constants of collectives and writes the
     system with them.
     """
-    from rooftrace.costmodels.knobs import dump_knobs
+    from rooftrace.costmodels.kernels import dump_knobs
 
     if collectives is not None or "system" in arguments:
         _calibrate_collectives(collectives, arguments.get("system"), out)
@@ -226,7 +226,7 @@ def validate(
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.reportfolder import check_folder, check_formats
+    from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
     folder = None if output.out in (None, "-") else Path(str(output.out))
     if figures is not None and folder is None:
@@ -323,7 +323,7 @@ def _group(
 
     @group.command("list", help=listing, results=results())
     def list_all(output: CommandOutput) -> None:
-        from rooftrace.reporting.text import list_of
+        from rooftrace.reporting.views import list_of
 
         output.write(list_of(kind))
 

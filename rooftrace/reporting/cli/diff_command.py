@@ -14,9 +14,9 @@ from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import TARGET_HELP, click_option, other_options, typed
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import Command, CommandOutput, once, progress, results
-from rooftrace.reporting.requests import options
-from rooftrace.reporting.requests.calls import CALLS
-from rooftrace.reporting.requests.options import Option
+from rooftrace.reporting.commands import options
+from rooftrace.reporting.commands.calls import CALLS
+from rooftrace.reporting.commands.options import Option
 
 _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
 the index.json of a sharded one, or a folder with one."""
@@ -51,7 +51,7 @@ def inventory(
 
 def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     """Raise RequestError for an option of `rooftrace diff` that does not fit two checkpoints."""
-    from rooftrace.tracer.inventory import CheckpointDiff
+    from rooftrace.weights import CheckpointDiff
 
     unused = other_options("words", "names", "form", "out", "fail_on")
     if unused:
@@ -158,8 +158,8 @@ def diff(
     torch.profiler or run files of `rooftrace measure`; for weights, checkpoints of safetensors or
     torch.save.
     """
-    from rooftrace.measured.rundiffs import is_measured
-    from rooftrace.tracer.weights.filenames import are_weights
+    from rooftrace.diffs.runs import is_measured
+    from rooftrace.tracer.targets.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
@@ -191,8 +191,8 @@ def _check(
     measured: bool, targets: Sequence[str] | None, limits: Sequence[str], output: CommandOutput
 ) -> None:
     """Raise the error of an option that does not fit two graphs, or two measured runs."""
-    from rooftrace.costmodels.diffs import Diff
-    from rooftrace.measured.rundiffs import RunDiff
+    from rooftrace.diffs.costs import Diff
+    from rooftrace.diffs.runs import RunDiff
 
     (RunDiff if measured else Diff).limits(limits)
     if measured and output.timeline is not None:
@@ -220,7 +220,7 @@ def _targets(
         if len(words) > 2:
             raise click.UsageError(f"expected one target or two, got {len(words)}")
         return (words[0], words[1] if len(words) == 2 else None), None
-    from rooftrace.tracer.requests import names
+    from rooftrace.tracer import names
 
     script = next((place for place, word in enumerate(everything) if names.is_script(word)), None)
     if script is not None and script + 1 < len(everything):  # the rest is the script's
@@ -239,8 +239,8 @@ def _targets(
 
 def _is_target(word: str) -> bool:
     """Whether a word names a target and no revision: git allows no colon in the name of one."""
-    from rooftrace.tracer.graph import looks_saved
-    from rooftrace.tracer.requests import names
+    from rooftrace.graph import looks_saved
+    from rooftrace.tracer import names
 
     return names.names_code(word) or names.is_config(word) or looks_saved(word) or ":" in word
 

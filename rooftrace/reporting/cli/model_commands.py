@@ -31,7 +31,7 @@ from rooftrace.reporting.cli.shared import (
     rendered,
     results,
 )
-from rooftrace.reporting.requests.options import words
+from rooftrace.reporting.commands.options import words
 
 
 @click.command(
@@ -94,7 +94,7 @@ def report(
     --out writes the folder.  Several TARGETs have a folder each inside of it, and one table and
     roofline with all.
     """
-    from rooftrace.reporting.reportfolder import check_folder, check_formats
+    from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
     if align is not None and table != "census":
         raise RequestError(f"--align {align}: it is for --table census")
@@ -156,7 +156,7 @@ def _write_table(
 
 def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     paths: Sequence[Path] = ()
     out = output.out
@@ -230,7 +230,7 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
             tell(f"writing {out}")
             rt.save(graphs, out)
     if out == "-":
-        from rooftrace.tracer.graph import graphs_bytes
+        from rooftrace.graph import graphs_bytes
 
         sys.stdout.buffer.write(graphs_bytes(graphs))
         return
@@ -258,8 +258,8 @@ def compare(
     They run the same module on the same inputs; each op that one does not count stands with its
     module and the reason.
     """
-    from rooftrace.reporting.text import comparisons_view
-    from rooftrace.tracer.graph import looks_saved
+    from rooftrace.graph import looks_saved
+    from rooftrace.reporting.views import comparisons_view
 
     if looks_saved(target):
         raise click.UsageError(
@@ -284,7 +284,7 @@ def report_many(
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     out = output.out
     with progress():

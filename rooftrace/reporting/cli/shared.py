@@ -127,7 +127,7 @@ def once() -> Iterator[None]:
 
     Each collection would go through all objects of the result, for seconds if they are many.
     """
-    from rooftrace.tracer.sources import collector_paused
+    from rooftrace.tracer.phases import collector_paused
 
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     click.get_current_context().with_resource(collector_paused(keep=True))
@@ -171,7 +171,7 @@ class CommandOutput:
         result.  how: of `rt.tools.save_timeline`.  Returns whether it was the terminal.
         """
         from rooftrace._writing import write_bytes
-        from rooftrace.reporting.text import shown
+        from rooftrace.reporting.views import shown
 
         on_terminal = self.format == "terminal" and self.out in (None, "-")
         if on_terminal:
