@@ -15,10 +15,10 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import units
 from rooftrace.reporting.commands import questions as asking
 from rooftrace.reporting.commands.arguments import SolveArguments
-from rooftrace.reporting.commands.calls import StepRequest
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.questions import Question, grounds_of
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.stepforms import (
     MOST_TRACES,
     decoding_first,
